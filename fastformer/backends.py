@@ -1,0 +1,205 @@
+"""The only dispatch: which backend runs an op, and why.
+
+    auto        Triton on a GPU where the kernel supports the call, else the reference
+    triton      the kernels; an error where they cannot run. On a CPU: Triton's interpreter
+    reference   eager PyTorch
+
+The environment variable FASTFORMER_BACKEND sets the default, `use_backend` the choice of a thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer import autograd, reference
+
+BACKENDS = ("auto", "triton", "reference")
+# GPU models on which a run of the whole suite is committed under benchmarks/results.
+VERIFIED_GPUS: tuple[str, ...] = ()
+
+_log = logging.getLogger("fastformer")
+_logged: set[tuple[str, str]] = set()
+
+
+class _State(threading.local):
+    backend: str | None = None
+    explaining: bool = False
+
+
+_state = _State()
+_default = os.environ.get("FASTFORMER_BACKEND") or "auto"
+
+# Public ops by name, and the kernel file of each; `operation` fills both.
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+_kernel_files: dict[str, str] = {}
+_kernels: dict[str, ModuleType] = {}
+
+
+def _check(name: str, source: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{source} is {name!r}; expected one of {', '.join(BACKENDS)}")
+    return name
+
+
+class use_backend:  # noqa: N801 - reads as a function, and is a context manager too
+    """Chooses the backend of this thread, at once, and restores the former one when used in a `with`.
+
+        use_backend("reference")
+        with use_backend("triton"):
+            ...
+
+    The backend of a forward decides that of its backward. Raises ValueError for an unknown name.
+    """
+
+    def __init__(self, name: str) -> None:
+        _check(name, "backend")
+        self._former = _state.backend
+        _state.backend = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _state.backend = self._former
+
+
+def current_backend() -> str:
+    """The backend chosen for this thread: auto, triton or reference."""
+    return _state.backend or _check(_default, "the environment variable FASTFORMER_BACKEND")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a call would run on, and why."""
+
+    op: str
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.backend} ({self.reason})"
+
+
+class _Explained(Exception):
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+
+def operation(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a function of `functional` as an op whose kernels are in fastformer/kernels/<kernel>.py."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPERATIONS[function.__name__] = function
+        _kernel_files[function.__name__] = kernel
+        return function
+
+    return register
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
+    """The backend that `fastformer.<op>(*args, **kwargs)` would take here and the reason, without running it.
+
+    Bad arguments raise as they do in the call. Returns an object with `.backend` and `.reason`.
+    """
+    if op not in OPERATIONS:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
+    _state.explaining = True
+    try:
+        OPERATIONS[op](*args, **kwargs)
+    except _Explained as explained:
+        return explained.choice
+    finally:
+        _state.explaining = False
+    raise AssertionError(f"{op} returned without a dispatch")
+
+
+@functools.cache
+def _missing_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def _load(op: str) -> ModuleType:
+    """The kernel file of an op, imported at its first use: importing fastformer imports no triton."""
+    if op not in _kernels:
+        _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
+    return _kernels[op]
+
+
+def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str | None:
+    """Why the Triton kernel of `op` cannot run this call, or None."""
+    if device.type not in ("cpu", "cuda"):
+        return f"there is no Triton kernel for a {device.type} device"
+    reason = _missing_triton()
+    if reason is not None:
+        return reason
+    kernels = _load(op)
+    if device.type == "cpu" and not kernels.INTERPRETED:
+        return (
+            "on a CPU the Triton kernels run in Triton's interpreter only: "
+            "set TRITON_INTERPRET=1 in the environment before triton is imported"
+        )
+    return kernels.supports(**arguments)
+
+
+def choose(op: str, arguments: dict[str, Any]) -> Choice:
+    """The backend for a call whose arguments are checked. Raises RuntimeError where `triton` cannot run."""
+    backend = current_backend()
+    device = next(a for a in arguments.values() if isinstance(a, Tensor)).device
+    if backend == "reference":
+        return Choice(op, "reference", "it was chosen")
+    if backend == "auto" and device.type == "cpu":
+        return Choice(op, "reference", "the tensors are on the CPU")
+    reason = _obstacle(op, arguments, device)
+    if backend == "triton":
+        if reason is not None:
+            raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
+        return Choice(op, "triton", "it was chosen")
+    if reason is not None:
+        return Choice(op, "reference", reason)
+    return Choice(op, "triton", "the tensors are on a GPU" + _caveat(device))
+
+
+def _caveat(device: torch.device) -> str:
+    if torch.compiler.is_compiling():
+        return ""
+    name = torch.cuda.get_device_name(device)
+    if name in VERIFIED_GPUS:
+        return ""
+    return f"; no run of the kernels on a {name} is on record yet"
+
+
+def run(op: str, **arguments: Any) -> Any:
+    """Runs an op on the backend chosen for it. The names and their order are the op's own."""
+    choice = choose(op, arguments)
+    if _state.explaining:
+        raise _Explained(choice)
+    if choice.backend == "triton":
+        return autograd.apply(op, arguments)
+    if current_backend() == "auto" and not torch.compiler.is_compiling():
+        _log_once(choice)
+    return getattr(reference, op)(**arguments)
+
+
+def _log_once(choice: Choice) -> None:
+    if (choice.op, choice.reason) not in _logged:
+        _logged.add((choice.op, choice.reason))
+        _log.info("%s", choice)

@@ -1,0 +1,236 @@
+"""Every op of `fastformer.functional` in eager PyTorch, with the same names and arguments.
+
+It is the path on a CPU, where it calls the fastest torch op that computes the same thing, and the oracle of the tests:
+in float64 each op is its written-out formula. Arguments arrive checked by `functional`.
+
+Shapes: B batch, H heads, Sq queries, Sk keys, D head dim; N features; M rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Philox4x32 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with 7 rounds.
+PHILOX_ROUNDS = 7
+_WORD = 0xFFFFFFFF
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_CHUNK = 1 << 15  # counters at a time: the int64 temporaries stay in the second-level cache
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class _Formula(threading.local):
+    always: bool = False
+
+
+_formula = _Formula()
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """Within it every op is its formula in differentiable primitives, whatever the dtype: what a double backward needs."""
+    former, _formula.always = _formula.always, True
+    try:
+        yield
+    finally:
+        _formula.always = former
+
+
+# ---------------------------------------------------------------------------------------- dropout
+
+
+def philox(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor, rounds: int = PHILOX_ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words for each counter (c0, c1, c2, c3), as int64 tensors.
+
+    The counters broadcast against each other and stay narrow until a round mixes them. An int64 product wraps modulo
+    2^64, so its bits 32..63 are the high word of the unsigned product. `seed` is the 64-bit key, a tensor of one element.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(rounds):
+        b, a = c2 * _ROUND_B, c0 * _ROUND_A
+        c0, c2 = ((b >> 32) ^ (c1 ^ k0)) & _WORD, ((a >> 32) ^ (c3 ^ k1)) & _WORD
+        c1, c3 = b, a
+        k0, k1 = (k0 + _KEY_A) & _WORD, (k1 + _KEY_B) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def dropout_threshold(p: float) -> int:
+    """An element is kept where its 32-bit word is at least this."""
+    return round(p * 2**32)
+
+
+def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
+    """True where dropout removes an element: a boolean [planes, rows, columns].
+
+    Element (plane, i, j) reads word 2*(i//8 % 2) + (j//8 % 2) of counter (j', i', plane, 0), where
+    x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four elements that one thread
+    holds in a tensor-core accumulator. A pure function of (seed, plane, i, j).
+    """
+    device = seed.device
+    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
+    mask = torch.empty(planes, tiles_i, 2, 8, tiles_j, 2, 8, dtype=torch.bool, device=device)
+    c0 = torch.arange(tiles_j * 8, device=device).view(1, 1, -1)
+    c1 = torch.arange(tiles_i * 8, device=device).view(1, -1, 1)
+    c3 = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+    threshold = dropout_threshold(p)
+    # One chunk under torch.compile (it fuses the rounds itself) and on a GPU, where nothing is gained by chunks.
+    chunk = _CHUNK if device.type == "cpu" and not torch.compiler.is_compiling() else 1 << 62
+    step = max(1, chunk // max(1, tiles_i * tiles_j * 64))
+    for first in range(0, planes, step):
+        part = mask[first : first + step]
+        c2 = torch.arange(first, first + part.shape[0], device=device).view(-1, 1, 1)
+        words = philox(c0, c1, c2, c3, seed)
+        for a in (0, 1):
+            for b in (0, 1):
+                word = words[2 * a + b].view(-1, tiles_i, 8, tiles_j, 8)
+                part[:, :, a, :, :, b, :] = word < threshold
+    return mask.view(planes, tiles_i * 16, tiles_j * 16)[:, :rows, :columns]
+
+
+def _dropout_scale(p: float) -> float:
+    return 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def _visible(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    key_lengths: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None is all."""
+    q_length, k_length = query.shape[-2], key.shape[-2]
+    visible, keys = None, None
+    if key_lengths is not None:
+        keys = torch.arange(k_length, device=key.device) < key_lengths.view(-1, 1, 1, 1)
+        visible = keys
+    if attn_mask is not None:
+        mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+        if mask.shape[-2] == 1 and mask.shape[-1] == k_length:
+            keys = mask if keys is None else keys & mask
+        visible = mask if visible is None else visible & mask
+    if is_causal:
+        causal = torch.ones(q_length, k_length, dtype=torch.bool, device=key.device).tril()
+        visible = causal if visible is None else visible & causal
+    return visible, keys
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    batch, heads, q_length, dim = query.shape
+    scale = dim**-0.5 if scale is None else scale
+    if key.shape[1] != heads:
+        key = key.repeat_interleave(heads // key.shape[1], 1)
+        value = value.repeat_interleave(heads // value.shape[1], 1)
+    visible, keys = _visible(query, key, attn_mask, is_causal, key_lengths)
+    if keys is not None:  # nothing of a key that no query may see, NaN included, reaches a product
+        hidden = ~keys.transpose(-2, -1)
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+
+    fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
+    fast = fast and not _formula.always
+    if fast and min(batch, heads, q_length, key.shape[2], dim, value.shape[3]) > 0:
+        only_causal = is_causal and attn_mask is None and key_lengths is None
+        out = F.scaled_dot_product_attention(
+            query, key, value, None if only_causal else visible, 0.0, only_causal, scale
+        )
+    else:
+        scores = (query * scale) @ key.transpose(-2, -1)
+        if visible is not None:
+            scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+        low = query.dtype in (torch.float16, torch.bfloat16)
+        weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(query.dtype)
+        if dropout_p > 0:
+            assert dropout_seed is not None
+            drop = dropped(dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
+            weights = weights.masked_fill(drop.view(weights.shape), 0.0)
+        out = weights @ value
+        if dropout_p > 0:
+            out = out * _dropout_scale(dropout_p)
+    if attn_mask is not None or key_lengths is not None:
+        assert visible is not None
+        out = out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return out
+
+
+# -------------------------------------------------------------------------------------- LayerNorm
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+) -> Tensor:
+    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias))
+    if not unbiased and not mixed and input.dtype != torch.float64:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    x = input if input.dtype == torch.float64 else input.float()
+    features = tuple(range(-len(normalized_shape), 0))
+    variance, mean = torch.var_mean(x, features, correction=int(unbiased), keepdim=True)
+    y = x - mean
+    y = y / (variance.sqrt() + eps) if unbiased else y * (variance + eps).rsqrt()
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(input.dtype)
+
+
+# ----------------------------------------------------------------------------------- feed-forward
+
+
+def feed_forward(
+    input: Tensor,
+    w_1: Tensor,
+    b_1: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
+    if dropout_p == 0:
+        return F.linear(hidden, w_2, b_2)
+    assert dropout_seed is not None
+    hidden = hidden.flatten(0, -2)
+    drop = dropped(dropout_seed, 1, hidden.shape[0], hidden.shape[1], dropout_p)[0]
+    hidden, kept = hidden.masked_fill(drop, 0.0), _dropout_scale(dropout_p)  # scaled in the GEMM
+    if b_2 is None:
+        out = (hidden @ w_2.t()) * kept
+    else:
+        out = torch.addmm(b_2, hidden, w_2.t(), alpha=kept)
+    return out.view(*input.shape[:-1], w_2.shape[0])

@@ -1,0 +1,8 @@
+"""Maps the top-level folder kernels/ to the package fastformer.kernels; everything else is in pyproject.toml."""
+
+from setuptools import setup
+
+setup(
+    packages=["fastformer", "fastformer.kernels"],
+    package_dir={"fastformer": "fastformer", "fastformer.kernels": "kernels"},
+)

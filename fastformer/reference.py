@@ -160,7 +160,7 @@ def scaled_dot_product_attention(
     if fast and min(batch, heads, q_length, key.shape[2], dim, value.shape[3]) > 0:
         only_causal = is_causal and attn_mask is None and key_lengths is None
         out = F.scaled_dot_product_attention(
-            query, key, value, None if only_causal else visible, 0.0, only_causal, scale
+            query, key, value, None if only_causal else visible, 0.0, only_causal, scale=scale
         )
     else:
         scores = (query * scale) @ key.transpose(-2, -1)

@@ -1,0 +1,136 @@
+"""What the kernels share: dropout words, registration, the table of architectures."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+PHILOX_ROUNDS = tl.constexpr(7)
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Which elements of the [BM, BN] tile at row i0, column j0 of a plane dropout keeps. i0, j0: multiples of 16.
+
+    Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns j, j + 8, by word
+    2 * (i // 8 % 2) + (j // 8 % 2): the four elements that one thread holds in a tensor-core accumulator, and in its
+    transpose, so that nothing moves between threads.
+    """
+    i = (i0 // 2 + tl.arange(0, BM // 2))[:, None].to(tl.uint32)
+    j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
+    p = plane.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, j, i, p, p * 0, PHILOX_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BM/2, BN/2, column, row]
+    words = words.reshape(BM // 16, 8, BN // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
+    return words.reshape(BM, BN) >= threshold.to(tl.uint32, bitcast=True)
+
+
+INTERPRETED = not isinstance(dropout_keep, JITFunction)
+
+
+# --------------------------------------------------------------------------------------- launchers
+
+
+def dropout_arguments(p: float) -> tuple[int, float]:
+    """(threshold as the int32 that carries its 32 bits, the factor of what is kept).
+
+    At p = 1 the threshold does not fit, and the factor 0 drops everything.
+    """
+    threshold = min(round(p * 2**32), 2**32 - 1)
+    return threshold - 2**32 if threshold >= 2**31 else threshold, 1 / (1 - p) if p < 1 else 0.0
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, or a copy of it where its last dimension is strided."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The row of the configuration tables: sm_80, sm_86, sm_90, sm_100, gfx942, interpreter, or other.
+
+    sm_86 stands for the parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
+    """
+    if INTERPRETED:
+        return "interpreter"
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return name if name == "gfx942" else "other"
+    major, minor = torch.cuda.get_device_capability(device)
+    return {
+        (8, 0): "sm_80",
+        (8, 6): "sm_86",
+        (8, 9): "sm_86",
+        (9, 0): "sm_90",
+        (10, 0): "sm_100",
+        (12, 0): "sm_86",
+        (12, 1): "sm_86",
+    }.get((major, minor), "other")
+
+
+def dot_precision(arch: str) -> str:
+    """How float32 operands are multiplied: by three tf32 products, near float32, or by one where torch allows tf32."""
+    if arch == "interpreter" or not arch.startswith("sm_"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the tensor's own device, whatever the current one is."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def unsupported_dtype(x: Tensor) -> str | None:
+    """Why no kernel can run on x, or None."""
+    if INTERPRETED:
+        from . import interpreter
+
+        if x.dtype == torch.bfloat16 and not interpreter.repaired:
+            return (
+                "Triton's interpreter computes bfloat16 on bit patterns; "
+                "fastformer.kernels.interpreter.repair() mends it"
+            )
+        return None
+    if x.dtype == torch.float64:
+        return "the kernels run float64 in Triton's interpreter only"
+    if torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return "the kernels need compute capability 8.0 or newer"
+    return None
+
+
+# ------------------------------------------------------------------------------------ registration
+
+_library = torch.library.Library("fastformer", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a launcher as the op `fastformer::<schema>`; `fake` gives the outputs' shapes, dtypes and strides."""
+    name = schema[: schema.index("(")]
+
+    def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(schema, tags=_tags)
+        _library.impl(name, launcher, "CompositeExplicitAutograd")
+        torch.library.register_fake("fastformer::" + name, fake, lib=_library)
+        return launcher
+
+    return decorate

@@ -101,14 +101,14 @@ CONFIGURATIONS: dict[str, dict[str, tuple[_Table, _Table]]] = {
         ),
     },
 }
-# Few, large programs: each operation of a program costs the interpreter some 20 us, whatever its size.
-_INTERPRETER = Tiles(128, 128, 4, 1)
 
 
-def configuration(kernel: str, arch: str, dtype: torch.dtype, head_block: int) -> Tiles:
-    """The tiles of a kernel, a pure function of architecture, dtype and padded head dim."""
-    if arch == "interpreter":
-        return _INTERPRETER
+def configuration(
+    kernel: str, arch: str, dtype: torch.dtype, head_block: int, q_length: int, k_length: int
+) -> Tiles:
+    """The tiles of a kernel, a pure function of architecture, dtype, padded head dim and lengths."""
+    if arch == "interpreter":  # few programs, no larger than the work: each operation has a fixed cost
+        return Tiles(*(min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length)), 4, 1)
     table = CONFIGURATIONS[kernel]
     rows = table.get(arch, table["other"])[dtype == torch.float32]
     return next(tiles for largest, tiles in rows if head_block <= largest)
@@ -543,9 +543,13 @@ class _Call:
             PRECISION=dot_precision(self.arch),
         )
 
+    def tiles(self, kernel: str) -> Tiles:
+        lengths = self.q_length, self.k_length
+        return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths)
+
     def launch(self, kernel: str, function: object, rows: bool, *arguments: object) -> None:
         """Starts a kernel over the query blocks of every head, or over the key blocks of every key-value head."""
-        tiles = configuration(kernel, self.arch, self.dtype, self.head_block)
+        tiles = self.tiles(kernel)
         blocks = (
             triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
             if rows
@@ -623,7 +627,7 @@ def backward(
     delta = torch.empty_like(lse)
     inputs = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:3])
     with on_device(query):
-        rows = configuration("dq", call.arch, call.dtype, call.head_block).BM
+        rows = call.tiles("dq").BM
         blocks = triton.cdiv(call.q_length, rows) * call.batch * call.heads
         if blocks:
             _delta[(blocks,)](

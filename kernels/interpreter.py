@@ -5,17 +5,20 @@
 1. bfloat16: the interpreter keeps it as raw 16-bit words, and `tl.dot` and arithmetic compute on bit patterns
    (triton#11584); float32 -> bfloat16 truncates. Here operands are widened and results rounded to nearest even.
 2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which int() refuses (triton#9171).
-3. Speed: each helper call patches the whole language module anew, and integer operations check for overflow.
+3. Speed: each helper call patches the whole language module anew, integer operations check for overflow, types are built
+   again for every value, and Philox takes some 80 operations of 20 us.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as ti
+from triton.language import random
 
 _COMPARISONS = {
     np.less,
@@ -131,3 +134,59 @@ def _repair_speed() -> None:
     ti.InterpretedFunction.__call__ = call
     options = ti.interpreter_builder.options
     ti.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    _remember_types()
+    random.philox_impl = _philox
+
+
+def _remember_types() -> None:
+    """Block types, the shapes of tensors and numpy's dtypes are made once each."""
+    make_block_type = tl.block_type.__init__
+    block_types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if element_ty.is_ptr():
+            return make_block_type(self, element_ty, shape)
+        key = (element_ty, tuple(getattr(n, "value", n) for n in shape))
+        if key not in block_types:
+            make_block_type(self, element_ty, shape)
+            block_types[key] = dict(self.__dict__)
+        self.__dict__.update(block_types[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            shapes[key] = tl.core.tuple([tl.constexpr(n) for n in key]), tl.constexpr(math.prod(key))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    np_dtype = ti._get_np_dtype
+    np_dtypes: dict[Any, Any] = {}
+
+    def known_np_dtype(type: Any) -> Any:
+        if type.is_ptr():
+            return np_dtype(type)
+        if type.name not in np_dtypes:
+            np_dtypes[type.name] = np_dtype(type)
+        return np_dtypes[type.name]
+
+    tl.block_type.__init__ = block_type
+    tl.tensor.__init__ = tensor
+    ti._get_np_dtype = known_np_dtype
+
+
+def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
+    """Philox4x32 in numpy instead of one interpreted operation after the other."""
+    assert c0.dtype == tl.uint32, "the repaired interpreter has the 32-bit form only"
+    block = next((c.type for c in (c0, c1, c2, c3) if c.type.is_block()), None)
+    counters = np.broadcast_arrays(*(c.handle.data for c in (c0, c1, c2, c3)))
+    x0, x1, x2, x3 = (c.astype(np.uint64) for c in counters)
+    y0, y1 = (k.handle.data.astype(np.uint64) for k in (k0, k1))
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(getattr(n_rounds, "value", n_rounds)):
+        b, a = x2 * np.uint64(0xCD9E8D57), x0 * np.uint64(0xD2511F53)
+        x0, x1, x2, x3 = (b >> shift) ^ x1 ^ y0, b & low, (a >> shift) ^ x3 ^ y1, a & low
+        y0, y1 = (y0 + np.uint64(0x9E3779B9)) & low, (y1 + np.uint64(0xBB67AE85)) & low
+    kind = tl.uint32 if block is None else tl.block_type(tl.uint32, list(x0.shape))
+    words = (ti.TensorHandle(x.astype(np.uint32), tl.uint32) for x in (x0, x1, x2, x3))
+    return tuple(tl.tensor(word, kind) for word in words)

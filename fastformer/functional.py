@@ -38,10 +38,10 @@ def _shape(x: Tensor) -> str:
 
 
 def _require_floating(**tensors: Tensor | None) -> None:
-    """All of one floating dtype and on one device; the first is the one that the others are held to."""
+    """All of one floating dtype and on one device, those of the first; None is allowed past it."""
     first: tuple[str, Tensor] | None = None
     for name, x in tensors.items():
-        if x is None:
+        if x is None and first is not None:  # an optional one
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
@@ -104,23 +104,30 @@ def _seed(dropout_seed: int | Tensor | None, dropout_p: float, device: torch.dev
     return dropout_seed.reshape(1)
 
 
-def _run(op: str, **arguments: Any) -> Any:
-    """`backends.run` with torch.autocast applied once, here: below this both backends see the same dtypes."""
-    device = next(a for a in arguments.values() if isinstance(a, Tensor)).device.type
-    if not torch.is_autocast_enabled(device):
-        return backends.run(op, **arguments)
-    with torch.autocast(device, enabled=False):
-        return backends.run(op, **arguments)
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of the surrounding torch.autocast on the tensor's device, or None."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors in the dtype of the surrounding torch.autocast, if there is one; float64 is left as it is."""
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
-    if first is None or not torch.is_autocast_enabled(first.device.type):
+    dtype = None if first is None else _autocast_dtype(first)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
     low = (torch.float32, torch.float16, torch.bfloat16)
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors)
+
+
+def _run(op: str, first: Tensor, **arguments: Any) -> Any:
+    """`backends.run`, with torch.autocast off: it was applied above, so that both backends see the same dtypes."""
+    if _autocast_dtype(first) is None:
+        return backends.run(op, **arguments)
+    with torch.autocast(first.device.type, enabled=False):
+        return backends.run(op, **arguments)
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -195,9 +202,9 @@ def scaled_dot_product_attention(
         )
     if enable_gqa and (heads % key.shape[1] if key.shape[1] else heads):
         raise ValueError(f"key {_shape(key)}; expected a number of heads that divides {heads}")
-    if dim > MAX_HEAD_DIM or value.shape[3] > MAX_HEAD_DIM:
+    if not (1 <= dim <= MAX_HEAD_DIM and 1 <= value.shape[3] <= MAX_HEAD_DIM):
         raise ValueError(
-            f"query {_shape(query)}, value {_shape(value)}; expected head dims of at most {MAX_HEAD_DIM}"
+            f"query {_shape(query)}, value {_shape(value)}; expected head dims from 1 to at most {MAX_HEAD_DIM}"
         )
     if attn_mask is not None:
         _require_mask(attn_mask, query, k_length)
@@ -205,11 +212,12 @@ def scaled_dot_product_attention(
         _require_lengths(key_lengths, query, k_length)
     p = _require_probability("dropout_p", dropout_p)
     if scale is None:
-        scale = 1.0 / math.sqrt(dim) if dim else 1.0
+        scale = 1.0 / math.sqrt(dim)
     elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
     return _run(
         "scaled_dot_product_attention",
+        query,
         query=query,
         key=key,
         value=value,
@@ -314,6 +322,7 @@ def layer_norm(
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
     return _run(
         "layer_norm",
+        input,
         input=input,
         normalized_shape=shape,
         weight=weight,
@@ -379,6 +388,7 @@ def feed_forward(
     p = _require_probability("dropout_p", dropout_p)
     return _run(
         "feed_forward",
+        input,
         input=input,
         w_1=w_1,
         b_1=b_1,

@@ -198,9 +198,12 @@ def layer_norm(
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))
-    variance, mean = torch.var_mean(x, features, correction=int(unbiased), keepdim=True)
-    y = x - mean
-    y = y / (variance.sqrt() + eps) if unbiased else y * (variance + eps).rsqrt()
+    if unbiased:  # std, not the root of var: its gradient is finite where a row is constant
+        std, mean = torch.std_mean(x, features, correction=1, keepdim=True)
+        y = (x - mean) / (std + eps)
+    else:
+        variance, mean = torch.var_mean(x, features, correction=0, keepdim=True)
+        y = (x - mean) * (variance + eps).rsqrt()
     if weight is not None:
         y = y * weight
     if bias is not None:

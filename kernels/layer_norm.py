@@ -44,36 +44,51 @@ PARTIAL_SUMS = 256  # runs of rows, and so partial sums, of the weight gradients
 
 
 class Tiles(NamedTuple):
-    """BLOCK features at a time."""
+    """BM rows of BLOCK features at a time."""
 
+    BM: int
     BLOCK: int
     warps: int
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """A row whole where it fits, else in blocks of 4096."""
-    block = min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096)
-    if arch == "interpreter":
-        return Tiles(max(16, block), 4)
-    warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
-    return Tiles(max(128, block), min(warps, 8) if arch in ("gfx942", "other") else warps)
+    """Whole rows where they fit, several of them where they are short; else blocks of 4096 features."""
+    block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
+    if arch == "interpreter":  # few programs: each operation has a fixed cost
+        return Tiles(max(1, min(64, 65536 // block)), block, 4)
+    warps = 4 if block <= 2048 else 8 if block <= 4096 or arch in ("gfx942", "other") else 16
+    return Tiles(max(1, 2048 // block), block, warps)
 
 
 # ----------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _load(base, columns, N, ACC: tl.constexpr):
-    return tl.load(base + columns, mask=columns < N, other=0.0).to(ACC)
+def _tile(base, rows, s_row, columns, M, N, ACC: tl.constexpr):
+    """[BM, BLOCK] of a matrix, zero outside of it."""
+    ok = (rows < M)[:, None] & (columns < N)[None, :]
+    return tl.load(base + (rows[:, None] * s_row + columns[None, :]), mask=ok, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store_tile(base, rows, s_row, columns, M, N, x):
+    ok = (rows < M)[:, None] & (columns < N)[None, :]
+    pointers = base + (rows[:, None] * s_row + columns[None, :])
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _vector(base, columns, N, ACC: tl.constexpr):
+    return tl.load(base + columns, mask=columns < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
 def _affine(xhat, W, B, columns, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
     y = xhat
     if HAS_W:
-        y = y * _load(W, columns, N, ACC)
+        y = y * _vector(W, columns, N, ACC)
     if HAS_B:
-        y = y + _load(B, columns, N, ACC)
+        y = y + _vector(B, columns, N, ACC)
     return y
 
 
@@ -88,38 +103,38 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _forward(
-    X, W, B, Y, MEAN, R, s_x, N, eps,
-    BLOCK: tl.constexpr, ONE: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_B: tl.constexpr, ACC: tl.constexpr,
+    X, W, B, Y, MEAN, R, s_x, M, N, eps,
+    BM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, UNBIASED: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row: in registers if ONE, else in three walks, of which two hit the cache."""
-    row = tl.program_id(0).to(tl.int64)
-    x_base = X + row * s_x
-    y_base = Y + row * N
+    """One program owns BM rows: in registers if ONE, else in three walks, of which two hit the cache."""
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = i.to(tl.int64)
     c = tl.arange(0, BLOCK)
     if ONE:
-        x = _load(x_base, c, N, ACC)
-        mean = tl.sum(x, 0) / N
-        x = tl.where(c < N, x - mean, 0.0)
-        r = _reciprocal(tl.sum(x * x, 0), N, eps, UNBIASED)
-        y = _affine(x * r, W, B, c, N, HAS_W, HAS_B, ACC)
-        tl.store(y_base + c, y.to(Y.dtype.element_ty), mask=c < N)
+        x = _tile(X, rows, s_x, c, M, N, ACC)
+        mean = tl.sum(x, 1) / N
+        x = tl.where((c < N)[None, :], x - mean[:, None], 0.0)
+        r = _reciprocal(tl.sum(x * x, 1), N, eps, UNBIASED)
+        y = _affine(x * r[:, None], W, B, c, N, HAS_W, HAS_B, ACC)
+        _store_tile(Y, rows, N, c, M, N, y)
     else:
-        total = tl.zeros([BLOCK], ACC)
+        total = tl.zeros([BM, BLOCK], ACC)
         for o in tl.range(0, N, BLOCK):
-            total += _load(x_base, o + c, N, ACC)
-        mean = tl.sum(total, 0) / N
-        total = tl.zeros([BLOCK], ACC)
+            total += _tile(X, rows, s_x, o + c, M, N, ACC)
+        mean = tl.sum(total, 1) / N
+        total = tl.zeros([BM, BLOCK], ACC)
         for o in tl.range(0, N, BLOCK):
-            x = tl.where(o + c < N, _load(x_base, o + c, N, ACC) - mean, 0.0)
+            x = _tile(X, rows, s_x, o + c, M, N, ACC) - mean[:, None]
+            x = tl.where((o + c < N)[None, :], x, 0.0)
             total += x * x
-        r = _reciprocal(tl.sum(total, 0), N, eps, UNBIASED)
+        r = _reciprocal(tl.sum(total, 1), N, eps, UNBIASED)
         for o in tl.range(0, N, BLOCK):
-            xhat = (_load(x_base, o + c, N, ACC) - mean) * r
+            xhat = (_tile(X, rows, s_x, o + c, M, N, ACC) - mean[:, None]) * r[:, None]
             y = _affine(xhat, W, B, o + c, N, HAS_W, HAS_B, ACC)
-            tl.store(y_base + o + c, y.to(Y.dtype.element_ty), mask=o + c < N)
-    tl.store(MEAN + row, mean)
-    tl.store(R + row, r)
+            _store_tile(Y, rows, N, o + c, M, N, y)
+    tl.store(MEAN + i, mean, mask=i < M)
+    tl.store(R + i, r, mask=i < M)
 
 
 @triton.jit
@@ -135,66 +150,67 @@ def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
 def _scaled(dy, W, columns, N, HAS_W: tl.constexpr, ACC: tl.constexpr):
     """g = weight * dy"""
     if HAS_W:
-        dy = dy * _load(W, columns, N, ACC)
+        dy = dy * _vector(W, columns, N, ACC)
     return dy
 
 
 @triton.jit
 def _backward(
     X, W, DY, DX, DW, DB, MEAN, R, s_x, s_dy, M, N, eps, rows_per_program,
-    BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr, NEED_X: tl.constexpr,
-    NEED_W: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a fixed run of rows, dx of each and the sums of dweight and dbias over all of them."""
-    run = tl.program_id(0)
+    first = tl.program_id(0) * rows_per_program
+    end = tl.minimum(M, first + rows_per_program)
     c = tl.arange(0, BLOCK)
     dw = tl.zeros([BLOCK], ACC)
     db = tl.zeros([BLOCK], ACC)
-    first = run.to(tl.int64) * rows_per_program
-    for i in tl.range(0, tl.minimum(rows_per_program, M - first)):
-        row = first + i
-        dy = _load(DY + row * s_dy, c, N, ACC)
-        r = tl.load(R + row)
-        xhat = tl.where(c < N, (_load(X + row * s_x, c, N, ACC) - tl.load(MEAN + row)) * r, 0.0)
+    for o in tl.range(0, rows_per_program, BM):
+        i = first + o + tl.arange(0, BM)
+        rows = i.to(tl.int64)
+        dy = _tile(DY, rows, s_dy, c, end, N, ACC)
+        mean = tl.load(MEAN + i, mask=i < end, other=0.0)
+        r = tl.load(R + i, mask=i < end, other=0.0)[:, None]
+        xhat = (_tile(X, rows, s_x, c, end, N, ACC) - mean[:, None]) * r
         if NEED_X:
-            g = _scaled(dy, W, c, N, HAS_W, ACC)
-            coefficient = _coefficient(tl.sum(g * xhat, 0), r, N, eps, UNBIASED)
-            dx = (g - tl.sum(g, 0) / N - xhat * coefficient) * r
-            tl.store(DX + row * N + c, dx.to(DX.dtype.element_ty), mask=c < N)
+            g = _scaled(dy, W, c, N, HAS_W, ACC)  # zero past N, whatever xhat is there
+            coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, UNBIASED)
+            dx = (g - tl.sum(g, 1)[:, None] / N - xhat * coefficient) * r
+            _store_tile(DX, rows, N, c, end, N, dx)
         if NEED_W:
-            dw += dy * xhat
-            db += dy
+            dw += tl.sum(dy * xhat, 0)
+            db += tl.sum(dy, 0)
     if NEED_W:
-        partial = run.to(tl.int64) * N
+        partial = tl.program_id(0).to(tl.int64) * N
         tl.store(DW + partial + c, dw, mask=c < N)
         tl.store(DB + partial + c, db, mask=c < N)
 
 
 @triton.jit
 def _backward_wide_dx(
-    X, W, DY, DX, MEAN, R, s_x, s_dy, N, eps,
-    BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr, ACC: tl.constexpr,
+    X, W, DY, DX, MEAN, R, s_x, s_dy, M, N, eps,
+    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one row wider than a block: one walk for the two sums, one for dx."""
-    row = tl.program_id(0).to(tl.int64)
-    x_base = X + row * s_x
-    dy_base = DY + row * s_dy
-    mean = tl.load(MEAN + row)
-    r = tl.load(R + row)
+    """One program owns BM rows wider than a block: one walk for the two sums, one for dx."""
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = i.to(tl.int64)
+    mean = tl.load(MEAN + i, mask=i < M, other=0.0)[:, None]
+    r = tl.load(R + i, mask=i < M, other=0.0)[:, None]
     c = tl.arange(0, BLOCK)
-    products = tl.zeros([BLOCK], ACC)
-    sums = tl.zeros([BLOCK], ACC)
+    products = tl.zeros([BM, BLOCK], ACC)
+    sums = tl.zeros([BM, BLOCK], ACC)
     for o in tl.range(0, N, BLOCK):
-        g = _scaled(_load(dy_base, o + c, N, ACC), W, o + c, N, HAS_W, ACC)  # zero past N
-        products += g * (_load(x_base, o + c, N, ACC) - mean) * r
+        g = _scaled(_tile(DY, rows, s_dy, o + c, M, N, ACC), W, o + c, N, HAS_W, ACC)
+        products += g * (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
         sums += g
-    coefficient = _coefficient(tl.sum(products, 0), r, N, eps, UNBIASED)
-    shift = tl.sum(sums, 0) / N
+    coefficient = _coefficient(tl.sum(products, 1)[:, None], r, N, eps, UNBIASED)
+    shift = tl.sum(sums, 1)[:, None] / N
     for o in tl.range(0, N, BLOCK):
-        g = _scaled(_load(dy_base, o + c, N, ACC), W, o + c, N, HAS_W, ACC)
-        xhat = (_load(x_base, o + c, N, ACC) - mean) * r
-        dx = (g - shift - xhat * coefficient) * r
-        tl.store(DX + row * N + o + c, dx.to(DX.dtype.element_ty), mask=o + c < N)
+        g = _scaled(_tile(DY, rows, s_dy, o + c, M, N, ACC), W, o + c, N, HAS_W, ACC)
+        xhat = (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
+        _store_tile(DX, rows, N, o + c, M, N, (g - shift - xhat * coefficient) * r)
 
 
 @triton.jit
@@ -203,22 +219,20 @@ def _backward_wide_weights(
     BM: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias."""
-    run = tl.program_id(0)
+    first = tl.program_id(0) * rows_per_program
+    end = tl.minimum(M, first + rows_per_program)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dw = tl.zeros([BM, BLOCK], ACC)
     db = tl.zeros([BM, BLOCK], ACC)
     for o in tl.range(0, rows_per_program, BM):
-        i = o + tl.arange(0, BM)
-        row = (run * rows_per_program + i).to(tl.int64)
-        live = (i < rows_per_program) & (row < M)
-        ok = live[:, None] & (c < N)[None, :]
-        x = tl.load(X + row[:, None] * s_x + c[None, :], mask=ok, other=0.0).to(ACC)
-        dy = tl.load(DY + row[:, None] * s_dy + c[None, :], mask=ok, other=0.0).to(ACC)
-        mean = tl.load(MEAN + row, mask=live, other=0.0)
-        r = tl.load(R + row, mask=live, other=0.0)
-        dw += dy * (x - mean[:, None]) * r[:, None]
+        i = first + o + tl.arange(0, BM)
+        rows = i.to(tl.int64)
+        mean = tl.load(MEAN + i, mask=i < end, other=0.0)[:, None]
+        r = tl.load(R + i, mask=i < end, other=0.0)[:, None]
+        dy = _tile(DY, rows, s_dy, c, end, N, ACC)
+        dw += dy * (_tile(X, rows, s_x, c, end, N, ACC) - mean) * r
         db += dy
-    partial = run.to(tl.int64) * N
+    partial = tl.program_id(0).to(tl.int64) * N
     tl.store(DW + partial + c, tl.sum(dw, 0), mask=c < N)
     tl.store(DB + partial + c, tl.sum(db, 0), mask=c < N)
 
@@ -255,10 +269,9 @@ def forward(input, normalized_shape, weight, bias, eps, unbiased):
     x = _rows(input, n)
     tiles = configuration(n, architecture(input.device))
     with on_device(input):
-        _forward[(x.shape[0],)](
+        _forward[(triton.cdiv(x.shape[0], tiles.BM),)](
             x, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-            output, mean, reciprocal, x.stride(0), n, eps,
-            BLOCK=tiles.BLOCK, ONE=n <= tiles.BLOCK, UNBIASED=unbiased, HAS_W=weight is not None,
+            output, mean, reciprocal, x.stride(0), x.shape[0], n, eps, BM=tiles.BM, BLOCK=tiles.BLOCK, ONE=n <= tiles.BLOCK, UNBIASED=unbiased, HAS_W=weight is not None,
             HAS_B=bias is not None, ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps,
         )  # fmt: skip
     return output, mean, reciprocal
@@ -294,7 +307,7 @@ def backward(
     x, dy = _rows(input, n), _rows(grad_output, n)
     rows = x.shape[0]
     tiles = configuration(n, architecture(input.device))
-    per_program = triton.cdiv(rows, PARTIAL_SUMS)
+    per_program = max(tiles.BM, triton.cdiv(rows, PARTIAL_SUMS))
     runs = triton.cdiv(rows, per_program)
     need_weights = needs[1] or needs[2]
     partial = mean.new_empty(2, runs if need_weights else 0, n)
@@ -306,14 +319,14 @@ def backward(
         if n <= tiles.BLOCK:
             _backward[(runs,)](
                 x, w, dy, dx, partial[0], partial[1], mean, reciprocal, *strides, rows, n, eps,
-                per_program, BLOCK=tiles.BLOCK, NEED_X=needs[0], NEED_W=need_weights, **flags,
+                per_program, BM=tiles.BM, BLOCK=tiles.BLOCK, NEED_X=needs[0], NEED_W=need_weights, **flags,
                 **constants,
             )  # fmt: skip
         else:
             if needs[0]:
-                _backward_wide_dx[(rows,)](
-                    x, w, dy, dx, mean, reciprocal, *strides, n, eps, BLOCK=tiles.BLOCK, **flags,
-                    **constants,
+                _backward_wide_dx[(triton.cdiv(rows, tiles.BM),)](
+                    x, w, dy, dx, mean, reciprocal, *strides, rows, n, eps, BM=tiles.BM,
+                    BLOCK=tiles.BLOCK, **flags, **constants,
                 )  # fmt: skip
             if need_weights:
                 _backward_wide_weights[(runs, triton.cdiv(n, 256))](

@@ -1,0 +1,85 @@
+"""The numerics policy and the planting of bugs, as fixtures."""
+
+import inspect
+import linecache
+
+import pytest
+import torch
+
+from fastformer import reference, use_backend
+
+
+def _run(function, tensors, constants, backend, cotangent, written_out):
+    leaves = {
+        name: x.detach().requires_grad_()
+        for name, x in tensors.items()
+        if x is not None and x.is_floating_point()
+    }
+    with use_backend(backend):
+        if written_out:
+            with reference.written_out():
+                output = function(**{**tensors, **leaves}, **constants)
+        else:
+            output = function(**{**tensors, **leaves}, **constants)
+        grads = torch.autograd.grad(output, list(leaves.values()), cotangent.to(output.dtype))
+    return {"output": output.detach(), **{"grad of " + n: g for n, g in zip(leaves, grads)}}
+
+
+def check_against_oracle(function, tensors, **constants):
+    """The numerics policy: the current backend against the written-out reference in float64, output and every gradient.
+
+    float32: relative Frobenius error below 1e-5 (float64, whose constants are float32 in the interpreter: 1e-6). float16 and bfloat16: the largest error at most twice (a gradient: three
+    times) that of eager PyTorch in the same dtype, plus one rounding of the largest element.
+    """
+    from fastformer import current_backend
+
+    floating = {n: x for n, x in tensors.items() if x is not None and x.is_floating_point()}
+    dtype = next(iter(floating.values())).dtype
+    wide = {n: x.double() if n in floating else x for n, x in tensors.items()}
+    with use_backend("reference"), torch.no_grad():
+        shape = function(**wide, **constants).shape
+    cotangent = torch.randn(shape, dtype=torch.float64).to(dtype)
+    cotangent = cotangent.to(next(iter(floating.values())).device)
+
+    got = _run(function, tensors, constants, current_backend(), cotangent, False)
+    oracle = _run(function, wide, constants, "reference", cotangent, True)
+    eager = None
+    if dtype in (torch.float16, torch.bfloat16):
+        eager = _run(function, tensors, constants, "reference", cotangent, True)
+    for name, want in oracle.items():
+        have = got[name].double()
+        assert have.shape == want.shape, f"{name}: shape {have.shape}, expected {want.shape}"
+        assert have.isfinite().all(), f"{name}: not finite"
+        if eager is None:
+            error = (have - want).norm() / want.norm().clamp_min(1e-30)
+            assert error < (1e-5 if dtype == torch.float32 else 1e-6), f"{name}: {error:.1e}"
+        else:
+            error = (have - want).abs().max() if want.numel() else torch.tensor(0.0)
+            peer = (eager[name].double() - want).abs().max() if want.numel() else error
+            factor = 2 if name == "output" else 3
+            floor = torch.finfo(dtype).eps / 2 * want.abs().max() if want.numel() else 0.0
+            assert error <= factor * peer + floor, f"{name}: {error:.1e}, eager {peer:.1e}"
+
+
+@pytest.fixture(scope="session")
+def against_oracle():
+    return check_against_oracle
+
+
+@pytest.fixture
+def plant(monkeypatch, tmp_path):
+    """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the test (interpreter only)."""
+    if torch.cuda.is_available():
+        pytest.skip("bugs are planted in the interpreted kernels")
+
+    def plant(module, name, old, new):
+        kernel = getattr(module, name)
+        source = inspect.getsource(kernel.fn)
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
+        path = str(tmp_path / f"{name}.py")
+        mutant = source.replace(old, new)
+        linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
+        monkeypatch.setattr(module, name, kernel)  # remembered, and restored after the test
+        exec(compile(mutant, path, "exec"), module.__dict__)
+
+    return plant

@@ -1,0 +1,139 @@
+"""feed_forward on both backends, against the written-out formula in float64."""
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import functional, reference, use_backend
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def inputs(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bias=True):
+    def random(*shape, scale=1.0):
+        return (torch.randn(shape, device=device) * scale).to(dtype)
+
+    return {
+        "input": random(*lead, d),
+        "w_1": random(width, d, scale=d**-0.5),
+        "b_1": random(width) if bias else None,
+        "w_2": random(out, width, scale=width**-0.5),
+        "b_2": random(out) if bias else None,
+    }
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations(backend, device, against_oracle, activation, dtype, dropout_p):
+    x = inputs(3, 11, dtype=dtype, device=device)
+    rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
+    against_oracle(functional.feed_forward, x, **rule)
+
+
+@pytest.mark.parametrize(
+    "lead, d, width, out", [((1,), 1, 1, 1), ((300,), 257, 300, 16), ((63,), 64, 128, 64), ((), 8, 40, 8)]
+)  # fmt: skip
+def test_shapes(backend, device, against_oracle, lead, d, width, out):
+    x = inputs(*lead, d=d, width=width, out=out, device=device)
+    against_oracle(functional.feed_forward, x, dropout_p=0.1, dropout_seed=2)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_without_biases_on_views(backend, device, against_oracle, activation):
+    x = inputs(2, 5, device=device, bias=False)
+    x["input"] = torch.randn(5, 2, 48, device=device).transpose(0, 1)[..., ::2]
+    x["w_1"] = torch.randn(24, 70, device=device).t() * 0.2
+    x["w_2"] = torch.randn(70, 20, device=device).t() * 0.1
+    against_oracle(functional.feed_forward, x, activation=activation)
+
+
+def test_everything_dropped(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(4, device=device).items()}
+    out = functional.feed_forward(**x, dropout_p=1.0)
+    assert torch.allclose(out, x["b_2"].expand(4, 20))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), list(x.values())))
+
+
+def test_empty(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(0, 3, device=device).items()}
+    out = functional.feed_forward(**x)
+    assert out.shape == (0, 3, 20)
+    for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
+        assert g.shape == t.shape and (g == 0).all()
+
+
+@pytest.mark.parametrize("needed", [("input",), ("w_1",), ("w_2",), ("b_1", "b_2"), ("input", "w_2")])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_gradients_for_some_inputs_only(backend, device, activation, needed):
+    values = inputs(9, device=device)
+    every = {n: t.clone().requires_grad_() for n, t in values.items()}
+    some = {n: t.clone().requires_grad_(n in needed) for n, t in values.items()}
+    for x in (every, some):
+        functional.feed_forward(**x, activation=activation).square().sum().backward()
+    for n in values:
+        assert (
+            torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
+        )
+
+
+def test_saves_one_hidden_tensor(device):
+    """relu saves h alone, the others z alone: one [tokens, d_ff] tensor a layer."""
+    pytest.importorskip("triton")
+    for activation in ("relu", "gelu"):
+        x = {n: t.requires_grad_() for n, t in inputs(9, device=device).items()}
+        saved = []
+        with (
+            use_backend("triton"),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            functional.feed_forward(**x, activation=activation, dropout_p=0.1)
+        assert [tuple(t.shape) for t in saved].count((9, 70)) == 1
+
+
+BUGS = {
+    "bias left out": ("_hidden", "acc += tl.load(B + j", "acc += 0 * tl.load(B + j"),
+    "dropout not rescaled": ("_hidden", "h * inv_keep", "h"),
+    "dropout of other rows": ("_hidden", "i0, j0, threshold", "i0 + 16, j0, threshold"),
+    "gradient not rescaled": ("_hidden_backward", "saved > 0.0, dh * inv_keep", "saved > 0.0, dh"),
+    "mask lost in the backward": ("_hidden_backward", "tl.where(keep, dz", "tl.where(ok, dz"),
+    "wrong derivative": ("_derivative", "s * (1.0 + z * (1.0 - s))", "s * (1.0 - z * (1.0 - s))"),
+    "gelu without its density": ("_derivative", "+ z * density", "+ 0 * density"),
+    "tanh slope": ("_derivative", "0.134145", "0.044715"),
+    "a block of k lost": ("_hidden", "tl.range(0, K, BK)", "tl.range(0, K - 1, BK)"),
+    "relu for silu": ("_activate", "return z * tl.sigmoid(z)", "return tl.maximum(z, 0.0)"),
+}
+
+
+@pytest.mark.parametrize("bug", list(BUGS))
+def test_a_planted_bug_is_caught(device, against_oracle, plant, bug):
+    from fastformer.kernels import feed_forward
+
+    plant(feed_forward, *BUGS[bug])
+
+    def check():
+        for activation in reference.ACTIVATIONS:
+            x = inputs(40, d=257, device=device)
+            rule = {"activation": activation, "dropout_p": 0.3, "dropout_seed": 5}
+            against_oracle(functional.feed_forward, x, **rule)
+
+    with use_backend("triton"), pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"input": torch.zeros(())}, ValueError, "input is a scalar"),
+        ({"w_1": torch.zeros(70, 23)}, ValueError, r"w_1 has shape \[70, 23\]; expected \[d_ff, d\] with d = 24"),
+        ({"w_2": torch.zeros(20, 71)}, ValueError, r"w_2 has shape \[20, 71\]; expected \[d_out, d_ff\] with d_ff = 70"),
+        ({"b_1": torch.zeros(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
+        ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
+        ({"w_1": torch.zeros(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
+        ({"activation": "tanh"}, ValueError, "activation is 'tanh'; expected one of relu, gelu, gelu_tanh, silu"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
+    ],
+)  # fmt: skip
+def test_bad_input(backend, change, error, words):
+    with pytest.raises(error, match=words):
+        ff.feed_forward(**{**inputs(4), **change})

@@ -1,0 +1,177 @@
+"""layer_norm on both backends, in both variance forms, against the written-out formula in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+from fastformer import functional, use_backend
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def inputs(*shape, n=None, dtype=torch.float32, device="cpu", weight=True, bias=True):
+    n = n or shape[-1:]
+    x = torch.randn(shape, device=device) * 3 + 2
+    w = torch.randn(n, device=device) if weight else None
+    b = torch.randn(n, device=device) if bias else None
+    return {
+        "input": x.to(dtype),
+        "weight": None if w is None else w.to(dtype),
+        "bias": None if b is None else b.to(dtype),
+    }
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("rows, n", [(1, 5), (3, 63), (37, 64), (600, 100), (2, 1000)])
+def test_shapes(backend, device, against_oracle, rows, n, dtype, unbiased):
+    x = inputs(rows, n, dtype=dtype, device=device)
+    rule = {"normalized_shape": n, "eps": 1e-3, "unbiased": unbiased}
+    against_oracle(functional.layer_norm, x, **rule)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("n", [8193, 20000, 65536])
+def test_wide_rows(backend, device, against_oracle, n, unbiased):
+    x = inputs(3, n, device=device)
+    against_oracle(functional.layer_norm, x, normalized_shape=n, unbiased=unbiased)
+
+
+@pytest.mark.parametrize("n", [300, 8500])
+def test_runs_of_rows(device, against_oracle, monkeypatch, n):
+    """Weight gradients from two programs that walk several blocks of rows each, the last one cut."""
+    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
+    with use_backend("triton"):
+        against_oracle(functional.layer_norm, inputs(2 * 70 - 3, n, device=device), normalized_shape=n)
+
+
+@pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
+def test_without_weight_or_bias(backend, device, against_oracle, weight, bias):
+    x = inputs(5, 40, device=device, weight=weight, bias=bias)
+    against_oracle(functional.layer_norm, x, normalized_shape=40)
+
+
+def test_several_dimensions_and_views(backend, device, against_oracle):
+    x = inputs(2, 3, 4, 10, n=(4, 10), device=device)
+    against_oracle(functional.layer_norm, x, normalized_shape=(4, 10))
+    wide = torch.randn(6, 5, 80, device=device)
+    views = {
+        "rows apart": wide[..., :40],
+        "transposed": wide.transpose(0, 1),
+        "last stride 2": wide[..., ::2],
+        "expanded": wide[:1].expand(4, 5, 80),
+    }
+    for view in views.values():
+        x = {**inputs(1, view.shape[-1], device=device), "input": view}
+        against_oracle(functional.layer_norm, x, normalized_shape=view.shape[-1])
+
+
+def test_float32_weights_with_a_bfloat16_input(backend, device):
+    x, w, b = inputs(7, 40, device=device).values()
+    low = x.bfloat16()
+    out = functional.layer_norm(low, 40, w, b)
+    assert out.dtype == torch.bfloat16
+    want = F.layer_norm(low.double(), (40,), w.double(), b.double())
+    assert (out.double() - want).abs().max() <= want.abs().max() * 2**-8
+
+
+def test_ill_conditioned(backend, device, against_oracle):
+    """A mean 1000 times the spread: sum(x^2) - mean^2 would have no digit left."""
+    x = inputs(4, 64, device=device)
+    x["input"] = x["input"] * 0.5 + 1000
+    x["input"] = x["input"].double().float()
+    with torch.no_grad():
+        out = functional.layer_norm(**x, normalized_shape=64)
+        want = F.layer_norm(x["input"].double(), (64,), x["weight"].double(), x["bias"].double())
+    assert (out.double() - want).norm() / want.norm() < 1e-4
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_constant_rows(backend, device, unbiased):
+    """No spread: the output is the bias, the gradient finite."""
+    x = {n: t.requires_grad_() for n, t in inputs(3, 16, device=device).items()}
+    x["input"] = torch.ones(3, 16, device=device, requires_grad=True)
+    out = functional.layer_norm(**x, normalized_shape=16, eps=1e-6, unbiased=unbiased)
+    assert torch.allclose(out, x["bias"].expand(3, 16))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), list(x.values())))
+
+
+def test_empty(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(0, 16, device=device).items()}
+    out = functional.layer_norm(**x, normalized_shape=16)
+    assert out.shape == (0, 16)
+    grads = torch.autograd.grad(out.sum(), list(x.values()))
+    assert all((g == 0).all() for g in grads) and grads[1].shape == (16,)
+
+
+def test_same_bits_every_time(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(300, 70, device=device).items()}
+
+    def run():
+        out = functional.layer_norm(**x, normalized_shape=70)
+        return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
+
+    first = run()
+    for _ in range(50 if device.type == "cuda" else 2):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+BUGS = {
+    "biased variance for unbiased": ("_reciprocal", "(N - 1)", "N"),
+    "unbiased variance for biased": ("_reciprocal", "squares / N + eps", "squares / (N - 1) + eps"),
+    "eps left out": ("_reciprocal", "squares / N + eps", "squares / N"),
+    "wrong c": ("_coefficient", "((N - 1) *", "(N *"),
+    "no mean of g": ("_backward", "g - tl.sum(g, 1)[:, None] / N -", "g -"),
+    "no c": ("_backward_wide_dx", "- xhat * coefficient", "- 0.0 * coefficient"),
+    "a run of rows lost": ("_backward", "dw += tl.sum(dy", "dw = tl.sum(dy"),
+    "bias gradient not summed": ("_backward", "db += tl.sum(dy", "db = tl.sum(dy"),
+    "wide weights not summed": ("_backward_wide_weights", "dw += dy", "dw = dy"),
+    "stale mean": ("_backward", "tl.load(MEAN + i,", "tl.load(MEAN + i * 0,"),
+    "row offset": ("_forward", "x = _tile(X, rows, s_x, c,", "x = _tile(X, rows, N, c,"),
+}
+
+
+@pytest.mark.parametrize("bug", list(BUGS))
+def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
+    from fastformer.kernels import layer_norm
+
+    monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
+    plant(layer_norm, *BUGS[bug])
+
+    def check():
+        for shape, unbiased in (((300, 50), False), ((9, 50), True), ((30, 8500), False)):
+            wide = torch.randn(shape[0], 2 * shape[1], device=device)
+            x = {**inputs(*shape, device=device), "input": wide[:, : shape[1]]}
+            rule = {"normalized_shape": shape[1], "eps": 1e-2, "unbiased": unbiased}
+            against_oracle(functional.layer_norm, x, **rule)
+
+    with use_backend("triton"), pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"input": torch.zeros(2, 7)}, ValueError, r"input has shape \[2, 7\]; expected it to end with"),
+        ({"input": torch.zeros(2, 8).long()}, TypeError, "input has dtype torch.int64"),
+        ({"input": None}, TypeError, "input is a NoneType"),
+        ({"weight": torch.zeros(7)}, ValueError, r"weight has shape \[7\]; expected normalized_shape \[8\]"),
+        ({"bias": torch.zeros(8).half()}, TypeError, "bias has dtype torch.float16"),
+        ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias is on meta"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0"),
+        ({"normalized_shape": ()}, ValueError, "normalized_shape"),
+        ({"normalized_shape": 1, "input": torch.zeros(2, 1), "weight": None, "bias": None, "unbiased": True}, ValueError, "two features"),
+    ],
+)  # fmt: skip
+def test_bad_input(backend, change, error, words):
+    good = {**inputs(2, 8), "normalized_shape": 8}
+    with pytest.raises(error, match=words):
+        ff.layer_norm(**{**good, **change})
+
+
+def test_too_wide_for_the_kernels(device):
+    x = torch.randn(1, 65537, device=device)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="65537 features"):
+        ff.layer_norm(x, 65537)

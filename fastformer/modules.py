@@ -1,0 +1,415 @@
+"""The layers of the standard Transformer, named as in the Annotated Transformer and the tutorials.
+
+Where an op of `fastformer.functional` computes a layer, the layer holds the parameters and calls
+it: the backend is chosen there, and what it raises is listed there.
+
+Masks have any dtype; what is not zero takes part.
+
+Shapes: B batch, T queries (target length), S keys (source length), d d_model, h heads, d_k = d / h.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+
+__all__ = [
+    "Embeddings",
+    "LayerNorm",
+    "MultiHeadedAttention",
+    "PositionalEncoding",
+    "PositionwiseFeedForward",
+    "SublayerConnection",
+    "attention",
+    "clones",
+]
+
+
+# ----------------------------------------------------------------------------------------- shared
+
+
+def _require_size(least: int = 1, **sizes: int) -> None:
+    for name, n in sizes.items():
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"{name} is a {type(n).__name__}; expected an int")
+        if n < least:
+            raise ValueError(f"{name} is {n}; expected {least} or more")
+
+
+def _require_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+
+
+def _require_features(name: str, x: Tensor, features: int) -> None:
+    _require_tensor(name, x)
+    if x.dim() != 3 or x.shape[2] != features:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [B, S, d_model = {features}]"
+        )
+
+
+def _dropout(p: float) -> nn.Dropout:
+    return nn.Dropout(functional._require_probability("dropout", p))
+
+
+class _Renamed(nn.Module):
+    """Also loads a state dict with other names for the module's parts; saving uses ours."""
+
+    spellings: ClassVar[dict[str, str]] = {}  # other name -> ours
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torch passes a copy of the caller's dict, and reads the children's part of it afterwards.
+        for key in list(state_dict):
+            for other, ours in self.spellings.items():
+                if (key + ".").startswith(prefix + other + "."):
+                    name = prefix + ours + key[len(prefix + other) :]
+                    if name not in state_dict:  # else both are there: the other one is reported
+                        state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def clones(module: nn.Module, N: int) -> nn.ModuleList:
+    """A ModuleList of N independent deep copies. Raises ValueError for a negative N."""
+    _require_size(0, N=N)
+    return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
+
+
+# ------------------------------------------------------------------------------------- embeddings
+
+
+class Embeddings(nn.Module):
+    """lut(x) * sqrt(d_model).
+
+    Args:
+        d_model: features of a token.
+        vocab: number of tokens.
+        padding_idx: the token whose row is zero and gets no gradient.
+
+    x: [B, S] integers (any shape) -> [B, S, d_model].
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: an id outside [0, vocab) (looked at on a CPU; on a GPU with FASTFORMER_CHECK=1).
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
+    """
+
+    def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        _require_size(d_model=d_model, vocab=vocab)
+        if padding_idx is not None and not -vocab <= padding_idx < vocab:
+            raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {vocab}")
+        self.lut = nn.Embedding(vocab, d_model, padding_idx)
+        self.d_model = d_model
+
+    def forward(self, x: Tensor) -> Tensor:
+        _require_tensor("x", x)
+        if x.dtype not in functional._INTEGERS:
+            raise TypeError(f"x has dtype {x.dtype}; expected integers, the token ids")
+        if functional._readable(x) and x.numel():
+            low, high, last = int(x.min()), int(x.max()), self.lut.num_embeddings - 1
+            if low < 0 or high > last:
+                wrong = low if low < 0 else high
+                raise ValueError(f"x holds the token id {wrong}; expected ids from 0 to {last}")
+        return self.lut(x.long()) * math.sqrt(self.d_model)
+
+
+def _sinusoid(max_len: int, d_model: int) -> Tensor:
+    """[1, max_len, d_model] in float64: in float32 the angles near 5000 are off by 2e-4."""
+    position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
+    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None, :, :d_model]
+
+
+class PositionalEncoding(nn.Module):
+    """dropout(x + pe[:, :S]), pe[p, 2i] = sin(p / 10000^(2i/d)), pe[p, 2i+1] = cos of the same.
+
+    pe[p + k] is pe[p] turned by angles that depend on k alone: offsets are linear maps.
+
+    Args:
+        d_model: features, even or odd.
+        dropout: probability that an element of the sum is dropped.
+        max_len: the longest input.
+        learned: pe is a parameter that starts from the sinusoid; else a buffer.
+
+    x: [B, S, d_model] -> the same, in the dtype of x. pe: [1, max_len, d_model], in the state dict.
+
+    Raises:
+        ValueError: S beyond max_len, or another shape.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
+    """
+
+    pe: Tensor
+
+    def __init__(
+        self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
+    ) -> None:
+        super().__init__()
+        _require_size(d_model=d_model, max_len=max_len)
+        self.dropout = _dropout(dropout)
+        pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
+        if learned:
+            self.pe = nn.Parameter(pe)
+        else:
+            self.register_buffer("pe", pe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _require_features("x", x, self.pe.shape[2])
+        if x.shape[1] > self.pe.shape[1]:
+            raise ValueError(
+                f"x has {x.shape[1]} positions; expected at most max_len = {self.pe.shape[1]}"
+            )
+        return self.dropout(x + self.pe[:, : x.shape[1]].to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"max_len={self.pe.shape[1]}, learned={isinstance(self.pe, nn.Parameter)}"
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def _boolean_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """The mask as booleans, checked to broadcast to the `shape` of the weights."""
+    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
+    if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
+        given = functional._shape(mask)
+        raise ValueError(f"mask has shape {given}; expected one that broadcasts to {list(shape)}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(query key^T / sqrt(d_k)), masked scores at -1e9: a fully masked row is uniform."""
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is not None:
+        _require_tensor("mask", mask)
+        lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
+        scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
+    return scores.softmax(-1)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(query key^T / sqrt(d_k)) value, in plain PyTorch, with the weights.
+
+    `scaled_dot_product_attention` is the fast form, which never stores the weights.
+
+    Args:
+        query: [..., T, d_k], a floating dtype, any leading dimensions.
+        key: [..., S, d_k].
+        value: [..., S, d_v].
+        mask: any dtype, broadcasts to [..., T, S]; a score is set to -1e9 where it is zero.
+        dropout: applied to the weights, e.g. an nn.Dropout.
+
+    Returns:
+        The output [..., T, d_v], and the weights [..., T, S], after dropout. A query that sees no
+        key weighs all keys alike.
+
+    Raises:
+        ValueError: a mask that does not broadcast to the weights.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the -1e9:
+    harvardnlp/annotated-transformer.
+    """
+    weights = _weights(query, key, mask)
+    if dropout is not None:
+        weights = dropout(weights)
+    return weights @ value, weights
+
+
+class MultiHeadedAttention(_Renamed):
+    """linears[3](concat(head_0 .. head_{h-1})), head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
+
+    q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of linears[0](query), linears[1](key) and
+    linears[2](value).
+
+    Args:
+        h: heads; a divisor of d_model.
+        d_model: features of query, key, value and output.
+        dropout: probability that an attention weight is dropped, in training.
+
+    query: [B, T, d_model]; key, value: [B, S, d_model] -> [B, T, d_model].
+    mask: any dtype, [B, 1, S], [B, T, S] or [1, T, S], shared by the heads; also [T, S], and four
+    dimensions that broadcast to [B, h, T, S]. A query that sees no key gives linears[3].bias.
+
+    With `keep_attention = True` (False by default: the fused op never forms them) `attn` holds the
+    weights of the last call, [B, h, T, S], detached, without dropout, zeros where no key is seen.
+
+    Raises:
+        ValueError: h that does not divide d_model; shapes that do not fit.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {
+        "linear_layers.0": "linears.0",
+        "linear_layers.1": "linears.1",
+        "linear_layers.2": "linears.2",
+        "output_linear": "linears.3",
+    }
+
+    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        _require_size(h=h, d_model=d_model)
+        if d_model % h:
+            raise ValueError(f"d_model is {d_model}; expected a multiple of h = {h}")
+        self.h = h
+        self.d_k = d_model // h
+        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+        self.dropout = _dropout(dropout)
+        self.keep_attention = False
+        self.attn: Tensor | None = None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        inputs = {"query": query, "key": key, "value": value}
+        for name, x in inputs.items():
+            _require_features(name, x, self.h * self.d_k)
+        if functional._autocast_dtype(query) is None:
+            functional._require_floating(**inputs)
+        q, k, v = (  # [B, h, T or S, d_k], views
+            linear(x).unflatten(2, (self.h, self.d_k)).transpose(1, 2)
+            for linear, x in zip(self.linears, inputs.values(), strict=False)
+        )
+        if mask is not None:
+            mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
+        p = self.dropout.p if self.dropout.training else 0.0
+        out = functional.scaled_dot_product_attention(q, k, v, mask, p)
+        if self.keep_attention:
+            weights = _weights(q.detach(), k.detach(), mask)
+            self.attn = weights if mask is None else weights.masked_fill(~mask, 0.0)
+        elif self.attn is not None:
+            self.attn = None
+        return self.linears[3](out.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+        """The mask as booleans that broadcast to `shape`, [B, h, T, S]."""
+        _require_tensor("mask", mask)
+        b, _, t, s = shape
+        if mask.dim() == 3:
+            return _boolean_mask(mask, (b, t, s)).unsqueeze(1)
+        if mask.dim() not in (2, 4):
+            given = functional._shape(mask)
+            raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
+        return _boolean_mask(mask, shape)
+
+    def extra_repr(self) -> str:
+        return f"h={self.h}, d_k={self.d_k}"
+
+
+# ---------------------------------------------------------------------- feed-forward and LayerNorm
+
+
+class PositionwiseFeedForward(_Renamed):
+    """w_2(dropout(relu(w_1(x)))).
+
+    Args:
+        d_model: features in and out.
+        d_ff: hidden features.
+        dropout: probability that a hidden element is dropped, in training.
+
+    x: [..., d_model] -> the same.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {"w1": "w_1", "w2": "w_2"}
+
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        _require_size(d_model=d_model, d_ff=d_ff)
+        self.w_1 = nn.Linear(d_model, d_ff)
+        self.w_2 = nn.Linear(d_ff, d_model)
+        self.dropout = _dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w_1, w_2 = self.w_1, self.w_2
+        p = self.dropout.p if self.dropout.training else 0.0
+        return functional.feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, "relu", p)
+
+
+class LayerNorm(_Renamed):
+    """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
+
+    With `unbiased=True` weight * (x - mean) / (std + eps) + bias, std with N - 1, as the tutorials
+    compute it: what weights trained there expect.
+
+    Args:
+        features: the size of the last dimension; 2 or more with `unbiased`.
+        eps: added to the variance (to std with `unbiased`).
+
+    x: [..., features] -> the same, in the dtype of x.
+
+    Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {
+        "a_2": "weight",
+        "a2": "weight",
+        "gamma": "weight",
+        "b_2": "bias",
+        "b2": "bias",
+        "beta": "bias",
+    }
+
+    def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
+        super().__init__()
+        _require_size(2 if unbiased else 1, features=features)
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.eps = eps
+        self.unbiased = unbiased
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(
+            x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
+
+
+class SublayerConnection(nn.Module):
+    """x + dropout(sublayer(norm(x))); with norm_first=False norm(x + dropout(sublayer(x))).
+
+    Args:
+        size: features.
+        dropout: probability that an element of the sublayer's output is dropped, in training.
+        norm_first: the form to use; the paper's is False.
+
+    forward(x, sublayer): x [..., size], and a callable that keeps its shape -> [..., size].
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:
+    Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3.
+    """
+
+    def __init__(self, size: int, dropout: float, norm_first: bool = True) -> None:
+        super().__init__()
+        self.norm = LayerNorm(size)
+        self.dropout = _dropout(dropout)
+        self.norm_first = norm_first
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm_first:
+            return x + self.dropout(sublayer(self.norm(x)))
+        return self.norm(x + self.dropout(sublayer(x)))
+
+    def extra_repr(self) -> str:
+        return "" if self.norm_first else "norm_first=False"

@@ -1,0 +1,250 @@
+"""The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
+
+Masks have any dtype; what is not zero takes part.
+
+    src [B, S] -> src_embed -> encoder -> memory [B, S, d]
+    tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
+
+Shapes: B batch, S source length, T target length, d d_model.
+
+Source: Vaswani et al. 2017, "Attention Is All You Need", section 3; the names are those of
+harvardnlp/annotated-transformer, whose state dicts load.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.modules import (
+    Embeddings,
+    LayerNorm,
+    MultiHeadedAttention,
+    PositionalEncoding,
+    PositionwiseFeedForward,
+    SublayerConnection,
+    _Renamed,
+    _require_size,
+    clones,
+)
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "Encoder",
+    "EncoderDecoder",
+    "EncoderLayer",
+    "Generator",
+    "make_model",
+    "subsequent_mask",
+]
+
+
+def subsequent_mask(size: int) -> Tensor:
+    """The causal mask, boolean [1, size, size]: True on and below the diagonal, i sees j <= i."""
+    _require_size(0, size=size)
+    return torch.ones(1, size, size, dtype=torch.bool).tril()
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and the feed-forward, each in a SublayerConnection.
+
+    Args:
+        size: features, d_model.
+        self_attn: a module called with (query, key, value, mask).
+        feed_forward: a module called with x.
+        dropout: of the two sublayers' outputs.
+
+    forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
+    """
+
+    def __init__(
+        self, size: int, self_attn: nn.Module, feed_forward: nn.Module, dropout: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        self.feed_forward = feed_forward
+        self.sublayer = clones(SublayerConnection(size, dropout), 2)
+        self.size = size
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
+        return self.sublayer[1](x, self.feed_forward)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the memory and the feed-forward, each in a SublayerConnection.
+
+    Args:
+        size: features, d_model.
+        self_attn, src_attn: modules called with (query, key, value, mask).
+        feed_forward: a module called with x.
+        dropout: of the three sublayers' outputs.
+
+    forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
+    [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        self_attn: nn.Module,
+        src_attn: nn.Module,
+        feed_forward: nn.Module,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.self_attn = self_attn
+        self.src_attn = src_attn
+        self.feed_forward = feed_forward
+        self.sublayer = clones(SublayerConnection(size, dropout), 3)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
+        x = self.sublayer[1](x, lambda x: self.src_attn(x, memory, memory, src_mask))
+        return self.sublayer[2](x, self.feed_forward)
+
+
+class Encoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+
+    forward(x, mask) as in EncoderLayer. Raises ValueError for a negative N.
+    """
+
+    def __init__(self, layer: EncoderLayer, N: int) -> None:
+        super().__init__()
+        self.layers = clones(layer, N)
+        self.norm = LayerNorm(layer.size)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+
+    forward(x, memory, src_mask, tgt_mask) as in DecoderLayer. Raises ValueError for a negative N.
+    """
+
+    def __init__(self, layer: DecoderLayer, N: int) -> None:
+        super().__init__()
+        self.layers = clones(layer, N)
+        self.norm = LayerNorm(layer.size)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, memory, src_mask, tgt_mask)
+        return self.norm(x)
+
+
+class Generator(_Renamed):
+    """log_softmax(proj(x)): [..., d_model] -> log-probabilities [..., vocab].
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {"project": "proj", "projection": "proj"}
+
+    def __init__(self, d_model: int, vocab: int) -> None:
+        super().__init__()
+        _require_size(d_model=d_model, vocab=vocab)
+        self.proj = nn.Linear(d_model, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).log_softmax(-1)
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder and a decoder with their embeddings; the generator is held and called by the user.
+
+    forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
+    DecoderLayer -> [B, T, d_model], what `generator` takes.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        src_embed: nn.Module,
+        tgt_embed: nn.Module,
+        generator: Generator,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.decoder = decoder
+        self.src_embed = src_embed
+        self.tgt_embed = tgt_embed
+        self.generator = generator
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+
+    def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
+        """src [B, S] -> memory [B, S, d_model]."""
+        return self.encoder(self.src_embed(src), src_mask)
+
+    def decode(
+        self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
+    ) -> Tensor:
+        """memory [B, S, d_model], tgt [B, T] -> [B, T, d_model]."""
+        return self.decoder(self.tgt_embed(tgt), memory, src_mask, tgt_mask)
+
+
+def make_model(
+    src_vocab: int,
+    tgt_vocab: int,
+    N: int = 6,
+    d_model: int = 512,
+    d_ff: int = 2048,
+    h: int = 8,
+    dropout: float = 0.1,
+) -> EncoderDecoder:
+    """The whole Transformer, xavier_uniform_ on every parameter with more than one dimension.
+
+    Args:
+        src_vocab, tgt_vocab: numbers of tokens.
+        N: layers of the encoder, and of the decoder.
+        d_model: features; a multiple of h.
+        d_ff: hidden features of the feed-forward.
+        h: attention heads.
+        dropout: probability of every dropout, attention's included.
+
+    Raises:
+        ValueError: a size below 1 (N below 0), d_model % h != 0, dropout outside [0, 1].
+        TypeError: a size that is not an int.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
+    initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
+    Feedforward Neural Networks", equation 16.
+    """
+    attn = MultiHeadedAttention(h, d_model, dropout)
+    ff = PositionwiseFeedForward(d_model, d_ff, dropout)
+    position = PositionalEncoding(d_model, dropout)
+    c = copy.deepcopy
+    model = EncoderDecoder(
+        Encoder(EncoderLayer(d_model, c(attn), c(ff), dropout), N),
+        Decoder(DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout), N),
+        nn.Sequential(Embeddings(d_model, src_vocab), c(position)),
+        nn.Sequential(Embeddings(d_model, tgt_vocab), c(position)),
+        Generator(d_model, tgt_vocab),
+    )
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.xavier_uniform_(p)
+    return model

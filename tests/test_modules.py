@@ -1,0 +1,557 @@
+"""Each module against its formula in float64, as the tutorials write it, on both backends."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer import (
+    Embeddings,
+    Generator,
+    LayerNorm,
+    MultiHeadedAttention,
+    PositionalEncoding,
+    PositionwiseFeedForward,
+    SublayerConnection,
+    attention,
+    clones,
+    subsequent_mask,
+    use_backend,
+)
+
+B, T, S, H, D = 2, 5, 7, 2, 16  # 8 features a head
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Relative Frobenius error; the oracle is float64."""
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-6)
+    assert error < tolerance, f"relative error {error:.1e}"
+
+
+def randomised(module, device):
+    """Weights with which a softmax is far from flat, and no LayerNorm is the identity."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p) * 0.5 + (p == 1))
+    return module.to(device)
+
+
+def check(module, oracle, inputs, *rest):
+    """Output and every gradient of `module(*inputs, *rest)` against `oracle`, in float64."""
+    double = copy.deepcopy(module).double()
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = oracle(double, *wide, *rest)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    actual = module(*inputs, *rest)
+    assert_close(actual, expected)
+    upstream = torch.randn_like(actual)
+    names = [name for name, _ in module.named_parameters()]
+    ours = torch.autograd.grad(actual, [*inputs, *module.parameters()], upstream)
+    theirs = torch.autograd.grad(expected, [*wide, *double.parameters()], upstream.double())
+    for name, a, e in zip([*map(str, range(len(inputs))), *names], ours, theirs, strict=True):
+        if (
+            name == "linears.1.bias"
+        ):  # softmax ignores what is added to all scores: zero but for rounding
+            assert a.abs().max() < 1e-4
+        else:
+            assert_close(a, e, 2e-5)
+
+
+# ------------------------------------------------------------------------------ clones, embeddings
+
+
+def test_clones_are_independent():
+    layer = nn.Linear(3, 3)
+    first, second = clones(layer, 2)
+    assert torch.equal(first.weight, layer.weight)
+    with torch.no_grad():
+        first.weight.zero_()
+    assert second.weight.abs().sum() > 0
+    assert layer.weight.abs().sum() > 0
+    assert len(clones(layer, 0)) == 0
+
+
+def test_clones_refuse_other_numbers():
+    with pytest.raises(ValueError, match="N is -1; expected 0 or more"):
+        clones(nn.Linear(3, 3), -1)
+    with pytest.raises(TypeError, match="N is a float"):
+        clones(nn.Linear(3, 3), 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_embeddings_scale_by_the_root(dtype):
+    e = Embeddings(D, 11)
+    x = torch.tensor([[0, 10, 3], [7, 7, 1]], dtype=dtype)
+    expected = torch.stack([e.lut.weight[i] * 4.0 for i in x.flatten().tolist()]).view(2, 3, D)
+    assert torch.equal(e(x), expected)
+
+
+def test_embeddings_padding_row_stays_zero():
+    e = Embeddings(D, 11, padding_idx=0)
+    out = e(torch.tensor([[0, 3]]))
+    assert torch.equal(out[0, 0], torch.zeros(D))
+    out.sum().backward()
+    assert e.lut.weight.grad[0].abs().sum() == 0
+    assert e.lut.weight.grad[3].abs().sum() > 0
+
+
+def test_embeddings_refuse_bad_ids():
+    e = Embeddings(D, 11)
+    with pytest.raises(ValueError, match="token id 11; expected ids from 0 to 10"):
+        e(torch.tensor([[1, 11]]))
+    with pytest.raises(ValueError, match="token id -1; expected ids from 0 to 10"):
+        e(torch.tensor([[-1, 10]]))
+    for x in (torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=f"x has dtype {x.dtype}; expected integers"):
+            e(x)
+    with pytest.raises(TypeError, match="x is a list"):
+        e([1, 2])
+    with pytest.raises(ValueError, match="padding_idx is 11"):
+        Embeddings(D, 11, padding_idx=11)
+
+
+# ---------------------------------------------------------------------------- positional encoding
+
+
+@pytest.mark.parametrize("d", [1, 7, 16, 512])
+def test_positional_encoding_formula(d):
+    pe = PositionalEncoding(d, 0.0).pe
+    assert pe.shape == (1, 5000, d)
+    assert pe.dtype == torch.float32
+    for p in (0, 1, 77, 4999):
+        for i in {0, 1, d // 2, d - 2, d - 1} & set(range(d)):
+            angle = p / 10000 ** (2 * (i // 2) / d)
+            expected = math.cos(angle) if i % 2 else math.sin(angle)
+            assert pe[0, p, i].item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_positional_encoding_offset_is_a_rotation():
+    """pe[p + k] is one linear map of pe[p], for all p."""
+    pe = PositionalEncoding(D, 0.0, max_len=200).pe[0].double()
+    k = 23
+    for i in range(0, D, 2):
+        a = k / 10000 ** (i / D)
+        turn = torch.tensor([[math.cos(a), math.sin(a)], [-math.sin(a), math.cos(a)]]).double()
+        torch.testing.assert_close(
+            pe[k:, i : i + 2], pe[:-k, i : i + 2] @ turn.T, atol=1e-6, rtol=0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_positional_encoding_adds_the_first_positions(dtype):
+    m = PositionalEncoding(D, 0.0, max_len=9)
+    x = torch.randn(B, S, D, dtype=dtype)
+    assert torch.equal(m(x), x + m.pe[:, :S].to(dtype))
+
+
+def test_positional_encoding_dropout_is_torchs():
+    m = PositionalEncoding(D, 0.3)
+    x = torch.randn(B, S, D)
+    torch.manual_seed(1)
+    actual = m(x)
+    torch.manual_seed(1)
+    assert torch.equal(actual, nn.functional.dropout(x + m.pe[:, :S], 0.3))
+    assert torch.equal(m.eval()(x), x + m.pe[:, :S])
+
+
+def test_positional_encoding_is_stored():
+    fixed, learned = (PositionalEncoding(D, 0.0, 9, learned) for learned in (False, True))
+    assert not list(fixed.parameters())
+    assert [name for name, _ in learned.named_parameters()] == ["pe"]
+    assert torch.equal(fixed.pe, learned.pe)  # a learned one starts from the sinusoid
+    for m in (fixed, learned):
+        assert {n: tuple(t.shape) for n, t in m.state_dict().items()} == {"pe": (1, 9, D)}
+    learned(torch.randn(B, S, D)).sum().backward()
+    assert torch.equal(learned.pe.grad[0, :, 0], torch.tensor([2.0] * S + [0.0] * 2))
+
+
+def test_positional_encoding_refuses_bad_input():
+    m = PositionalEncoding(D, 0.0, max_len=9)
+    with pytest.raises(ValueError, match="x has 10 positions; expected at most max_len = 9"):
+        m(torch.randn(B, 10, D))
+    for shape in ((B, S, 1), (S, D)):
+        with pytest.raises(ValueError, match=r"x has shape .*expected \[B, S, d_model = 16\]"):
+            m(torch.randn(shape))
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def test_attention_fully_masked_is_uniform():
+    query, key, value = torch.randn(3, 2, 4, 8)
+    output, weights = attention(query, key, value, torch.zeros(2, 4, 4))
+    assert torch.equal(weights, torch.full((2, 4, 4), 0.25))
+    torch.testing.assert_close(output, value.mean(1, keepdim=True).expand(2, 4, 8))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_attention_formula(lead, dtype):
+    query = torch.randn(*lead, T, 8, dtype=torch.float64) * 3
+    key = torch.randn(*lead, S, 8, dtype=torch.float64)
+    value = torch.randn(*lead, S, 4, dtype=torch.float64)
+    mask = torch.ones(T, S).tril(1)
+    output, weights = attention(query, key, value, (2 * mask).to(dtype))
+    e = torch.einsum("...td,...sd->...ts", query, key).div(8**0.5).exp() * mask
+    expected = e / e.sum(-1, keepdim=True)
+    assert_close(weights, expected, 1e-12)
+    assert_close(output, torch.einsum("...ts,...sd->...td", expected, value), 1e-12)
+    assert (weights.masked_select(mask == 0) == 0).all()
+
+
+def test_attention_half_precision_does_not_overflow():
+    query, key, value = torch.randn(3, 2, 4, 8).half()
+    mask = torch.ones(4, 4).tril() * torch.tensor([[1], [1], [0], [1]])
+    _, weights = attention(query, key, value, mask)
+    assert weights.isfinite().all()
+    assert torch.equal(weights[:, 2], torch.full((2, 4), 0.25).half())
+    assert (weights[:, 0, 1:] == 0).all()
+
+
+def test_attention_dropout_is_applied_to_the_weights():
+    query, key, value = torch.randn(3, 2, 4, 8)
+    plain = attention(query, key, value)[1]
+    output, weights = attention(query, key, value, dropout=lambda w: 2 * w)
+    assert torch.equal(weights, 2 * plain)
+    torch.testing.assert_close(output, 2 * plain @ value)
+
+
+def test_attention_refuses_a_mask_that_does_not_fit():
+    query, key, value = torch.randn(3, 2, 4, 8)
+    for shape in ((2, 4, 5), (3, 4, 4), (1, 2, 4, 4)):
+        with pytest.raises(ValueError, match=r"mask has shape .*broadcasts to \[2, 4, 4\]"):
+            attention(query, key, value, torch.ones(shape))
+    with pytest.raises(TypeError, match="mask is a bool"):
+        attention(query, key, value, True)
+
+
+# --------------------------------------------------------------------------- multi-head attention
+
+
+def tutorial_heads(m, query, key, value, mask=None):
+    """Head by head, as section 3.2.2 of the paper has it; a query that sees no key gives zeros."""
+    q, k, v = (linear(x) for linear, x in zip(m.linears, (query, key, value), strict=False))
+    heads = []
+    for i in range(H):
+        part = slice(8 * i, 8 * i + 8)
+        scores = torch.einsum("btd,bsd->bts", q[..., part], k[..., part]) / math.sqrt(8)
+        visible = torch.ones_like(scores) if mask is None else (mask != 0) + 0 * scores
+        weights = scores.exp() * visible
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+        heads.append(torch.einsum("bts,bsd->btd", weights, v[..., part]))
+    return m.linears[3](torch.cat(heads, -1))
+
+
+def padding(b=B, s=S):
+    return torch.arange(s).view(1, 1, s) < torch.tensor([s, s - 3]).view(b, 1, 1)
+
+
+MASKS = {
+    "none": None,
+    "padding": padding().long(),
+    "full": padding() & (torch.arange(T * S).view(1, T, S) % 3 > 0),
+    "shared": subsequent_mask(S)[:, :T].to(torch.uint8),
+    "two": -subsequent_mask(S)[0, :T].float(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_multi_headed_attention(mask, backend, device):
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    mask = MASKS[mask] if MASKS[mask] is None else MASKS[mask].to(device)
+    check(m, tutorial_heads, [query, key, value], mask)
+
+
+def test_multi_headed_attention_masks_by_head(device):
+    """A mask of four dimensions reaches the heads that it names."""
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    x = torch.randn(B, S, D, device=device)
+    mask = torch.ones(1, H, 1, S, device=device)
+    mask[:, 1, :, 2] = 0
+    m.keep_attention = True
+    m(x, x, x, mask)
+    hidden = m.attn[..., 2] == 0
+    assert torch.equal(
+        hidden, torch.tensor([False, True], device=device).view(1, H, 1).expand_as(hidden)
+    )
+
+
+def test_query_that_sees_no_key_gives_the_bias(backend, device):
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    m.keep_attention = True
+    x = torch.randn(B, T, D, device=device, requires_grad=True)
+    mask = torch.ones(B, T, T, dtype=torch.int32, device=device)
+    mask[0, 2] = 0
+    mask[1] = 0
+    out = m(x, x, x, mask)
+    assert torch.equal(out[0, 2], m.linears[3].bias)
+    assert torch.equal(out[1], m.linears[3].bias.expand(T, D))
+    assert not torch.allclose(out[0, 0], m.linears[3].bias, atol=1e-2)
+    assert (m.attn[1] == 0).all()
+    assert (m.attn[0, :, 2] == 0).all()
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert (x.grad[1] == 0).all()
+
+
+def test_keep_attention(backend, device):
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.9), device)
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    m(query, key, value)
+    assert m.attn is None
+    m.keep_attention = True
+    out = m(query, key, value, padding().to(device))
+    assert m.attn.shape == (B, H, T, S)
+    assert not m.attn.requires_grad
+    assert (m.attn[1, :, :, S - 3 :] == 0).all()
+    torch.testing.assert_close(m.attn.sum(-1), torch.ones(B, H, T, device=device))  # no dropout
+    m.eval()
+    out = m(query, key, value, padding().to(device))
+    v = m.linears[2](value).view(B, S, H, 8)
+    joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, T, D)
+    torch.testing.assert_close(out, m.linears[3](joined))
+    copy.deepcopy(m)
+    m.keep_attention = False
+    m(query, key, value)
+    assert m.attn is None
+
+
+def test_dropout_of_the_attention_weights(backend, device):
+    x = torch.randn(B, T, D, device=device)
+    m = randomised(MultiHeadedAttention(H, D, dropout=1.0), device)
+    assert torch.equal(m(x, x, x), m.linears[3].bias.expand(B, T, D))  # all weights dropped
+    kept = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    kept.load_state_dict(m.state_dict())
+    assert torch.equal(m.eval()(x, x, x), kept(x, x, x))
+
+
+def test_dropout_keeps_the_mean(device):
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.25), device)
+    x = torch.randn(1, T, D, device=device).expand(3000, T, D)
+    expected = copy.deepcopy(m).eval()(x[:1], x[:1], x[:1])[0]
+    out = m(x, x, x)
+    error = out.std(0) / 3000**0.5
+    assert ((out.mean(0) - expected).abs() < 5 * error + 1e-5).all()
+    assert out.std(0).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    "module", [MultiHeadedAttention(H, D, 0.4), PositionwiseFeedForward(D, 24, 0.4)]
+)
+def test_both_backends_draw_the_same_dropout(module, device):
+    m = randomised(copy.deepcopy(module), device)
+    x = torch.randn(B, T, D, device=device)
+    arguments = (x, x, x) if isinstance(m, MultiHeadedAttention) else (x,)
+    outputs = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(5)
+        with use_backend(backend):
+            outputs.append(m(*arguments))
+    assert_close(outputs[1], outputs[0].double())
+    assert not torch.allclose(outputs[0], m.eval()(*arguments))
+
+
+def test_multi_headed_attention_refuses_bad_input():
+    with pytest.raises(ValueError, match="d_model is 10; expected a multiple of h = 4"):
+        MultiHeadedAttention(4, 10)
+    with pytest.raises(ValueError, match="h is 0; expected 1 or more"):
+        MultiHeadedAttention(0, 8)
+    with pytest.raises(ValueError, match=r"dropout is 1\.5"):
+        MultiHeadedAttention(2, 8, 1.5)
+    m = MultiHeadedAttention(H, D)
+    q, k = torch.randn(B, T, D), torch.randn(B, S, D)
+    with pytest.raises(
+        ValueError, match=r"query has shape \[5, 16\]; expected \[B, S, d_model = 16\]"
+    ):
+        m(q[0], k, k)
+    with pytest.raises(ValueError, match=r"value has shape \[2, 7, 8\]"):
+        m(q, k, k[..., :8])
+    with pytest.raises(ValueError, match=r"key .*expected the batch of query"):
+        m(q, k[:1], k[:1])
+    with pytest.raises(TypeError, match=r"key has dtype torch\.float64"):
+        m(q, k.double(), k)
+    with pytest.raises(TypeError, match=r"query has dtype torch\.int64"):
+        m(q.long(), k, k)
+    with pytest.raises(TypeError, match="key is a NoneType"):
+        m(q, None, k)
+    for shape in ((S,), (1, B, 1, T, S)):
+        with pytest.raises(ValueError, match=r"mask has shape .*expected \[B, 1, S\], \[B, T, S\]"):
+            m(q, k, k, torch.ones(shape))
+    for shape in ((B, T, T), (3, 1, S), (B, H, T, T), (S, T)):
+        with pytest.raises(ValueError, match=r"mask has shape .*broadcasts to"):
+            m(q, k, k, torch.ones(shape))
+    with pytest.raises(TypeError, match="mask is a list"):
+        m(q, k, k, [1, 0])
+
+
+# ---------------------------------------------------------------- feed-forward, LayerNorm, residual
+
+
+def test_position_wise_feed_forward(backend, device):
+    m = randomised(PositionwiseFeedForward(D, 24, dropout=0.0), device)
+
+    def tutorial(m, x):
+        return m.w_2(m.w_1(x).clamp(min=0))
+
+    check(m, tutorial, [torch.randn(B, T, D, device=device)])
+    check(m, tutorial, [torch.randn(3, D, device=device)])
+
+
+def test_dropout_of_the_hidden_features(backend, device):
+    x = torch.randn(B, T, D, device=device)
+    m = randomised(PositionwiseFeedForward(D, 24, dropout=1.0), device)
+    assert torch.equal(m(x), m.w_2.bias.expand(B, T, D))
+    torch.testing.assert_close(m.eval()(x), m.w_2(m.w_1(x).relu()))
+
+
+def tutorial_norm(m, x):
+    mean = x.mean(-1, keepdim=True)
+    variance = ((x - mean) ** 2).sum(-1, keepdim=True)
+    if m.unbiased:
+        y = (x - mean) / ((variance / (x.shape[-1] - 1)).sqrt() + m.eps)
+    else:
+        y = (x - mean) / (variance / x.shape[-1] + m.eps).sqrt()
+    return m.weight * y + m.bias
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("eps", [1e-6, 0.1])  # with 0.1 its place in the formula is seen
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layer_norm(dtype, unbiased, eps, backend, device):
+    m = randomised(LayerNorm(9, eps, unbiased).to(dtype), device)
+    check(m, tutorial_norm, [torch.randn(B, T, 9, device=device, dtype=dtype) * 2 + 3])
+
+
+def test_layer_norm_default_and_bounds():
+    m = LayerNorm(9)
+    assert (m.eps, m.unbiased) == (1e-6, False)
+    assert torch.equal(m.weight, torch.ones(9))
+    assert torch.equal(m.bias, torch.zeros(9))
+    with pytest.raises(ValueError, match="features is 1; expected 2 or more"):
+        LayerNorm(1, unbiased=True)
+    with pytest.raises(TypeError, match="features is a tuple"):
+        LayerNorm((9,))
+    with pytest.raises(ValueError, match=r"input has shape \[2, 8\]"):
+        m(torch.randn(2, 8))
+
+
+def test_sublayer_connection(backend, device):
+    def twice(x):
+        return x * 2
+
+    x = torch.randn(B, T, D, device=device)
+    first = randomised(SublayerConnection(D, 0.0), device)
+    torch.testing.assert_close(first(x, twice), x + 2 * tutorial_norm(first.norm, x))
+    last = randomised(SublayerConnection(D, 0.0, norm_first=False), device)
+    torch.testing.assert_close(last(x, twice), tutorial_norm(last.norm, 3 * x))
+
+
+def test_sublayer_connection_drops_the_sublayer_alone(device):
+    x = torch.randn(B, T, D, device=device)
+    m = SublayerConnection(D, 1.0).to(device)
+    assert torch.equal(m(x, torch.exp), x)
+    m = SublayerConnection(D, 1.0, norm_first=False).to(device)
+    assert torch.equal(m(x, torch.exp), m.norm(x))
+
+
+# ------------------------------------------------------------------------------- saving and modes
+
+MODULES = {
+    "embeddings": lambda: Embeddings(D, 11),
+    "positional": lambda: PositionalEncoding(D, 0.1, 9),
+    "learned": lambda: PositionalEncoding(D, 0.1, 9, learned=True),
+    "attention": lambda: MultiHeadedAttention(H, D),
+    "feed_forward": lambda: PositionwiseFeedForward(D, 24),
+    "layer_norm": lambda: LayerNorm(D, 1e-5, unbiased=True),
+    "sublayer": lambda: SublayerConnection(D, 0.1, norm_first=False),
+    "generator": lambda: Generator(D, 11),
+}
+
+
+def call(m):
+    if isinstance(m, Embeddings):
+        return m(torch.arange(10).view(2, 5))
+    x = torch.linspace(-2, 3, B * T * D).view(B, T, D).sin()
+    if isinstance(m, MultiHeadedAttention):
+        return m(x, x, x, subsequent_mask(T))
+    return m(x, torch.sin) if isinstance(m, SublayerConnection) else m(x)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_copies_compute_the_same(name):
+    m = randomised(MODULES[name](), "cpu").eval()
+    other = MODULES[name]().eval()
+    other.load_state_dict(m.state_dict())
+    for same in (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), other):
+        assert torch.equal(call(same), call(m))
+
+
+SPELLINGS = {
+    "a_2": ("layer_norm", {"weight": "a_2", "bias": "b_2"}),
+    "a2": ("layer_norm", {"weight": "a2", "bias": "b2"}),
+    "gamma": ("layer_norm", {"weight": "gamma", "bias": "beta"}),
+    "w1": ("feed_forward", {"w_1": "w1", "w_2": "w2"}),
+    "project": ("generator", {"proj": "project"}),
+    "projection": ("generator", {"proj": "projection"}),
+    "linear_layers": (
+        "attention",
+        {f"linears.{i}": f"linear_layers.{i}" for i in range(3)} | {"linears.3": "output_linear"},
+    ),
+}
+
+
+def respelled(state, names):
+    """The state dict with each part named as a tutorial names it."""
+    out = {}
+    for key, tensor in state.items():
+        ours = next((n for n in names if f"{key}.".startswith(f"{n}.")), "")
+        out[names.get(ours, "") + key[len(ours) :]] = tensor
+    return out
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_other_spellings_load(spelling):
+    name, names = SPELLINGS[spelling]
+    m = randomised(MODULES[name](), "cpu").eval()
+    state = respelled(m.state_dict(), names)
+    assert len(state) == len(m.state_dict())
+    assert not set(state) & set(m.state_dict())
+    given = dict(state)
+    other = MODULES[name]().eval()
+    other.load_state_dict(state, strict=True)
+    assert torch.equal(call(other), call(m))
+    assert list(state) == list(given)  # the caller's dict is as it was
+    assert set(other.state_dict()) == set(m.state_dict())  # and ours are the names that are saved
+
+
+def test_wrong_names_are_listed():
+    m = nn.ModuleDict({"norm": LayerNorm(D), "ff": PositionwiseFeedForward(D, 24)})
+    state = m.state_dict()
+    state["norm.a_2"] = torch.ones(D)  # beside norm.weight
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "norm.a_2"'):
+        m.load_state_dict(state)
+    state = m.state_dict()
+    state["ff.w1_.weight"] = state.pop("ff.w_1.weight")
+    with pytest.raises(
+        RuntimeError, match=r'Missing.*"ff.w_1.weight"(.|\n)*Unexpected.*"ff.w1_.weight"'
+    ):
+        m.load_state_dict(state)
+
+
+def test_autocast(backend, device):
+    """Under bf16 autocast the products are bf16; the residual stream and its norms stay float32."""
+    x = torch.randn(B, T, D, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        heads = randomised(MultiHeadedAttention(H, D, 0.0), device)
+        ff = randomised(PositionwiseFeedForward(D, 24, 0.0), device)
+        norm = LayerNorm(D).to(device)
+        assert heads(x, x.bfloat16(), x, subsequent_mask(T).to(device)).dtype == torch.bfloat16
+        assert ff(x).dtype == torch.bfloat16
+        assert norm(x).dtype == torch.float32
+        low = ff(x)
+    assert_close(low, ff(x).double(), 0.02)

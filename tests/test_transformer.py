@@ -1,0 +1,403 @@
+"""The whole model against the tutorials' computation in float64, its masks, names and modes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastformer import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    Generator,
+    LayerNorm,
+    MultiHeadedAttention,
+    PositionwiseFeedForward,
+    SublayerConnection,
+    make_model,
+    subsequent_mask,
+    use_backend,
+)
+
+H = 2
+
+
+def small_model(device="cpu", N=1, dropout=0.0):
+    """A model in which no parameter is zero or one."""
+    model = make_model(11, 13, N, d_model=16, d_ff=24, h=H, dropout=dropout)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.to(device)
+
+
+def batch(device="cpu", B=2, S=7, T=5):
+    """src, tgt, src_mask and tgt_mask as the tutorials' Batch makes them; one source ends early."""
+    src, tgt = torch.randint(1, 11, (B, S)), torch.randint(1, 13, (B, T))
+    src[-1, S - 2 :] = 0
+    tensors = src, tgt, (src != 0).unsqueeze(-2), subsequent_mask(T)
+    return tuple(t.to(device) for t in tensors)
+
+
+def tutorial(state, src, tgt, src_mask, tgt_mask):
+    """The model from its state dict, in float64, with nothing of fastformer."""
+    state = {key: tensor.double() for key, tensor in state.items()}
+    d = state["encoder.norm.weight"].shape[0]
+
+    def linear(x, name):
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    def heads(x, memory, mask, name):
+        q, k, v = (
+            linear(y, f"{name}.linears.{i}").unflatten(-1, (H, d // H)).transpose(1, 2)
+            for i, y in enumerate((x, memory, memory))
+        )
+        scores = (q @ k.mT / (d // H) ** 0.5).masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        joined = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return linear(joined, f"{name}.linears.3")
+
+    def embed(ids, name):
+        return (
+            state[f"{name}.0.lut.weight"][ids] * d**0.5 + state[f"{name}.1.pe"][:, : ids.shape[1]]
+        )
+
+    def ff(x, name):
+        return linear(linear(x, f"{name}.w_1").relu(), f"{name}.w_2")
+
+    def layers(side):
+        return sorted({".".join(key.split(".")[:3]) for key in state if f"{side}.layers" in key})
+
+    memory = embed(src, "src_embed")
+    for layer in layers("encoder"):
+        y = norm(memory, f"{layer}.sublayer.0.norm")
+        memory = memory + heads(y, y, src_mask, f"{layer}.self_attn")
+        memory = memory + ff(norm(memory, f"{layer}.sublayer.1.norm"), f"{layer}.feed_forward")
+    memory = norm(memory, "encoder.norm")
+    x = embed(tgt, "tgt_embed")
+    for layer in layers("decoder"):
+        y = norm(x, f"{layer}.sublayer.0.norm")
+        x = x + heads(y, y, tgt_mask, f"{layer}.self_attn")
+        y = norm(x, f"{layer}.sublayer.1.norm")
+        x = x + heads(y, memory, src_mask, f"{layer}.src_attn")
+        x = x + ff(norm(x, f"{layer}.sublayer.2.norm"), f"{layer}.feed_forward")
+    return linear(norm(x, "decoder.norm"), "generator.proj").log_softmax(-1)
+
+
+def test_model_computes_what_the_tutorials_compute(backend, device):
+    model = small_model(device, N=2)
+    src, tgt, src_mask, tgt_mask = batch(device)
+    tgt_mask = tgt_mask & (torch.arange(5, device=device) < 4)
+    actual = model.generator(model(src, tgt, src_mask, tgt_mask.long()))
+    expected = tutorial(model.state_dict(), src, tgt, src_mask, tgt_mask)
+    assert actual.shape == (2, 5, 13)
+    torch.testing.assert_close(actual.double(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(actual.exp().sum(-1), torch.ones(2, 5, device=device))
+
+
+def test_gradients_are_those_of_the_tutorials(backend, device):
+    model = small_model(device)
+    inputs = batch(device)
+    oracle = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    expected = tutorial({**model.state_dict(), **oracle}, *inputs)
+    upstream = torch.randn_like(expected)
+    (expected * upstream).sum().backward()
+    (model.generator(model(*inputs)) * upstream.float()).sum().backward()
+    for name, p in model.named_parameters():
+        error = (p.grad - oracle[name].grad).norm()
+        # The bias of the keys has the gradient zero.
+        assert error < 1e-4 * oracle[name].grad.norm() + 1e-4, name
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+def test_subsequent_mask():
+    mask = subsequent_mask(4)
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[[j <= i for j in range(4)] for i in range(4)]]
+    assert subsequent_mask(0).shape == (1, 0, 0)
+    with pytest.raises(ValueError, match="size is -1"):
+        subsequent_mask(-1)
+
+
+def test_decoder_is_causal(backend, device):
+    """A token reaches the outputs at its own place and after, and none before."""
+    model = small_model(device).eval()
+    src, tgt, src_mask, tgt_mask = batch(device)
+    before = model(src, tgt, src_mask, tgt_mask)
+    tgt[:, 3] = tgt[:, 3] % 12 + 1
+    after = model(src, tgt, src_mask, tgt_mask)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert (before[:, 3] - after[:, 3]).abs().max() > 1e-3
+    assert (before[:, 4] - after[:, 4]).abs().max() > 1e-4
+
+
+def test_padding_of_the_source_is_not_seen(backend, device):
+    model = small_model(device).eval()
+    src, tgt, src_mask, tgt_mask = batch(device)
+    before = model(src, tgt, src_mask, tgt_mask)
+    src[-1, -2:] = 5  # under the mask
+    assert torch.equal(model(src, tgt, src_mask, tgt_mask), before)
+    src[-1, -3] = src[-1, -3] % 10 + 1
+    assert (model(src, tgt, src_mask, tgt_mask)[-1] - before[-1]).abs().max() > 1e-3
+
+
+def test_encode_and_decode_are_the_forward():
+    model = small_model().eval()
+    src, tgt, src_mask, tgt_mask = batch()
+    memory = model.encode(src, src_mask)
+    assert memory.shape == (2, 7, 16)
+    assert torch.equal(
+        model.decode(memory, src_mask, tgt, tgt_mask), model(src, tgt, src_mask, tgt_mask)
+    )
+    assert model(src, tgt, None, None).shape == (2, 5, 16)  # without masks all is seen
+
+
+def test_both_backends_train_alike(device):
+    """With one seed, dropout everywhere: the same masks, so the same outputs and gradients."""
+    model = small_model(device, dropout=0.3)
+    inputs = batch(device)
+    results = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(3)
+        with use_backend(backend):
+            out = model(*inputs)
+        results.append((out, torch.autograd.grad(out.sin().sum(), model.encoder.parameters())))
+    (a, grads_a), (b, grads_b) = results
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(grads_a, grads_b, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(a, model.eval()(*inputs), atol=0.1)
+
+
+# ----------------------------------------------------------------------------- building and saving
+
+
+def expected_names(N):
+    """Every name of the state dict, as documented."""
+
+    def leaves(name, *parts):
+        return [f"{name}.{part}.{leaf}" for part in parts for leaf in ("weight", "bias")]
+
+    def layer(name, attentions, sublayers):
+        out = leaves(f"{name}.feed_forward", "w_1", "w_2")
+        for attention in attentions:
+            out += leaves(f"{name}.{attention}", *(f"linears.{i}" for i in range(4)))
+        return out + leaves(f"{name}.sublayer", *(f"{i}.norm" for i in range(sublayers)))
+
+    names = leaves("encoder", "norm") + leaves("decoder", "norm") + leaves("generator", "proj")
+    for i in range(N):
+        names += layer(f"encoder.layers.{i}", ["self_attn"], 2)
+        names += layer(f"decoder.layers.{i}", ["self_attn", "src_attn"], 3)
+    return names + [f"{s}_embed.{x}" for s in ("src", "tgt") for x in ("0.lut.weight", "1.pe")]
+
+
+def test_names_of_the_state_dict():
+    assert set(make_model(11, 11, 2, 16, 24, 2).state_dict()) == set(expected_names(2))
+
+
+def test_printed_structure():
+    with torch.device("meta"):
+        lines = [line.strip() for line in str(make_model(11, 11, 2)).splitlines()]
+    for line in (
+        "(0-1): 2 x EncoderLayer(",
+        "(0-1): 2 x DecoderLayer(",
+        "(self_attn): MultiHeadedAttention(",
+        "(src_attn): MultiHeadedAttention(",
+        "(linears): ModuleList(",
+        "(0-3): 4 x Linear(in_features=512, out_features=512, bias=True)",
+        "(w_1): Linear(in_features=512, out_features=2048, bias=True)",
+        "(w_2): Linear(in_features=2048, out_features=512, bias=True)",
+        "(0-1): 2 x SublayerConnection(",
+        "(0-2): 3 x SublayerConnection(",
+        "(norm): LayerNorm(512, eps=1e-06, unbiased=False)",
+        "(dropout): Dropout(p=0.1, inplace=False)",
+        "(src_embed): Sequential(",
+        "(tgt_embed): Sequential(",
+        "(0): Embeddings(",
+        "(lut): Embedding(11, 512)",
+        "(1): PositionalEncoding(",
+        "(generator): Generator(",
+        "(proj): Linear(in_features=512, out_features=11, bias=True)",
+    ):
+        assert line in lines, line
+
+
+def test_dropout_reaches_every_dropout():
+    model = make_model(11, 11, 2, 16, 24, 2, dropout=0.37)
+    dropouts = {n: m.p for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    assert set(dropouts.values()) == {0.37}
+    # 2 x (1 attention, 1 feed-forward, 2 residuals), 2 x (2, 1, 3), 2 embeddings
+    assert len(dropouts) == 2 * 4 + 2 * 6 + 2
+
+
+def test_initialisation():
+    model = make_model(11, 13, 2, 16, 24, 2)
+    for name, p in model.named_parameters():
+        if p.dim() > 1:
+            bound = (6 / sum(p.shape)) ** 0.5
+            assert bound * 0.8 < p.abs().max() <= bound, name
+    first, second = model.encoder.layers
+    assert not torch.equal(first.self_attn.linears[0].weight, second.self_attn.linears[0].weight)
+    layers = (*model.encoder.layers, *model.decoder.layers)
+    own = [id(p) for layer in layers for p in layer.parameters()]
+    assert len(own) == len(set(own))
+    assert torch.equal(model.src_embed[1].pe, make_model(5, 5, 1, 16, 8, 2).tgt_embed[1].pe)
+
+
+def test_layers_are_built_by_hand():
+    """The constructors of the tutorials, and the paper's order of residual and norm."""
+    attn, ff = MultiHeadedAttention(H, 16, 0.0), PositionwiseFeedForward(16, 24, 0.0)
+    encoder = Encoder(EncoderLayer(16, attn, ff, 0.0), 2)
+    decoder = Decoder(DecoderLayer(16, attn, copy.deepcopy(attn), ff, 0.0), 3)
+    assert (len(encoder.layers), len(decoder.layers)) == (2, 3)
+    assert all(m.norm_first for m in encoder.modules() if isinstance(m, SublayerConnection))
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    assert torch.equal(Encoder(EncoderLayer(16, attn, ff, 0.0), 0)(x, None), LayerNorm(16)(x))
+    layer = decoder.layers[0]
+    for sublayer in layer.sublayer:
+        sublayer.norm_first = False
+    y = layer.sublayer[0].norm(x + layer.self_attn(x, x, x, None))
+    y = layer.sublayer[1].norm(y + layer.src_attn(y, memory, memory, None))
+    y = layer.sublayer[2].norm(y + layer.feed_forward(y))
+    assert torch.equal(layer(x, memory, None, None), y)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"h": 3}, "d_model is 16; expected a multiple of h = 3"),
+        ({"N": -1}, "N is -1; expected 0 or more"),
+        ({"src_vocab": 0}, "vocab is 0; expected 1 or more"),
+        ({"d_ff": 0}, "d_ff is 0; expected 1 or more"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+    ],
+)
+def test_make_model_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**{"src_vocab": 5, "tgt_vocab": 5, "d_model": 16, "N": 1} | arguments)
+
+
+def test_generator_gives_log_probabilities():
+    generator = Generator(16, 13)
+    x = torch.randn(2, 5, 16)
+    expected = torch.log(torch.softmax(generator.proj(x), 2))
+    torch.testing.assert_close(generator(x), expected)
+    with pytest.raises(ValueError, match="vocab is 0"):
+        Generator(16, 0)
+
+
+SPELLINGS = {
+    "annotated": {".norm.weight": ".norm.a_2", ".norm.bias": ".norm.b_2"},
+    "other": {
+        ".norm.weight": ".norm.gamma",
+        ".norm.bias": ".norm.beta",
+        ".w_1.": ".w1.",
+        ".w_2.": ".w2.",
+        "generator.proj.": "generator.projection.",
+        ".linears.3.": ".output_linear.",
+        ".linears.": ".linear_layers.",
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_state_dicts_of_the_tutorials_load(spelling):
+    model = small_model(N=2).eval()
+    state = {}
+    for key, tensor in model.state_dict().items():
+        for ours, theirs in SPELLINGS[spelling].items():
+            key = key.replace(ours, theirs)
+        state[key] = tensor
+    assert not set(state) >= set(model.state_dict())
+    other = small_model(N=2).eval()
+    other.load_state_dict(state, strict=True)
+    inputs = batch()
+    assert torch.equal(other(*inputs), model(*inputs))
+    assert set(other.state_dict()) == set(expected_names(2))
+    state["decoder.layers.0.src_attn.linears.4.weight"] = torch.zeros(1)
+    del state["encoder.layers.1.sublayer.0.norm" + SPELLINGS[spelling][".norm.bias"][5:]]
+    with pytest.raises(RuntimeError) as error:
+        other.load_state_dict(state)
+    assert 'Unexpected key(s) in state_dict: "decoder.layers.0.src_attn.linears.4.weight"' in str(
+        error.value
+    )
+    assert 'Missing key(s) in state_dict: "encoder.layers.1.sublayer.0.norm.bias"' in str(
+        error.value
+    )
+
+
+def test_copies_compute_the_same():
+    model = small_model().eval()
+    other = small_model().eval()
+    other.load_state_dict(model.state_dict())
+    inputs = batch()
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
+        assert torch.equal(same(*inputs), model(*inputs))
+
+
+# ------------------------------------------------------------------------------------------ modes
+
+
+def test_autocast(backend, device):
+    model = small_model(device)
+    inputs = batch(device)
+    expected = model(*inputs)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = model(*inputs)
+    assert out.dtype == torch.float32  # the residual stream
+    error = (out - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.03
+    out.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.encoder.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant, backend, device):
+    """The recomputed forward draws the dropout masks of the first one."""
+    layer = small_model(device, dropout=0.4).encoder.layers[0]
+    x = torch.randn(2, 5, 16, device=device, requires_grad=True)
+    mask = subsequent_mask(5).to(device)
+    results = []
+    for run in (layer, lambda *a: checkpoint(layer, *a, use_reentrant=use_reentrant)):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        out = run(x, mask)
+        out.sin().sum().backward()
+        results.append((out, *(p.grad for p in layer.parameters())))
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_compiled_model_takes_new_lengths_without_recompiling():
+    """One graph, forward and backward, for all batch sizes and lengths."""
+    model = small_model()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for i, (B, S, T) in enumerate([(3, 7, 5), (2, 9, 4), (5, 6, 8)]):
+        inputs = batch(B=B, S=S, T=T)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            out = compiled(*inputs)
+        torch.testing.assert_close(out, model(*inputs))
+        out.sin().sum().backward()
+        assert model.src_embed[0].lut.weight.grad.isfinite().all()
+    torch.compiler.reset()
+
+
+def test_compiled_dropout_is_the_eager_one():
+    layer = small_model(dropout=0.4).encoder.layers[0]
+    compiled = torch.compile(layer.self_attn, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 5, 16)
+    outputs = []
+    for run in (layer.self_attn, compiled):
+        torch.manual_seed(1)
+        outputs.append(run(x, x, x, subsequent_mask(5)))
+    torch.testing.assert_close(*outputs)
+    torch.compiler.reset()

@@ -80,6 +80,12 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
     x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four elements that one thread
     holds in a tensor-core accumulator. A pure function of (seed, plane, i, j).
     """
+    if torch.compiler.is_compiling():  # one node of the graph, whatever the sizes: its loops would recompile
+        return torch.ops.fastformer.dropped(seed, planes, rows, columns, p)
+    return _dropped(seed, planes, rows, columns, p)
+
+
+def _dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
     device = seed.device
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     mask = torch.empty(planes, tiles_i, 2, 8, tiles_j, 2, 8, dtype=torch.bool, device=device)
@@ -87,10 +93,8 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
     c1 = torch.arange(tiles_i * 8, device=device).view(1, -1, 1)
     c3 = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
     threshold = dropout_threshold(p)
-    # One chunk under torch.compile (it fuses the rounds itself) and on a GPU, where nothing is gained by chunks.
-    chunk = _CHUNK if device.type == "cpu" and not torch.compiler.is_compiling() else 1 << 62
-    step = max(1, chunk // max(1, tiles_i * tiles_j * 64))
-    for first in range(0, planes, step):
+    step = planes if device.type != "cpu" else max(1, _CHUNK // max(1, tiles_i * tiles_j * 64))
+    for first in range(0, planes, max(1, step)):
         part = mask[first : first + step]
         c2 = torch.arange(first, first + part.shape[0], device=device).view(-1, 1, 1)
         words = philox(c0, c1, c2, c3, seed)
@@ -98,7 +102,20 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
             for b in (0, 1):
                 word = words[2 * a + b].view(-1, tiles_i, 8, tiles_j, 8)
                 part[:, :, a, :, :, b, :] = word < threshold
-    return mask.view(planes, tiles_i * 16, tiles_j * 16)[:, :rows, :columns]
+    return mask.view(planes, tiles_i * 16, tiles_j * 16)[:, :rows, :columns].contiguous()
+
+
+_library = torch.library.Library("fastformer", "FRAGMENT")
+_library.define(
+    "dropped(Tensor seed, SymInt planes, SymInt rows, SymInt columns, float p) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("dropped", _dropped, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fastformer::dropped",
+    lambda seed, planes, rows, columns, p: seed.new_empty(planes, rows, columns, dtype=torch.bool),
+    lib=_library,
+)
 
 
 def _dropout_scale(p: float) -> float:
@@ -157,7 +174,7 @@ def scaled_dot_product_attention(
 
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
     fast = fast and not _formula.always
-    if fast and min(batch, heads, q_length, key.shape[2], dim, value.shape[3]) > 0:
+    if fast and query.numel() > 0 and value.numel() > 0:
         only_causal = is_causal and attn_mask is None and key_lengths is None
         out = F.scaled_dot_product_attention(
             query, key, value, None if only_causal else visible, 0.0, only_causal, scale=scale
@@ -229,7 +246,7 @@ def feed_forward(
     if dropout_p == 0:
         return F.linear(hidden, w_2, b_2)
     assert dropout_seed is not None
-    hidden = hidden.flatten(0, -2)
+    hidden = hidden.view(input.shape[:-1].numel(), w_1.shape[0])
     drop = dropped(dropout_seed, 1, hidden.shape[0], hidden.shape[1], dropout_p)[0]
     hidden, kept = hidden.masked_fill(drop, 0.0), _dropout_scale(dropout_p)  # scaled in the GEMM
     if b_2 is None:

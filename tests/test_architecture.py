@@ -1,0 +1,122 @@
+"""The picture of the package: imports go one way, names stand in one place, files are where their stem says."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import fastformer as ff
+from fastformer import backends, functional
+
+ROOT = Path(__file__).resolve().parents[1]
+# A module may import those of the layers after its own.
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"copy_task", "plots"},
+    {"environment"},
+    {"training", "decoding"},
+    {"transformer"},
+    {"modules"},
+    {"functional"},
+    {"backends"},
+    {"autograd"},
+    {"reference", "kernels"},
+    {"_version"},
+]
+
+
+def layer(name):
+    return next(i for i, names in enumerate(LAYERS) if name in names)
+
+
+def imports(path):
+    """(module, at import time?) of each fastformer module that a file imports."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(n)
+        for f in ast.walk(tree)
+        if isinstance(f, (ast.FunctionDef, ast.Lambda))
+        for n in ast.walk(f)
+    }
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{a.name}" for a in node.names] + [node.module]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "fastformer" and len(parts) > 1:
+                yield parts[1], id(node) not in inside
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fastformer").glob("*.py")), ids=lambda p: p.stem)
+def test_imports_go_one_way(path):
+    if path.stem == "__init__":
+        return
+    mine = layer(path.stem)
+    for name, eager in imports(path):
+        if any(name in names for names in LAYERS):
+            assert layer(name) > mine, f"{path.stem} imports {name}"
+            assert not (name == "kernels" and eager), f"{path.stem} imports kernels at once"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda p: p.stem)
+def test_kernels_know_torch_and_triton_only(path):
+    tree = ast.parse(path.read_text())
+    allowed = {"torch", "triton", "numpy"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots = {a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            roots = {node.module.split(".")[0]}
+        else:
+            continue
+        unknown = {r for r in roots if r not in allowed and not _in_standard_library(r)}
+        assert not unknown, f"{path.name} imports {unknown}"
+
+
+def _in_standard_library(name):
+    import sys
+
+    return name in sys.stdlib_module_names
+
+
+def test_every_op_has_its_files():
+    for op in backends.OPERATIONS:
+        stem = backends._kernel_files[op]
+        for place in ("kernels/{}.py", "tests/test_{}.py", "benchmarks/bench_{}.py"):
+            assert (ROOT / place.format(stem)).is_file(), place.format(stem)
+
+
+def test_every_op_is_public_and_documented():
+    for op in functional.__all__:
+        function = getattr(ff, op)
+        assert function is getattr(functional, op) and op in ff.__all__
+        for part in ("Args:", "Returns:", "Raises:", "Source:"):
+            assert part in function.__doc__, f"{op} has no {part}"
+    for name in ff.__all__:
+        assert name == "__version__" or getattr(ff, name).__doc__, f"{name} has no docstring"
+
+
+def test_kernels_are_imported_under_fastformer():
+    kernels = importlib.import_module("fastformer.kernels")
+    assert Path(kernels.__file__).resolve().parent.name == "kernels"
+
+
+def test_only_backends_choose():
+    """Nothing else asks where a tensor lies in order to pick a backend, or names the kernels."""
+    for path in (ROOT / "fastformer").glob("*.py"):
+        if path.stem not in ("backends", "cli", "copy_task", "environment"):
+            assert "fastformer.kernels" not in _code(path), path.stem
+
+
+def _code(path):
+    """Source without docstrings and comments."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant(None)
+    return ast.unparse(tree)

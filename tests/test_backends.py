@@ -1,0 +1,171 @@
+"""The choice of a backend: by argument, thread, environment and device, and what explain() says of it."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import backends, current_backend, explain, reference, use_backend
+
+
+def run(code, **environment):
+    """Runs code in a fresh interpreter."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTFORMER_BACKEND")}
+    root = os.path.dirname(os.path.dirname(os.path.abspath(ff.__file__)))
+    clean["PYTHONPATH"] = root
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
+    )
+    return result.stdout.strip() + result.stderr.strip()
+
+
+def test_use_backend_takes_effect_at_once_and_restores():
+    before = current_backend()
+    with use_backend("reference"):
+        assert current_backend() == "reference"
+        with use_backend("triton"):
+            assert current_backend() == "triton"
+        assert current_backend() == "reference"
+        use_backend("auto")
+        assert current_backend() == "auto"
+    assert current_backend() == before
+    with pytest.raises(KeyError), use_backend("triton"):
+        raise KeyError
+    assert current_backend() == before
+
+
+def test_use_backend_is_per_thread():
+    seen = []
+    with use_backend("reference"):
+        thread = threading.Thread(target=lambda: seen.append(current_backend()))
+        thread.start()
+        thread.join()
+    assert seen == [backends._default]
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="backend is 'cuda'; expected one of auto, triton, reference"):
+        use_backend("cuda")
+    code = "import torch, fastformer as ff; ff.layer_norm(torch.ones(2), 2)"
+    assert "FASTFORMER_BACKEND is 'fast'; expected one of" in run(code, FASTFORMER_BACKEND="fast")
+
+
+def test_environment_variable():
+    code = "import fastformer as ff; print(ff.current_backend())"
+    assert run(code) == "auto"
+    assert run(code, FASTFORMER_BACKEND="reference") == "reference"
+
+
+def test_import_touches_neither_triton_nor_a_driver():
+    code = (
+        "import sys, torch, fastformer; torch.cuda.is_initialized() and print('cuda');"
+        "print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
+    )
+    assert run(code) == "[]"
+
+
+def test_works_without_triton():
+    """As on macOS and Windows: everything runs on the reference, and an explicit `triton` says what is missing."""
+    code = """
+import sys
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'triton':
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NoTriton())
+import importlib.util, torch
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda n, *a: None if n == 'triton' else find(n, *a)
+import fastformer as ff
+print(ff.layer_norm(torch.tensor([1., 3.]), 2, eps=0.).tolist())
+with ff.use_backend('triton'):
+    try:
+        ff.layer_norm(torch.ones(2), 2)
+    except RuntimeError as error:
+        print(error)
+"""
+    lines = run(code).splitlines()
+    assert lines == ["[-1.0, 1.0]", "the triton backend cannot run layer_norm: triton is not installed"]
+
+
+def test_triton_on_a_cpu_needs_the_interpreter():
+    code = "import torch, fastformer as ff; ff.use_backend('triton'); ff.layer_norm(torch.ones(2), 2)"
+    assert "RuntimeError: the triton backend cannot run layer_norm: on a CPU" in run(code)
+    assert "TRITON_INTERPRET=1" in run(code)
+
+
+def test_bfloat16_in_the_unrepaired_interpreter_is_refused():
+    code = "import torch, fastformer as ff; ff.use_backend('triton'); {}; print(ff.layer_norm(torch.ones(2).bfloat16(), 2))"
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    refused = run(code.format("pass"), TRITON_INTERPRET="1")
+    assert "computes bfloat16 on bit patterns" in refused and "interpreter.repair()" in refused
+    repaired = "from fastformer.kernels import interpreter; interpreter.repair()"
+    assert "tensor([0., 0.], dtype=torch.bfloat16)" in run(code.format(repaired), TRITON_INTERPRET="1")
+
+
+def test_auto_on_a_cpu_is_the_reference(monkeypatch):
+    called = []
+    monkeypatch.setattr(reference, "layer_norm", lambda **k: called.append(k) or k["input"])
+    with use_backend("auto"):
+        ff.layer_norm(torch.ones(2), 2)
+    assert len(called) == 1
+
+
+def test_explain():
+    x = torch.ones(1, 1, 4, 8)
+    with use_backend("auto"):
+        choice = explain("scaled_dot_product_attention", x, x, x, is_causal=True)
+    assert choice.backend == "reference" and choice.reason == "the tensors are on the CPU"
+    assert str(choice) == "scaled_dot_product_attention: reference (the tensors are on the CPU)"
+    with use_backend("triton"):
+        assert explain("layer_norm", torch.ones(2), 2).backend == "triton"
+    with use_backend("reference"):
+        choice = explain("feed_forward", torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 3), None)
+    assert choice.backend == "reference" and "chosen" in choice.reason
+    with pytest.raises(ValueError, match="op is 'softmax'; expected one of feed_forward, layer_norm"):
+        explain("softmax")
+    with pytest.raises(ValueError, match="normalized_shape"):  # bad arguments raise as in the call
+        explain("layer_norm", torch.ones(2), 3)
+    ff.layer_norm(torch.ones(2), 2)  # explaining is over, whatever was raised
+
+
+@pytest.mark.gpu
+def test_explain_on_a_gpu(device):
+    choice = explain("layer_norm", torch.ones(2, device=device), 2)
+    assert choice.backend == "triton"
+    name = torch.cuda.get_device_name()
+    assert (name in backends.VERIFIED_GPUS) != (f"no run of the kernels on a {name}" in choice.reason)
+
+
+def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
+    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    x = torch.randn(3, 8, requires_grad=True)
+    x = x.cuda() if torch.cuda.is_available() else x
+    launched = []
+    original = layer_norm._rows
+    monkeypatch.setattr(layer_norm, "_rows", lambda *a: launched.append(a) or original(*a))
+    with use_backend("triton"):
+        y = ff.layer_norm(x, 8)
+    before = len(launched)
+    with use_backend("reference"):
+        y.sum().backward()
+    assert len(launched) > before > 0
+
+
+def test_float64_on_a_gpu_says_why(monkeypatch):
+    common = pytest.importorskip("fastformer.kernels.common")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    assert "interpreter only" in common.unsupported_dtype(torch.ones(1, dtype=torch.float64))
+
+
+def test_reason_is_logged_once(caplog):
+    backends._logged.clear()
+    with use_backend("auto"), caplog.at_level("INFO", logger="fastformer"):
+        for _ in range(3):
+            ff.layer_norm(torch.ones(2), 2)
+    assert [r.getMessage() for r in caplog.records] == ["layer_norm: reference (the tensors are on the CPU)"]

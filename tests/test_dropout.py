@@ -1,0 +1,139 @@
+"""One dropout rule on every backend: a function of (seed, plane, i, j), whatever computes it and in whatever tile."""
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import reference, use_backend
+
+M32 = 0xFFFFFFFF
+
+
+def word_by_hand(seed, plane, i, j):
+    """Philox4x32-7 of one element in Python integers, from Salmon et al. 2011 and the rule of `reference.dropped`."""
+    c = [j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, plane, 0]
+    k = [seed & M32, seed >> 32 & M32]
+    for _ in range(7):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & M32, a >> 32 ^ c[3] ^ k[1], a & M32]
+        k = [k[0] + 0x9E3779B9 & M32, k[1] + 0xBB67AE85 & M32]
+    return c[2 * (i // 8 % 2) + j // 8 % 2]
+
+
+def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu"):
+    """The attention weights of uniform scores: kept ones are 1 / (Sk (1 - p)). The identity as value shows them."""
+    q = torch.zeros(b, h, sq, 8, device=device)
+    k = torch.zeros(b, h, sk, 8, device=device)
+    v = torch.eye(sk, device=device).expand(b, h, sk, sk)
+    with use_backend(backend):
+        return ff.scaled_dot_product_attention(q, k, v, dropout_p=p, dropout_seed=seed)
+
+
+def test_known_answer():
+    """The published counter of all ones and key of all ones, with 7 rounds computed by hand above."""
+    seed = -0x123456789ABCDEF
+    drop = reference.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
+    for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
+        word = word_by_hand(seed & (2**64 - 1), plane, i, j)
+        assert drop[plane, i, j] == (word < round(0.4 * 2**32))
+
+
+def test_published_philox():
+    """Random123's known-answer test of Philox4x32-10: the rounds themselves."""
+    ones = torch.tensor([M32])
+    words = reference.philox(ones, ones, ones, ones, torch.tensor([-1]), rounds=10)
+    assert [int(w) for w in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (32, 64), (64, 32)], ids=str)
+def test_every_tile_and_backend_draws_the_same(device, monkeypatch, tiles):
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    monkeypatch.setattr(attention, "configuration", lambda *_: attention.Tiles(*tiles, 4, 1))
+    seed = 2**40 + 12345
+    drop = reference.dropped(torch.tensor([seed], device=device), 4, 40, 56, 0.3).view(2, 2, 40, 56)
+    for backend in ("reference", "triton"):
+        weights = weights_of(seed, 0.3, 2, 2, backend=backend, device=device)
+        assert torch.equal(weights == 0, drop)
+        kept = torch.full_like(weights, 1 / (56 * 0.7))
+        assert torch.allclose(weights[~drop], kept[~drop], rtol=1e-5)
+
+
+def test_padding_does_not_change_the_mask(backend, device):
+    short = weights_of(9, 0.5, sq=20, sk=30, backend=backend, device=device)
+    long = weights_of(9, 0.5, sq=70, sk=90, backend=backend, device=device)
+    assert torch.equal(short == 0, long[:, :, :20, :30] == 0)
+
+
+def test_forward_and_backward_use_one_mask(backend, device):
+    """dv_j = sum_i P_ij Z_ij: with uniform weights its zeros are those of the columns of the mask."""
+    q = torch.zeros(1, 1, 1, 8, device=device)
+    k = torch.zeros(1, 1, 200, 8, device=device)
+    v = torch.randn(1, 1, 200, 8, device=device, requires_grad=True)
+    ff.scaled_dot_product_attention(q, k, v, dropout_p=0.5, dropout_seed=4).sum().backward()
+    drop = reference.dropped(torch.tensor([4], device=device), 1, 1, 200, 0.5)
+    assert torch.equal(v.grad[0, 0, :, 0] == 0, drop[0, 0])
+
+
+def test_feed_forward_draws_plane_zero(backend, device):
+    x = torch.ones(40, 1, device=device)
+    w = torch.ones(56, 1, device=device)
+    hidden = ff.feed_forward(x, w, None, torch.eye(56, device=device), None, "relu", 0.3, dropout_seed=6)
+    drop = reference.dropped(torch.tensor([6], device=device), 1, 40, 56, 0.3)[0]
+    assert torch.equal(hidden == 0, drop)
+    assert torch.allclose(hidden[~drop], torch.full_like(hidden, 1 / 0.7)[~drop])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_fraction_and_independence(p):
+    """2 million elements: the fraction within five standard deviations; neighbours, planes and seeds uncorrelated."""
+    seeds = torch.tensor([11]), torch.tensor([12])
+    a, b = (reference.dropped(s, 8, 512, 512, p).float() for s in seeds)
+    n = a.numel()
+    assert abs(a.mean() - p) < 5 * (p * (1 - p) / n) ** 0.5
+
+    def correlation(x, y):
+        return ((x - p) * (y - p)).mean() / (p * (1 - p))
+
+    bound = 5 / n**0.5 * 1.1
+    assert abs(correlation(a, b)) < bound
+    for shift in (1, 8, 16):
+        assert abs(correlation(a[:, shift:], a[:, :-shift])) < bound
+        assert abs(correlation(a[:, :, shift:], a[:, :, :-shift])) < bound
+    assert abs(correlation(a[1:], a[:-1])) < bound
+
+
+def test_a_seed_is_drawn_for_each_call(backend, device):
+    def weights():
+        return weights_of(None, 0.5, backend=backend, device=device)
+
+    torch.manual_seed(5)
+    first, second = weights(), weights()
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(weights(), first)
+
+
+def test_both_backends_draw_the_same_seed(device):
+    results = []
+    for backend in ("reference", "triton"):
+        torch.manual_seed(8)
+        results.append(weights_of(None, 0.5, backend=backend, device=device) == 0)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**64 - 1, -(2**63)])
+def test_seeds(backend, device, seed):
+    as_int = weights_of(seed, 0.5, backend=backend, device=device)
+    signed = (seed + 2**63) % 2**64 - 2**63
+    as_tensor = weights_of(torch.tensor([signed], device=device), 0.5, backend=backend, device=device)
+    assert torch.equal(as_int, as_tensor)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2**-32, 1 - 2**-33])
+def test_extreme_probabilities(backend, device, p):
+    weights = weights_of(3, p, backend=backend, device=device)
+    assert weights.isfinite().all()
+    if p in (0.0, 2**-32):
+        assert (weights > 0).all()
+    if p == 1.0:
+        assert (weights == 0).all()

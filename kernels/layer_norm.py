@@ -250,7 +250,7 @@ def _accumulator(x: Tensor) -> torch.dtype:
 
 
 def _fake(input, normalized_shape, weight, bias, eps, unbiased):
-    rows = input.shape[: input.dim() - len(normalized_shape)].numel()
+    rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
     statistics = input.new_empty(rows, dtype=_accumulator(input))
     return input.new_empty(input.shape), statistics, torch.empty_like(statistics)
 

@@ -1,0 +1,249 @@
+"""What torch asks of an op: opcheck, gradcheck, double backward, compile, checkpoint, autocast, torch.func, vmap's absence."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fastformer as ff
+from fastformer import reference, use_backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+
+
+ARGUMENTS = {
+    "scaled_dot_product_attention": lambda r: (
+        (r(1, 4, 5, 4), r(1, 2, 7, 4), r(1, 2, 7, 3), torch.rand(4, 1, 7, device=r.device) > 0.2),
+        {"dropout_p": 0.25, "is_causal": True, "enable_gqa": True, "dropout_seed": 1, "key_lengths": torch.tensor([6], device=r.device)},
+    ),
+    "layer_norm": lambda r: ((r(3, 5), 5, r(5), r(5)), {"eps": 0.1, "unbiased": True}),
+    "layer_norm of width 20000": lambda r: ((r(1, 20000), 20000, r(20000), r(20000)), {}),
+    "feed_forward": lambda r: (
+        (r(3, 4), r(6, 4), r(6), r(5, 6), r(5), "gelu", 0.25),
+        {"dropout_seed": 1},
+    ),
+    "feed_forward relu": lambda r: ((r(3, 4), r(6, 4), r(6), r(5, 6), r(5)), {"dropout_p": 0.5, "dropout_seed": 1}),
+}  # fmt: skip
+SMALL = [name for name in ARGUMENTS if "20000" not in name]
+
+
+class _Random:
+    def __init__(self, device, dtype, requires_grad):
+        self.device, self.options = device, {"device": device, "dtype": dtype}
+        self.requires_grad = requires_grad
+
+    def __call__(self, *shape):
+        return torch.randn(shape, **self.options).requires_grad_(self.requires_grad)
+
+
+def arguments(name, device, dtype=torch.float32, requires_grad=True):
+    args, kwargs = ARGUMENTS[name](_Random(device, dtype, requires_grad))
+    return getattr(ff, name.split()[0]), args, kwargs
+
+
+def over_tensors(function, args, kwargs):
+    """(function of the floating tensors alone, those tensors)."""
+    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+
+    def call(*tensors):
+        full = list(args)
+        for i, t in zip(places, tensors):
+            full[i] = t
+        return function(*full, **kwargs)
+
+    return call, [args[i] for i in places]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradcheck(backend, name):
+    """In float64, through the interpreted kernels (along random directions, which takes a few calls instead of hundreds).
+
+    Constants are float32 there: 1e-5 is what they leave.
+    """
+    if torch.cuda.is_available() and backend == "triton":
+        pytest.skip("float64 kernels run in the interpreter only")
+    call, tensors = over_tensors(*arguments(name, "cpu", torch.float64))
+    fast = backend == "triton"
+    assert torch.autograd.gradcheck(call, tensors, rtol=1e-5, atol=1e-6, fast_mode=fast)
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
+def test_double_backward(device, name):
+    """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck holds."""
+    with use_backend("reference"):
+        call, tensors = over_tensors(*arguments(name, "cpu", torch.float64))
+        assert torch.autograd.gradgradcheck(call, tensors, rtol=1e-4, atol=1e-6)
+    call, tensors = over_tensors(*arguments(name, device))
+    results = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend), reference.written_out():
+            grads = torch.autograd.grad(call(*tensors).sin().sum(), tensors, create_graph=True)
+            results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
+    for want, have in zip(*results):
+        assert (have - want).norm() <= 1e-5 * want.norm() and want.norm() > 0
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_opcheck(device, name, which):
+    """The registered ops themselves: schema, fake tensors with shapes and strides, dynamic shapes, no aliasing."""
+    from fastformer import autograd
+
+    function, args, kwargs = arguments(name, device)
+    recorded = []
+
+    def record(original):
+        def call(*a):
+            recorded.append(a)
+            return original(*a)
+
+        return call
+
+    with use_backend("triton"):
+        function(*args, **kwargs)
+    pair = autograd._pairs[name.split()[0]]
+    forward, backward = pair.forward, pair.backward
+    try:
+        pair.forward, pair.backward = record(forward), record(backward)
+        with use_backend("triton"):
+            function(*args, **kwargs).sum().backward()
+    finally:
+        pair.forward, pair.backward = forward, backward
+    detached = [
+        tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in call) for call in recorded
+    ]
+    assert len(detached) == 2
+    op, call = (forward, detached[0]) if which == "forward" else (backward, detached[1])
+    torch.library.opcheck(op, call)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_compile_fullgraph(backend, device, name, dynamic):
+    function, args, kwargs = arguments(name, device)
+    call, tensors = over_tensors(function, args, kwargs)
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    want, have = call(*tensors), compiled(*tensors)
+    torch.testing.assert_close(have, want)
+    for g, h in zip(*(torch.autograd.grad(y.square().sum(), tensors) for y in (want, have))):
+        torch.testing.assert_close(h, g)
+
+
+@pytest.mark.parametrize("name", ["attention", "layer_norm", "feed_forward"])
+def test_a_new_length_does_not_recompile(backend, device, name):
+    w = torch.randn(16, 8, device=device)
+    call = {
+        "attention": lambda x: ff.scaled_dot_product_attention(
+            *(x.view(1, -1, 1, 8).transpose(1, 2),) * 3, is_causal=True, dropout_p=0.1
+        ),
+        "layer_norm": lambda x: ff.layer_norm(x, 8),
+        "feed_forward": lambda x: ff.feed_forward(x, w, None, w.t(), None, dropout_p=0.1),
+    }[name]
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(torch.randn(6, 8, device=device))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (7, 20, 33):
+            assert compiled(torch.randn(length, 8, device=device)).isfinite().all()
+
+
+def test_compiled_dropout_draws_anew_and_obeys_the_seed(backend, device):
+    x = torch.randn(1, 1, 40, 8, device=device)
+
+    def call(x):
+        return ff.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert not torch.equal(compiled(x), compiled(x))
+    torch.manual_seed(3)
+    first = compiled(x)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(x), first)
+
+
+def test_a_compiled_function_follows_use_backend(device, monkeypatch):
+    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    launched = []
+    original = layer_norm._rows
+    monkeypatch.setattr(layer_norm, "_rows", lambda *a: launched.append(a) or original(*a))
+    compiled = torch.compile(lambda x: ff.layer_norm(x, 8), fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 8, device=device)
+    with use_backend("reference"):
+        compiled(x)
+    assert not launched
+    with use_backend("triton"):
+        compiled(x)
+    assert launched
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no inductor")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALL)
+def test_inductor(device, name):
+    call, tensors = over_tensors(*arguments(name, device))
+    torch.testing.assert_close(torch.compile(call, fullgraph=True)(*tensors), call(*tensors))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_replays_the_dropout(backend, device, use_reentrant):
+    x = torch.randn(2 * 20 * 4, device=device, requires_grad=True)
+
+    def block(x):
+        q = x.view(1, 2, 20, 4)
+        return ff.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    torch.manual_seed(2)
+    (want,) = torch.autograd.grad(block(x).square().sum(), x)
+    torch.manual_seed(2)
+    y = checkpoint(block, x, use_reentrant=use_reentrant)
+    (have,) = torch.autograd.grad(y.square().sum(), x) if not use_reentrant else (None,)
+    if use_reentrant:
+        y.square().sum().backward()
+        have = x.grad
+    torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(backend, device, dtype):
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    w, b = torch.randn(12, 8, device=device, requires_grad=True), torch.randn(8, device=device)
+    q = torch.randn(1, 1, 5, 8, device=device)
+    with torch.autocast(device.type, dtype):
+        hidden = ff.feed_forward(x, w, None, w.t(), None)
+        assert hidden.dtype == dtype
+        assert ff.scaled_dot_product_attention(q, q.to(dtype), q).dtype == dtype
+        assert ff.layer_norm(x, 8, b, b).dtype == torch.float32
+        assert ff.layer_norm(hidden, 8, b, b).dtype == dtype
+    hidden.float().sum().backward()
+    assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+def test_torch_func_grad(backend, device):
+    x = torch.randn(4, 8, device=device)
+    have = torch.func.grad(lambda x: ff.layer_norm(x, 8).pow(3).sum())(x)
+    leaf = x.clone().requires_grad_()
+    ff.layer_norm(leaf, 8).pow(3).sum().backward()
+    torch.testing.assert_close(have, leaf.grad)
+
+
+def test_no_gradient_no_graph(backend, device):
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert not ff.layer_norm(x, 8).requires_grad
+    with torch.inference_mode():
+        assert ff.layer_norm(x, 8).is_inference()
+    assert not ff.layer_norm(x.detach(), 8).requires_grad
+
+
+def test_schemas_name_the_public_arguments():
+    """One order of arguments: the public function, the reference and the registered op."""
+    import inspect
+
+    from fastformer import backends
+
+    for op, function in backends.OPERATIONS.items():
+        backends._load(op)
+        public = list(inspect.signature(function).parameters)
+        schema = [a.name for a in getattr(torch.ops.fastformer, op).default._schema.arguments]
+        assert public == schema == list(inspect.signature(getattr(reference, op)).parameters)

@@ -1,0 +1,8 @@
+"""`python -m fastformer` is the command `fastformer`."""
+
+import sys
+
+from fastformer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""The copy task: a Transformer learns to repeat random symbols, under one backend or both.
+
+The first example of the Annotated Transformer, and the end-to-end check of the kernels: from one
+seed both backends start from the same weights, see the same batches and draw the same dropout
+masks, so their first losses have to agree.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from fastformer.backends import explain, use_backend
+from fastformer.decoding import greedy_decode
+from fastformer.modules import _require_size
+from fastformer.training import (
+    Batch,
+    LabelSmoothing,
+    SimpleLossCompute,
+    make_optimizer,
+    run_epoch,
+)
+from fastformer.transformer import EncoderDecoder, make_model
+
+__all__ = [
+    "CopyData",
+    "Run",
+    "Settings",
+    "compare",
+    "faults",
+    "interpreted",
+    "loss_difference",
+    "summary",
+    "train",
+]
+
+PAD, START = 0, 1
+DEFAULT_STEPS = 400
+INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # as many steps as fit, and at least these
+COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # beyond these steps any two correct runs drift apart
+FINAL_STEPS, FINAL_TOLERANCE = 20, 0.1
+MAX_LENGTH = 5000  # of make_model's positional encoding
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One copy task: what is learned, by which model, how long.
+
+    Raises ValueError or TypeError for a number out of its range.
+    """
+
+    steps: int = DEFAULT_STEPS
+    seed: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - a value, not a mutable default
+    batch: int = 16
+    length: int = 10
+    vocab: int = 11  # symbols 1 .. vocab - 1, and 0 for padding
+    N: int = 2
+    d_model: int = 64
+    d_ff: int = 256
+    h: int = 4
+    dropout: float = 0.1
+    warmup: int = 200
+    factor: float = 1.0
+    smoothing: float = 0.1  # at 0 a sequence with a repeated symbol is copied right less often
+
+    def __post_init__(self) -> None:
+        _require_size(steps=self.steps, batch=self.batch, warmup=self.warmup, N=self.N)
+        _require_size(d_model=self.d_model, d_ff=self.d_ff, h=self.h)
+        _require_size(2, length=self.length)
+        _require_size(3, vocab=self.vocab)
+        _require_size(0, seed=self.seed)
+        if self.length > MAX_LENGTH:
+            raise ValueError(f"length is {self.length}; expected at most {MAX_LENGTH}")
+        if self.d_model % self.h:
+            raise ValueError(f"d_model is {self.d_model}; expected a multiple of h = {self.h}")
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
+        if not (0 < self.factor < math.inf):
+            raise ValueError(f"factor is {self.factor}; expected a positive number")
+
+    @property
+    def sentence(self) -> list[int]:
+        """What the model is to copy: 1 3 2 5 4 6 7 8 9 10, cut or repeated to `length`."""
+        symbols = [s for s in (1, 3, 2, 5, 4, *range(6, self.vocab)) if s < self.vocab]
+        return list(islice(cycle(symbols), self.length))
+
+    def model(self) -> EncoderDecoder:
+        """The untrained model, drawn from torch's generator, on the device."""
+        model = make_model(
+            self.vocab, self.vocab, self.N, self.d_model, self.d_ff, self.h, self.dropout
+        )
+        return model.to(self.device)
+
+
+class CopyData:
+    """`steps` batches of random symbols, the first of each sequence 1, with the source as target.
+
+    Drawn from a generator of its own on the CPU: every pass sees the same batches, on any device.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __len__(self) -> int:
+        return self.settings.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        s = self.settings
+        generator = torch.Generator().manual_seed(s.seed)
+        for _ in range(s.steps):
+            symbols = torch.randint(1, s.vocab, (s.batch, s.length), generator=generator)
+            symbols[:, 0] = START
+            symbols = symbols.to(s.device)
+            yield Batch(symbols, symbols, PAD)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one backend did.
+
+    losses: per token, one a step. tokens_per_second: the median over the reports, as the first may
+    hold a compilation. decoded: from the start symbol on; None where not every step was trained.
+    """
+
+    backend: str
+    interpreted: bool
+    losses: list[float]
+    tokens_per_second: float
+    decoded: list[int] | None
+
+
+def interpreted(backend: str, device: torch.device) -> bool:
+    """Whether `backend` on `device` means Triton's interpreter.
+
+    Raises RuntimeError, with the reason, where the backend cannot run there.
+    """
+    with use_backend(backend):
+        choice = explain("layer_norm", torch.zeros(1, 8, device=device), 8)
+    if choice.backend != "triton":
+        return False
+    from fastformer.kernels import common
+
+    return common.INTERPRETED
+
+
+def train(
+    settings: Settings, backend: str, limit: float = INTERPRETED_SECONDS, verbose: bool = True
+) -> Run:
+    """Trains one model from `settings.seed` and decodes the sentence before and after.
+
+    Kernels that are interpreted train as many steps as fit `limit` seconds, at least three.
+    Raises RuntimeError where the backend cannot run on the device.
+    """
+    is_interpreted = interpreted(backend, settings.device)
+    say = _say if verbose else _silent
+    say(f"\n{backend}" + (", in Triton's interpreter on the CPU" if is_interpreted else ""))
+    data: Iterable[Batch] = CopyData(settings)
+    if is_interpreted:
+        from fastformer.kernels import interpreter
+
+        interpreter.repair()
+        data = _within(data, limit, INTERPRETED_STEPS)
+        say(
+            f"  (Python runs each program of a kernel: these are the first steps of the same\n"
+            f"  run, as many as fit {limit:.0f} s, {INTERPRETED_STEPS} at least; "
+            "the speed says nothing about the kernels)"
+        )
+
+    with use_backend(backend):
+        torch.manual_seed(settings.seed)
+        model = settings.model()
+        say("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
+        model.train()
+        optimizer, scheduler = make_optimizer(
+            model.parameters(), settings.d_model, settings.factor, settings.warmup
+        )
+        criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
+        compute = SimpleLossCompute(model.generator, criterion)
+        losses: list[Tensor] = []
+        speeds: list[float] = []
+
+        def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
+            loss = compute(x, y, norm)
+            losses.append(loss.detach())
+            return loss
+
+        def report(step: int, loss: float, tokens_per_second: float) -> None:
+            speeds.append(tokens_per_second)
+            bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
+            say(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
+
+        started = time.perf_counter()
+        run_epoch(
+            data,
+            model,
+            recorded,
+            optimizer,
+            scheduler,
+            report=report,
+            report_every=1 if is_interpreted else max(1, settings.steps // 10),
+            progress=None if verbose else False,
+            description=f"  {backend}",
+        )
+        seconds = time.perf_counter() - started
+
+        speed, done = statistics.median(speeds), len(losses)
+        say(f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s")
+        decoded = None
+        if done == settings.steps:
+            decoded = _decode(settings, model.eval())
+            verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
+            say(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
+        else:
+            say("  not trained in full, so there is nothing to decode")
+    return Run(backend, is_interpreted, torch.stack(losses).tolist(), speed, decoded)
+
+
+def _decode(settings: Settings, model: EncoderDecoder) -> list[int]:
+    src = torch.tensor([settings.sentence], device=settings.device)
+    mask = torch.ones_like(src, dtype=torch.bool).unsqueeze(-2)
+    return greedy_decode(model, src, mask, settings.length, START)[0].tolist()
+
+
+def _arrow(settings: Settings, decoded: list[int]) -> str:
+    return f"{' '.join(map(str, settings.sentence))} -> {' '.join(map(str, decoded))}"
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stdout)  # above the progress bar, where there is one
+    sys.stdout.flush()
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
+    """The first `least` items, and then as many as fit `seconds`, going by the slowest so far."""
+    started = last = time.perf_counter()
+    slowest = 0.0
+    for i, item in enumerate(data):
+        now = time.perf_counter()
+        slowest, last = max(slowest, now - last), now
+        if i >= least and now - started + slowest > seconds:
+            return
+        yield item
+
+
+def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float | None:
+    """The largest difference of two runs' losses over their first `steps` common steps, or None."""
+    if len(runs) != 2:
+        return None
+    pairs = zip(runs[0].losses[:steps], runs[1].losses[:steps], strict=False)
+    differences = [abs(a - b) for a, b in pairs]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def _final_difference(runs: Sequence[Run]) -> float | None:
+    """Of the mean loss of the last steps; None unless two runs had the default steps or more."""
+    if len(runs) != 2 or any(r.decoded is None or len(r.losses) < DEFAULT_STEPS for r in runs):
+        return None
+    a, b = (statistics.fmean(r.losses[-FINAL_STEPS:]) for r in runs)
+    return abs(a - b)
+
+
+def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
+    """What went wrong, a sentence each.
+
+    A run of the default steps or more that does not copy; losses of the two backends that differ by
+    more than 1e-4 in the first 20 steps; final losses that differ by more than 0.1 where both ran
+    for the default steps or more.
+    """
+    found = [
+        f"{run.backend}: trained {len(run.losses)} steps and does not copy the sequence"
+        for run in runs
+        if run.decoded not in (None, settings.sentence) and len(run.losses) >= DEFAULT_STEPS
+    ]
+    first, final = loss_difference(runs), _final_difference(runs)
+    if first is not None and not first <= LOSS_TOLERANCE:
+        found.append(
+            f"the losses of the backends differ by {first:.1e} in the first {COMPARED_STEPS} "
+            f"steps; expected at most {LOSS_TOLERANCE:.0e}"
+        )
+    if final is not None and not final <= FINAL_TOLERANCE:
+        found.append(
+            f"the final losses of the backends differ by {final:.2g}; "
+            f"expected at most {FINAL_TOLERANCE}"
+        )
+    return found
+
+
+def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
+    """Trains under each backend in turn; prints as it goes, and the comparison at the end."""
+    s = settings
+    parameters = sum(p.numel() for p in s.model().parameters())
+    print(
+        f"Copy task: {s.length} symbols of 1..{s.vocab - 1}, {s.steps} steps of {s.batch} sequences"
+        f" on {s.device}, seed {s.seed}\n"
+        f"Model: N={s.N}, d_model={s.d_model}, d_ff={s.d_ff}, h={s.h}, dropout={s.dropout};"
+        f" {parameters:,} parameters"
+    )
+    runs = [train(settings, backend) for backend in backends]
+    difference = loss_difference(runs)
+    if difference is not None:
+        common = min(len(run.losses) for run in runs)
+        compared = min(common, COMPARED_STEPS)
+        print(
+            f"\nLargest loss difference between {runs[0].backend} and {runs[1].backend} "
+            f"over steps 1..{compared}: {difference:.1e} (at most {LOSS_TOLERANCE:.0e})"
+        )
+        if common > compared:
+            whole = loss_difference(runs, common)
+            print(f"Over all {common} common steps, where rounding drives them apart: {whole:.1e}")
+        final = _final_difference(runs)
+        if final is not None:
+            print(f"Difference of the final losses: {final:.1e} (at most {FINAL_TOLERANCE})")
+    return runs
+
+
+def summary(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:
+    """What --json writes: max_loss_difference is over the first 20 steps, None for a single run.
+
+    A loss that is not finite is None.
+    """
+    listed = [asdict(run) for run in runs]
+    for run in listed:
+        run["losses"] = [_finite(x) for x in run["losses"]]
+    return {
+        "runs": listed,
+        "max_loss_difference": _finite(loss_difference(runs)),
+        "environment": environment,
+    }
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None

@@ -1,0 +1,50 @@
+"""From a trained model to a sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastformer.modules import _require_size
+from fastformer.training import _require_ids
+from fastformer.transformer import EncoderDecoder, subsequent_mask
+
+__all__ = ["greedy_decode"]
+
+
+@torch.no_grad()
+def greedy_decode(
+    model: EncoderDecoder, src: Tensor, src_mask: Tensor | None, max_len: int, start_symbol: int
+) -> Tensor:
+    """y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src): the likeliest, step by step.
+
+    Every row of the batch is decoded to max_len; nothing stops at an end symbol. Gradients are off.
+    The model's mode is the caller's: call model.eval() first, or dropout takes part.
+
+    Args:
+        model: what `make_model` gives: encode, decode and generator.
+        src: [B, S] token ids.
+        src_mask: what the encoder takes, [B, 1, S] as `Batch` makes it; None sees everything.
+        max_len: length of the result, the start symbol included, at least 1.
+        start_symbol: the first id of every row.
+
+    Returns:
+        [B, max_len], in the dtype and on the device of src.
+
+    Raises:
+        ValueError: src not [B, S], max_len less than 1, a negative start_symbol; as the model does
+            for ids and masks.
+        TypeError: ids that are not integers.
+
+    Source: harvardnlp/annotated-transformer, "Greedy Decoding".
+    """
+    _require_ids("src", src)
+    _require_size(max_len=max_len)
+    _require_size(0, start_symbol=start_symbol)
+    memory = model.encode(src, src_mask)
+    ys = torch.full((src.shape[0], max_len), start_symbol, dtype=src.dtype, device=src.device)
+    mask = subsequent_mask(max_len).to(src.device)
+    for length in range(1, max_len):
+        output = model.decode(memory, src_mask, ys[:, :length], mask[:, :length, :length])
+        ys[:, length] = model.generator(output[:, -1]).argmax(-1)
+    return ys

@@ -1,0 +1,61 @@
+"""Where a measurement was made: versions, device, driver, platform."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+
+import torch
+
+from fastformer._version import __version__
+
+__all__ = ["describe", "devices"]
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every CUDA or HIP device."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+
+
+def describe(device: torch.device) -> dict[str, str | int | None]:
+    """What a reader has to know about a measurement on `device`; None where there is no such thing.
+
+    Imports no triton.
+    """
+    is_gpu = device.type == "cuda"
+    return {
+        "fastformer": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if is_gpu else None,
+        "driver": _driver() if is_gpu else None,
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _triton_version() -> str | None:
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, which torch does not tell; None without nvidia-smi."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.split("\n")[0].strip() or None

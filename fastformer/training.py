@@ -1,0 +1,327 @@
+"""Training as the tutorials do it: batches with masks, smoothed targets, the schedule, an epoch.
+
+Shapes: B batch, S source length, T target length, V vocabulary.
+
+Source: Vaswani et al. 2017, "Attention Is All You Need", section 5;
+harvardnlp/annotated-transformer, "Model Training".
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from tqdm.auto import tqdm
+
+from fastformer import functional
+from fastformer.modules import _require_size
+from fastformer.transformer import subsequent_mask
+
+__all__ = [
+    "Batch",
+    "LabelSmoothing",
+    "SimpleLossCompute",
+    "make_optimizer",
+    "rate",
+    "run_epoch",
+]
+
+
+def _require_ids(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor of token ids")
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")
+    if x.dtype not in functional._INTEGERS:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
+
+
+class Batch:
+    """Sources, targets and the masks that go with them.
+
+    Args:
+        src: [B, S] token ids.
+        tgt: [B, T] token ids, T at least 2; None where only the source is wanted.
+        pad: the id of padding.
+
+    Attributes:
+        src: [B, S], and src_mask: [B, 1, S], True where src is not padding.
+        tgt: [B, T-1], what the decoder reads: the targets without their last column.
+        tgt_y: [B, T-1], what it is to predict: the targets without their first column.
+        tgt_mask: [B, T-1, T-1], True where position i of tgt may see position j: j <= i, and j not
+            padding.
+        ntokens: the number of tokens in tgt_y that are not padding, a tensor (reading it waits for
+            a GPU).
+
+    The last four are None without a target.
+
+    Raises:
+        ValueError: src or tgt not of two dimensions, several batch sizes or devices, T less than 2.
+        TypeError: ids that are not integers.
+    """
+
+    tgt: Tensor | None = None
+    tgt_y: Tensor | None = None
+    tgt_mask: Tensor | None = None
+    ntokens: Tensor | None = None
+
+    def __init__(self, src: Tensor, tgt: Tensor | None = None, pad: int = 0) -> None:
+        _require_ids("src", src)
+        self.src = src
+        self.src_mask = (src != pad).unsqueeze(-2)
+        if tgt is None:
+            return
+        _require_ids("tgt", tgt)
+        if tgt.shape[0] != src.shape[0]:
+            raise ValueError(f"tgt {list(tgt.shape)}; expected the batch of src {list(src.shape)}")
+        if tgt.shape[1] < 2:
+            raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
+        if tgt.device != src.device:
+            raise ValueError(f"tgt is on {tgt.device}; expected the device of src, {src.device}")
+        self.tgt = tgt[:, :-1]
+        self.tgt_y = tgt[:, 1:]
+        self.tgt_mask = self.make_std_mask(self.tgt, pad)
+        self.ntokens = (self.tgt_y != pad).sum()
+
+    @staticmethod
+    def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
+        """tgt: [B, T] -> [B, T, T], True where a target may look: not at padding, and not ahead."""
+        return (tgt != pad).unsqueeze(-2) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
+
+
+class LabelSmoothing(nn.Module):
+    """sum over rows and classes of t * (log t - x): KL(t || exp(x)), t the smoothed targets.
+
+    t is 1 - smoothing at the true class, 0 at `padding_idx` and smoothing / (size - 2) at the
+    others. A row whose target is padding counts nothing. t is never built: with c = 1 - smoothing
+    and e = smoothing / (size - 2) a row is, the sum over all classes but the padding,
+
+        c log c + smoothing log e - (c - e) x[target] - e sum_v x[v]
+
+    LabelSmoothing(size=5, padding_idx=0, smoothing=0.5) turns target 2 into 0, 1/6, 1/2, 1/6, 1/6.
+
+    Args:
+        size: the number of classes, at least 3.
+        padding_idx: the class that stands for padding.
+        smoothing: in [0, 1).
+
+    forward(x, target): x [..., size] log-probabilities, target [...] integers -> a scalar, in
+    float32 where x is float16 or bfloat16. `true_dist` holds t of the last call, as in the
+    tutorials; it is built when it is read.
+
+    Raises:
+        ValueError: a size, a padding_idx or a smoothing out of range; shapes that do not fit; a
+            target outside of [0, size) (looked at on a CPU; on a GPU with FASTFORMER_CHECK=1).
+        TypeError: x not floating, target not integers.
+
+    Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; Vaswani et al.
+    2017, section 5.4; the form is the Annotated Transformer's.
+    """
+
+    def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
+        super().__init__()
+        _require_size(3, size=size)  # padding, the true class and another
+        if not 0 <= padding_idx < size:
+            raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
+        self.size = size
+        self.padding_idx = padding_idx
+        self.smoothing = smoothing
+        self.confidence = 1.0 - smoothing
+        self._target: Tensor | None = None
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"x has dtype {x.dtype}; expected floating log-probabilities")
+        if target.dtype not in functional._INTEGERS:
+            raise TypeError(f"target has dtype {target.dtype}; expected integers")
+        if x.dim() < 1 or x.shape[-1] != self.size:
+            raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
+        if target.shape != x.shape[:-1]:
+            raise ValueError(
+                f"target has shape {list(target.shape)}; expected {list(x.shape[:-1])}, as x"
+            )
+        if functional._readable(target) and target.numel():
+            low, high = (int(n) for n in target.aminmax())
+            if low < 0 or high >= self.size:
+                bad = low if low < 0 else high
+                raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
+        target = target.long()
+        self._target = target
+        accumulated = torch.promote_types(x.dtype, torch.float32)
+        c, e = self.confidence, self.smoothing / (self.size - 2)
+        rows = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(accumulated) * (e - c)
+        if e > 0:
+            before, after = x[..., : self.padding_idx], x[..., self.padding_idx + 1 :]
+            rows = rows - e * (before.sum(-1, dtype=accumulated) + after.sum(-1, dtype=accumulated))
+            rows = rows + (c * math.log(c) + self.smoothing * math.log(e))
+        return rows.masked_fill(target == self.padding_idx, 0.0).sum()
+
+    @property
+    def true_dist(self) -> Tensor | None:
+        """[..., size], the smoothed targets of the last call; None before it."""
+        if self._target is None:
+            return None
+        target = self._target.unsqueeze(-1)
+        t = torch.full(
+            (*self._target.shape, self.size), self.smoothing / (self.size - 2), device=target.device
+        )
+        t.scatter_(-1, target, self.confidence)
+        t[..., self.padding_idx] = 0.0
+        return t.masked_fill(target == self.padding_idx, 0.0)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, padding_idx={self.padding_idx}, smoothing={self.smoothing}"
+
+
+def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
+    """factor * model_size^-0.5 * min(step^-0.5, step * warmup^-1.5): the learning rate of a step.
+
+    Updates count from 1; step 0 is taken as 1. The rate rises linearly over `warmup` updates and
+    then falls with the root of the step.
+
+    Raises ValueError for a negative step, and for a model_size or a warmup less than 1; TypeError
+    where one is no int.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
+    """
+    _require_size(0, step=step)
+    _require_size(model_size=model_size, warmup=warmup)
+    step = max(step, 1)
+    return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], model_size: int, factor: float = 1.0, warmup: int = 4000
+) -> tuple[Adam, LambdaLR]:
+    """Adam(betas=(0.9, 0.98), eps=1e-9), and the schedule: update n has rate(n, model_size, ...).
+
+    Call `scheduler.step()` after each `optimizer.step()`; `run_epoch` does. Raises ValueError as
+    `rate` does.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3.
+    """
+    rate(1, model_size, factor, warmup)  # bad numbers are named here, not inside the scheduler
+    optimizer = Adam(parameters, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+    schedule = LambdaLR(optimizer, lambda updates: rate(updates + 1, model_size, factor, warmup))
+    return optimizer, schedule
+
+
+class SimpleLossCompute:
+    """criterion(generator(x), y) / norm: the loss per token, from what the decoder gives.
+
+    Args:
+        generator: [B, T, d_model] -> log-probabilities [B, T, V].
+        criterion: (log-probabilities [B*T, V], targets [B*T]) -> their sum, such as
+            `LabelSmoothing`.
+
+    Called with x [B, T, d_model], y [B, T] and norm, the number of tokens (0 counts as 1), it
+    returns a scalar to differentiate.
+    """
+
+    def __init__(
+        self,
+        generator: Callable[[Tensor], Tensor],
+        criterion: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self.generator = generator
+        self.criterion = criterion
+
+    def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
+        x = self.generator(x)
+        loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
+        return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
+
+
+def run_epoch(
+    data: Iterable[Batch],
+    model: nn.Module,
+    loss_compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    *,
+    report: Callable[[int, float, float], None] | None = None,
+    report_every: int = 20,
+    progress: bool | None = None,
+    description: str | None = None,
+) -> float:
+    """Runs the model over every batch and returns the loss per token. With an optimizer it trains.
+
+    A progress bar shows loss per token and tokens per second. Between reports nothing waits for the
+    device.
+
+    Args:
+        data: batches with targets; where it has a length, the bar shows how much is left.
+        model: called as model(src, tgt, src_mask, tgt_mask). Its mode is the caller's:
+            model.train() before training, model.eval() before an evaluation.
+        loss_compute: (output, tgt_y, ntokens) -> loss per token, such as `SimpleLossCompute`.
+        optimizer: steps once a batch. None: an evaluation, without gradients.
+        scheduler: steps after the optimizer.
+        report: called as report(batches so far, loss per token, tokens per second), the last two
+            since the report before, every `report_every` batches and at the end. None prints a line
+            where there is no bar.
+        progress: whether to draw the bar; None: if standard output is a terminal. (A notebook is
+            none: pass True.)
+        description: what stands before the bar.
+
+    Raises:
+        ValueError: data without a batch, a batch without a target, a scheduler without an
+            optimizer, report_every < 1.
+    """
+    if scheduler is not None and optimizer is None:
+        raise ValueError("scheduler is given without an optimizer; expected both or neither")
+    _require_size(report_every=report_every)
+    if progress is None:
+        progress = sys.stdout.isatty()
+    if report is None and not progress:
+        report = _print_line
+
+    total_loss, total_tokens, step, reported = 0.0, 0, 0, 0
+    loss_sum = tokens = torch.zeros(())  # since the last report, on the device
+    started = time.perf_counter()
+    bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
+
+    def look() -> None:  # waits for the device
+        nonlocal total_loss, total_tokens, loss_sum, tokens, started, reported
+        loss, count = float(loss_sum), int(tokens)
+        now = time.perf_counter()
+        total_loss, total_tokens = total_loss + loss, total_tokens + count
+        per_token, per_second = loss / max(count, 1), count / (now - started)
+        loss_sum, tokens = torch.zeros_like(loss_sum), torch.zeros_like(tokens)
+        started, reported = now, step
+        bar.set_postfix_str(f"loss {per_token:.4f}, {per_second:,.0f} tokens/s")
+        if report is not None:
+            report(step, per_token, per_second)
+
+    with torch.set_grad_enabled(optimizer is not None), bar:
+        for step, batch in enumerate(bar, 1):
+            if batch.tgt is None or batch.tgt_y is None or batch.ntokens is None:
+                raise ValueError(f"batch {step} of data has no target")
+            output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+            loss = loss_compute(output, batch.tgt_y, batch.ntokens)
+            if optimizer is not None:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+            loss_sum = loss_sum.to(loss.device) + loss.detach().float() * batch.ntokens
+            tokens = tokens.to(loss.device) + batch.ntokens
+            if step % report_every == 0:
+                look()
+        if step > reported:
+            look()
+    if step == 0:
+        raise ValueError("data holds no batch")
+    return total_loss / max(total_tokens, 1)
+
+
+def _print_line(step: int, loss: float, tokens_per_second: float) -> None:
+    print(f"batch {step:6d}  loss {loss:8.4f}  {tokens_per_second:10,.0f} tokens/s", flush=True)

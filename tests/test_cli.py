@@ -1,0 +1,207 @@
+"""The command line: what it prints and writes, its exit status, what it says to a bad option."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer
+from fastformer import backends, cli, copy_task
+
+SIZES = ["--batch=2", "--length=3", "--vocab=6", "--layers=1", "--d-model=8", "--d-ff=16"]
+SIZES += ["--heads=1", "--warmup=4"]
+
+
+@pytest.fixture(autouse=True)
+def environment_restored(monkeypatch):
+    """The command sets TRITON_INTERPRET in its process; here it is set back after each test."""
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+
+
+def run_python(*words):
+    """Another process, as a user's: nothing has chosen Triton's mode in it."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "FASTF"))}
+    environment["PYTHONPATH"] = str(Path(fastformer.__file__).parents[1])
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def copied(*words):
+    return cli.main(["copy-task", *SIZES, *words])
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+def test_the_command_trains_both_backends_and_writes_what_it_found(tmp_path):
+    written, drawn = tmp_path / "result.json", tmp_path / "curves.png"
+    done = run_python(
+        "-m", "fastformer", "copy-task", *SIZES, "--steps", "1", "--json", written, "--plot", drawn
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "untrained: 1 3 2 -> 1 " in done.stdout
+    assert "Largest loss difference between reference and triton over steps 1..1: " in done.stdout
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+    result = json.loads(written.read_text())
+    assert list(result) == ["runs", "max_loss_difference", "environment"]
+    assert [run["backend"] for run in result["runs"]] == ["reference", "triton"]
+    for run in result["runs"]:
+        assert len(run["losses"]) == 1 and 0 < run["losses"][0] < 10
+        assert run["tokens_per_second"] > 0
+        assert len(run["decoded"]) == 3 and run["decoded"][0] == 1
+    assert not result["runs"][0]["interpreted"]
+    assert result["runs"][1]["interpreted"] == (not torch.cuda.is_available())
+    a, b = (run["losses"][0] for run in result["runs"])
+    assert result["max_loss_difference"] == abs(a - b)
+    assert result["max_loss_difference"] < 1e-5
+    environment = result["environment"]
+    assert environment["fastformer"] == fastformer.__version__
+    assert environment["torch"] == torch.__version__
+    assert environment["threads"] == 1
+    assert (environment["gpu"] is None) == (environment["device"] == "cpu")
+    assert "--steps 1 " in environment["command"] and "--d-model 8 " in environment["command"]
+
+
+def test_importing_the_command_imports_no_triton_and_no_matplotlib():
+    heavy = "[m for m in ('triton', 'matplotlib', 'fastformer.kernels') if m in sys.modules]"
+    done = run_python("-c", f"import sys, fastformer.cli; print({heavy})")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# -------------------------------------------------------------------------------------- copy-task
+
+
+def test_a_single_backend(capsys, tmp_path):
+    written = tmp_path / "result.json"
+    assert copied("--backend", "reference", "--steps", "2", "--json", str(written)) == 0
+    printed = capsys.readouterr().out
+    assert "\nreference\n" in printed and "triton" not in printed
+    assert "trained 2 of 2 steps" in printed and f"Wrote {written}" in printed
+    result = json.loads(written.read_text())
+    assert result["max_loss_difference"] is None
+    assert [run["backend"] for run in result["runs"]] == ["reference"]
+
+
+def test_the_command_on_record_gives_the_same_runs(tmp_path):
+    written = tmp_path / "result.json"
+    copied("--backend", "reference", "--steps", "2", "--seed", "7", "--json", str(written))
+    first = json.loads(written.read_text())
+    words = first["environment"]["command"].split()
+    assert words[:2] == ["fastformer", "copy-task"]
+    assert cli.main([*words[1:], "--json", str(written)]) == 0
+    assert json.loads(written.read_text())["runs"][0]["losses"] == first["runs"][0]["losses"]
+
+
+def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "_missing_triton", lambda: "triton is not installed")
+    assert copied("--steps", "1") == 0
+    printed = capsys.readouterr().out
+    assert "The triton run is left out: " in printed and "triton is not installed" in printed
+    with pytest.raises(SystemExit) as stopped:
+        copied("--steps", "1", "--backend", "triton")
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert "triton is not installed" in captured.err and captured.out == ""
+
+
+def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_path):
+    forgetful = copy_task.Run("reference", False, [0.5] * 400, 1.0, [1, 1, 1])
+    monkeypatch.setattr(copy_task, "compare", lambda settings, backends: [forgetful])
+    written = tmp_path / "result.json"
+    assert copied("--backend", "reference", "--json", str(written)) == 1
+    assert "FAILED: reference: trained 400 steps and does not copy" in capsys.readouterr().out
+    assert json.loads(written.read_text())["runs"][0]["decoded"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps -3", "steps is -3; expected 1 or more"),
+        ("--steps many", "argument --steps: invalid int value: 'many'"),
+        ("--d-model 10 --heads 4", "d_model is 10; expected a multiple of h = 4"),
+        ("--dropout 1", r"dropout is 1.0; expected a number in [0, 1)"),
+        ("--seed -1", "seed is -1"),
+        ("--threads 0", "threads is 0; expected 1 or more"),
+        ("--backend cudnn", "argument --backend: invalid choice: 'cudnn'"),
+        ("--device abacus", "argument --device: 'abacus' cannot be used here"),
+        ("--device cuda:99", "argument --device: 'cuda:99' cannot be used here"),
+        ("--device meta", "argument --device: 'meta' cannot be used here"),
+        ("--json /nowhere/x.json", "argument --json: '/nowhere/x.json' is in a folder that does"),
+        ("--json /", "argument --json: '/' is a folder; expected a file"),
+        ("--plot curves.xyz", "argument --plot: curves.xyz ends in 'xyz'; expected one of"),
+        ("--plot /nowhere/x.png", "argument --plot: '/nowhere/x.png' is in a folder that does"),
+        ("--speed 3", "unrecognized arguments: --speed 3"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_exit_status_2(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(copy_task, "compare", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["copy-task", *words.split()])
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert re.match(r"fastformer( copy-task)?: error: ", last) and message in last
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["copy-task", "--plot", "curves.png"])
+    assert stopped.value.code == 2
+    assert "pip install fastformer[plot]" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- the rest
+
+
+def test_info_says_what_each_op_takes_and_why(capsys):
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^fastformer +{re.escape(fastformer.__version__)}$", printed, re.MULTILINE)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", printed, re.MULTILINE)
+    cpu = printed[printed.index("\ncpu, backend auto") :]
+    for op in backends.OPERATIONS:
+        assert f"  {op}: reference (the tensors are on the CPU)" in cpu
+    for i in range(torch.cuda.device_count()):
+        assert f"\ncuda:{i} {torch.cuda.get_device_name(i)}, backend auto" in printed
+
+
+def test_info_has_an_example_of_every_op():
+    """An op added to functional.py wants a line in cli.EXAMPLES."""
+    assert set(cli.EXAMPLES) == set(backends.OPERATIONS)
+
+
+def test_info_under_another_backend(capsys, monkeypatch):
+    monkeypatch.setattr(backends, "_missing_triton", lambda: "triton is not installed")
+    with fastformer.use_backend("triton"):
+        assert cli.main(["info"]) == 0
+    assert (
+        "triton backend cannot run layer_norm: triton is not installed" in capsys.readouterr().out
+    )
+
+
+def test_an_unknown_backend_in_the_environment_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "_default", "fastest")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["info"])
+    assert stopped.value.code == 2
+    assert "FASTFORMER_BACKEND is 'fastest'" in capsys.readouterr().err
+
+
+def test_version_and_usage(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fastformer {fastformer.__version__}\n"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err

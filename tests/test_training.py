@@ -1,0 +1,364 @@
+"""Batch, LabelSmoothing, the schedule and run_epoch, against the tutorials' formulas."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fastformer import (
+    Batch,
+    LabelSmoothing,
+    SimpleLossCompute,
+    make_model,
+    make_optimizer,
+    rate,
+    run_epoch,
+)
+
+# -------------------------------------------------------------------------------------------- Batch
+
+
+def test_batch_splits_the_target_and_masks_padding_and_future(device):
+    src = torch.tensor([[1, 5, 2, 0], [1, 2, 0, 0]], device=device)
+    tgt = torch.tensor([[1, 7, 8, 9], [1, 7, 0, 0]], device=device)
+    batch = Batch(src, tgt)
+    assert batch.src is src
+    assert batch.src_mask.tolist() == [[[True, True, True, False]], [[True, True, False, False]]]
+    assert batch.tgt.tolist() == [[1, 7, 8], [1, 7, 0]]
+    assert batch.tgt_y.tolist() == [[7, 8, 9], [7, 0, 0]]
+    assert int(batch.ntokens) == 4
+    assert batch.tgt_mask.int().tolist() == [
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+        [[1, 0, 0], [1, 1, 0], [1, 1, 0]],
+    ]
+    assert batch.src_mask.dtype == batch.tgt_mask.dtype == torch.bool
+    assert batch.tgt_mask.device == src.device
+
+
+def test_batch_takes_another_padding_id_and_needs_no_target():
+    batch = Batch(torch.tensor([[0, 3, 2]]), pad=2)
+    assert batch.src_mask.tolist() == [[[True, True, False]]]
+    assert batch.tgt is batch.tgt_y is batch.tgt_mask is batch.ntokens is None
+
+
+ids = torch.ones(2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((ids[0],), ValueError, r"src has shape \[4\]; expected two dimensions"),
+        ((ids.float(),), TypeError, "src has dtype torch.float32; expected integers"),
+        (([[1, 2]],), TypeError, "src is a list; expected a tensor"),
+        ((ids, ids[0]), ValueError, r"tgt has shape \[4\]"),
+        ((ids, ids.bool()), TypeError, "tgt has dtype torch.bool"),
+        ((ids, ids[:1]), ValueError, r"tgt \[1, 4\]; expected the batch of src \[2, 4\]"),
+        ((ids, ids[:, :1]), ValueError, r"tgt has shape \[2, 1\]; expected two columns or more"),
+        ((ids, ids.to("meta")), ValueError, "tgt is on meta; expected the device of src, cpu"),
+    ],
+)
+def test_batch_names_what_is_wrong(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Batch(*arguments)
+
+
+# ---------------------------------------------------------------------------------- LabelSmoothing
+
+
+def smoothed(x, target, size, padding_idx, smoothing):
+    """The Annotated Transformer's LabelSmoothing.forward: (loss, the smoothed targets)."""
+    true_dist = x.data.clone()
+    true_dist.fill_(smoothing / (size - 2))
+    true_dist.scatter_(1, target.data.unsqueeze(1), 1.0 - smoothing)
+    true_dist[:, padding_idx] = 0
+    mask = torch.nonzero(target.data == padding_idx)
+    if mask.dim() > 0:
+        true_dist.index_fill_(0, mask.squeeze(-1), 0.0)
+    return nn.KLDivLoss(reduction="sum")(x, true_dist), true_dist
+
+
+@pytest.mark.parametrize("padding_idx", [0, 2, 6])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_label_smoothing_is_the_tutorials(smoothing, padding_idx, device):
+    size, rows = 7, 12
+    logits = torch.randn(rows, size, dtype=torch.float64, device=device, requires_grad=True)
+    target = torch.arange(rows, device=device) % size
+    criterion = LabelSmoothing(size, padding_idx, smoothing)
+    loss = criterion(logits.log_softmax(-1), target)
+    expected, true_dist = smoothed(logits.log_softmax(-1), target, size, padding_idx, smoothing)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(criterion.true_dist.double(), true_dist)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, logits)[0] for value in (loss, expected))
+    )
+
+
+def test_label_smoothing_without_smoothing_is_cross_entropy():
+    logits, target = torch.randn(20, 11), torch.randint(11, (20,))
+    loss = LabelSmoothing(11, 0)(logits.log_softmax(-1), target)
+    expected = nn.functional.cross_entropy(logits, target, ignore_index=0, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+
+
+def test_label_smoothing_of_the_tutorials_example():
+    """Size 5, padding 0, smoothing 0.5: the figure that the tutorials draw."""
+    criterion = LabelSmoothing(5, 0, 0.5)
+    assert criterion.true_dist is None
+    predicted = torch.tensor([[1e-9, 0.2, 0.7, 0.1, 1e-9]]).expand(3, 5).log()
+    criterion(predicted, torch.tensor([2, 1, 0]))
+    s = 0.5 / 3
+    expected = torch.tensor([[0, s, 0.5, s, s], [0, 0.5, s, s, s], [0, 0, 0, 0, 0]])
+    torch.testing.assert_close(criterion.true_dist, expected)
+
+
+def test_label_smoothing_reads_neither_padding_rows_nor_the_padding_column():
+    x, target = torch.randn(4, 6).log_softmax(-1), torch.tensor([1, 0, 3, 0])
+    criterion = LabelSmoothing(6, 0, 0.2)
+    clean = criterion(x, target)
+    x[1], x[3], x[:, 0] = math.nan, -math.inf, -math.inf
+    torch.testing.assert_close(criterion(x, target), clean)
+
+
+def test_label_smoothing_takes_leading_dimensions_and_sums_low_precision_in_float32():
+    x, target = torch.randn(8, 50, 6).log_softmax(-1), torch.randint(6, (8, 50))
+    criterion = LabelSmoothing(6, 0, 0.2)
+    whole = criterion(x, target)
+    torch.testing.assert_close(whole, criterion(x.flatten(0, 1), target.flatten()))
+    half = criterion(x.bfloat16(), target)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, criterion(x.bfloat16().float(), target))
+    assert criterion(x, target.to(torch.int32)) == whole
+    assert criterion(x[:0], target[:0]) == 0
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(criterion)))
+    torch.testing.assert_close(copied(x, target), whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 0), "size is 2; expected 3 or more"),
+        ((5, 5), "padding_idx is 5; expected a class from 0 to 4"),
+        ((5, -1), "padding_idx is -1"),
+        ((5, 0, 1.0), r"smoothing is 1.0; expected a number in \[0, 1\)"),
+        ((5, 0, -0.1), "smoothing is -0.1"),
+        ((5, 0, math.nan), "smoothing is nan"),
+    ],
+)
+def test_label_smoothing_names_a_bad_number(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LabelSmoothing(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "error", "message"),
+    [
+        (torch.zeros(2, 4), torch.zeros(2).long(), ValueError, r"x has shape \[2, 4\]"),
+        (torch.zeros(2, 5), torch.zeros(3).long(), ValueError, r"target has shape \[3\]"),
+        (torch.zeros(2, 5).long(), torch.zeros(2).long(), TypeError, "x has dtype torch.int64"),
+        (
+            torch.zeros(2, 5),
+            torch.zeros(2),
+            TypeError,
+            "target has dtype torch.float32; expected int",
+        ),
+        (torch.zeros(2, 5), torch.tensor([1, 5]), ValueError, "target holds 5; expected 0 to"),
+        (torch.zeros(2, 5), torch.tensor([-1, 3]), ValueError, "target holds -1"),
+    ],
+)
+def test_label_smoothing_names_a_bad_tensor(x, target, error, message):
+    with pytest.raises(error, match=message):
+        LabelSmoothing(5, 0)(x, target)
+
+
+# ------------------------------------------------------------------------------------ the schedule
+
+
+def test_rate_by_hand():
+    # d = 16: d^-0.5 = 1/4. Warm-up 4: warmup^-1.5 = 1/8.
+    assert rate(1, 16, 1.0, 4) == pytest.approx(1 / 4 * 1 / 8)
+    assert rate(2, 16, 1.0, 4) == pytest.approx(1 / 4 * 2 / 8)
+    assert rate(4, 16, 1.0, 4) == pytest.approx(1 / 4 * 1 / 2)  # the peak: step^-0.5 meets it
+    assert rate(16, 16, 1.0, 4) == pytest.approx(1 / 4 * 1 / 4)
+    assert rate(100, 16, 2.0, 4) == pytest.approx(2 / 4 * 1 / 10)
+    assert rate(0, 16, 1.0, 4) == rate(1, 16, 1.0, 4)
+
+
+def test_make_optimizer_gives_update_n_the_rate_of_step_n():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer, scheduler = make_optimizer([weight], 16, 0.5, 3)
+    assert optimizer.defaults["betas"] == (0.9, 0.98)
+    assert optimizer.defaults["eps"] == 1e-9
+    used = []
+    for _ in range(7):
+        used.append(optimizer.param_groups[0]["lr"])
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step()
+    assert used == pytest.approx([rate(n, 16, 0.5, 3) for n in range(1, 8)])
+    # Under a constant gradient Adam moves by the rate.
+    assert weight.item() == pytest.approx(-sum(used))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 16, 1.0, 4), "step is -1; expected 0 or more"),
+        ((1, 0, 1.0, 4), "model_size is 0; expected 1 or more"),
+        ((1, 16, 1.0, 0), "warmup is 0; expected 1 or more"),
+    ],
+)
+def test_rate_names_a_bad_number(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        rate(*arguments)
+
+
+def test_make_optimizer_names_a_bad_number():
+    with pytest.raises(ValueError, match="warmup is 0"):
+        make_optimizer([nn.Parameter(torch.zeros(1))], 16, 1.0, 0)
+
+
+# --------------------------------------------------------------------------------------- the epoch
+
+
+class Echo(nn.Module):
+    """A model that gives each target token its own row of weights, whatever the source."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.rows = nn.Embedding(vocab, vocab)
+
+    def forward(self, src, tgt, src_mask, tgt_mask):
+        assert src_mask.shape[1] == 1 and tgt_mask.shape[1:] == (tgt.shape[1],) * 2
+        self.with_gradients = torch.is_grad_enabled()
+        return self.rows(tgt)
+
+
+def some_batches(n=5, padded=True):
+    generator = torch.Generator().manual_seed(3)
+    for i in range(n):
+        x = torch.randint(1, 7, (4, 6), generator=generator)
+        if padded:
+            x[: i % 4, 3:] = 0  # batches of different token counts
+        yield Batch(x, x)
+
+
+def echo_loss(model):
+    return SimpleLossCompute(lambda x: x.log_softmax(-1), LabelSmoothing(7, 0, 0.1))
+
+
+def test_loss_compute_is_the_criterion_over_the_tokens():
+    x, y = torch.randn(2, 3, 7), torch.randint(7, (2, 3))
+    compute = SimpleLossCompute(lambda x: x.log_softmax(-1), LabelSmoothing(7, 0, 0.1))
+    total = LabelSmoothing(7, 0, 0.1)(x.log_softmax(-1).view(6, 7), y.view(6))
+    torch.testing.assert_close(compute(x, y, torch.tensor(4)), total / 4)
+    torch.testing.assert_close(compute(x, y, 4), total / 4)
+    assert compute(x, torch.zeros_like(y), torch.tensor(0)) == 0  # a batch of padding alone
+
+
+def test_run_epoch_evaluates_per_token_without_gradients_or_changes():
+    model = Echo(7)
+    before = copy.deepcopy(model.state_dict())
+    compute = echo_loss(model)
+    total = tokens = 0
+    for batch in some_batches():
+        output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+        total += compute(output, batch.tgt_y, 1).item()
+        tokens += int(batch.ntokens)
+    assert len({int(b.ntokens) for b in some_batches()}) > 1  # per token is not per batch
+    loss = run_epoch(some_batches(), model, compute, report_every=2)
+    assert loss == pytest.approx(total / tokens, rel=1e-5)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before))
+    assert not model.with_gradients and torch.is_grad_enabled()
+
+
+def test_run_epoch_trains_as_a_loop_written_out_does():
+    model = Echo(7)
+    twin = copy.deepcopy(model)
+    optimizer, scheduler = make_optimizer(model.parameters(), 16, 1.0, 4)
+    with torch.no_grad():  # an optimizer asks for gradients, whatever surrounds the call
+        run_epoch(some_batches(), model, echo_loss(model), optimizer, scheduler)
+
+    optimizer, scheduler = make_optimizer(twin.parameters(), 16, 1.0, 4)
+    compute = echo_loss(twin)
+    for batch in some_batches():
+        optimizer.zero_grad()
+        compute(
+            twin(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask), batch.tgt_y, batch.ntokens
+        ).backward()
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
+
+
+def test_run_epoch_leaves_the_mode_to_the_caller():
+    model = make_model(7, 7, 1, 8, 8, 2)
+    compute = SimpleLossCompute(model.generator, LabelSmoothing(7, 0))
+    run_epoch(some_batches(1), model.eval(), compute)
+    assert not any(m.training for m in model.modules())
+
+
+def test_run_epoch_reports_windows_and_what_is_left():
+    model, seen = Echo(7), []
+    loss = run_epoch(
+        some_batches(5, padded=False),
+        model,
+        echo_loss(model),
+        report=lambda *values: seen.append(values),
+        report_every=2,
+    )
+    assert [step for step, _, _ in seen] == [2, 4, 5]
+    means = [value for _, value, _ in seen]
+    assert loss == pytest.approx((2 * means[0] + 2 * means[1] + means[2]) / 5, rel=1e-5)
+    assert all(speed > 0 for _, _, speed in seen)
+
+
+def test_run_epoch_prints_a_line_now_and_then_without_a_terminal(capsys):
+    model = Echo(7)
+    run_epoch(some_batches(4), model, echo_loss(model), report_every=2)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert [line.split()[1] for line in lines] == ["2", "4"]
+    assert all("loss" in line and line.endswith("tokens/s") for line in lines)
+    assert captured.err == ""
+
+
+def test_run_epoch_draws_a_bar_with_loss_and_speed(capsys):
+    model = Echo(7)
+    run_epoch(
+        list(some_batches(4)),
+        model,
+        echo_loss(model),
+        report_every=2,
+        progress=True,
+        description="a",
+    )
+    drawn = capsys.readouterr().out
+    assert "a: " in drawn and "/4" in drawn and "loss " in drawn and "tokens/s" in drawn
+
+
+@pytest.mark.parametrize(
+    ("data", "keywords", "message"),
+    [
+        ([], {}, "data holds no batch"),
+        ([Batch(ids)], {}, "batch 1 of data has no target"),
+        ([], {"report_every": 0}, "report_every is 0; expected 1 or more"),
+        ([], {"scheduler": object()}, "scheduler is given without an optimizer"),
+    ],
+)
+def test_run_epoch_names_what_is_wrong(data, keywords, message):
+    model = Echo(7)
+    with pytest.raises(ValueError, match=message):
+        run_epoch(data, model, echo_loss(model), **keywords)
+
+
+def test_training_a_transformer_lowers_its_loss(device):
+    model = make_model(7, 7, 1, 16, 16, 2, 0.1).to(device)
+    compute = SimpleLossCompute(model.generator, LabelSmoothing(7, 0))
+    x = torch.tensor([[1, 2, 3, 4], [1, 5, 6, 0]], device=device)
+    optimizer, scheduler = make_optimizer(model.parameters(), 16, 1.0, 4)
+    before = run_epoch([Batch(x, x)], model.eval(), compute)
+    run_epoch([Batch(x, x)] * 5, model.train(), compute, optimizer, scheduler)
+    assert run_epoch([Batch(x, x)], model.eval(), compute) < before

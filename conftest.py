@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # read by `import triton` and by each @triton.jit
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # a second one spins while the interpreter computes in the first
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 

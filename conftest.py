@@ -1,4 +1,6 @@
-"""Chooses Triton's mode before anything imports triton, keeps benchmarks/ out of plain `pytest`, and holds the shared fixtures."""
+"""Chooses Triton's mode before anything imports triton, keeps benchmarks/ out of plain `pytest`,
+and holds the shared fixtures.
+"""
 
 import os
 from pathlib import Path
@@ -16,9 +18,11 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`pytest` runs tests/, `pytest --benchmark-only` runs benchmarks/. A path given by hand is never ignored.
+    """`pytest` runs tests/, `pytest --benchmark-only` runs benchmarks/. A path given by hand is
+    never ignored.
 
-    (pytest asks only about what lies below the starting points, so `testpaths` must not list the two.)
+    (pytest asks only about what lies below the starting points, so `testpaths` must not list the
+    two.)
     """
     only = config.getoption("benchmark_only", False)
     return True if collection_path == ROOT / ("tests" if only else "benchmarks") else None
@@ -40,7 +44,9 @@ def repaired_interpreter():
 
 @pytest.fixture(autouse=True)
 def poisoned_empty():
-    """Uninitialised memory is NaN (ones for integers): an output that a kernel forgets to write is seen."""
+    """Uninitialised memory is NaN (ones for integers): an output that a kernel forgets to write is
+    seen.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

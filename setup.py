@@ -1,4 +1,6 @@
-"""Maps the top-level folder kernels/ to the package fastformer.kernels; everything else is in pyproject.toml."""
+"""Maps the top-level folder kernels/ to the package fastformer.kernels; everything else is in
+pyproject.toml.
+"""
 
 from setuptools import setup
 

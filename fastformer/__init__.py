@@ -1,4 +1,4 @@
-"""fastformer: the standard Transformer on fused Triton kernels, with a PyTorch reference for every op."""
+"""The standard Transformer on fused Triton kernels, with a PyTorch reference for every op."""
 
 from pathlib import Path
 

@@ -1,20 +1,21 @@
-"""One autograd Function for every kernel: it pairs the forward op with its backward op and its reference.
+"""One autograd Function for every kernel: it pairs forward op, backward op and reference.
 
-A kernel file registers `fastformer::<op>` and `fastformer::<op>_backward` with torch.library, and their schemas say
-all there is to know:
+A kernel file registers `fastformer::<op>` and `fastformer::<op>_backward` with torch.library, and
+their schemas say all there is to know:
 
     layer_norm(Tensor input, ..., bool unbiased) -> (Tensor output, Tensor mean, Tensor rstd)
-    layer_norm_backward(Tensor grad_output, Tensor input, ..., Tensor mean, Tensor rstd, ..., bool[] needs)
-        -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
+    layer_norm_backward(Tensor grad_output, Tensor input, ..., Tensor mean, Tensor rstd,
+        bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
 
-An output `x` with a `grad_x` argument is differentiable and is what the caller gets; the others are saved for the
-backward, as every other argument that it names is. `needs` says, in the order of the returns, which gradients are wanted;
-an unwanted one comes back empty. Under create_graph=True the gradient is taken through the reference instead, so that it
-can be differentiated again.
+An output `x` with a `grad_x` argument is differentiable and is what the caller gets; the others are
+saved for the backward, as every other argument that it names is. `needs` says, in the order of the
+returns, which gradients are wanted; an unwanted one comes back empty. Under create_graph=True the
+gradient is taken through the reference instead, so that it can be differentiated again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class _Kernel(torch.autograd.Function):
             for g, (shape, dtype, device) in zip(grads, ctx.shapes, strict=False)
         ]
         if torch.is_grad_enabled():
-            results = _through_reference(pair, saved, incoming, needs)
+            results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
         else:
             results = pair.backward(*incoming, *saved, needs)
             results = results if isinstance(results, tuple) else (results,)
@@ -99,11 +100,11 @@ class _Kernel(torch.autograd.Function):
 def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor], needs: list[bool]
 ) -> list[Tensor | None]:
-    """The gradients as a differentiable function of the inputs: the reference, run and differentiated."""
+    """The gradients as a differentiable function of the inputs: those of the reference."""
     arguments = {pair.arguments[i]: x for i, x in zip(pair.from_arguments, saved, strict=False)}
     missing = [name for name in pair.arguments if name not in arguments]
     assert not missing, f"{pair.op}_backward does not name {missing}: it cannot be recomputed"
-    # Views, so that an input that is also an intermediate of the caller's graph is differentiated here alone.
+    # Views: an input that is an intermediate of the caller's graph is differentiated here alone.
     names = [pair.arguments[i] for i in pair.grads]
     inputs = [arguments[n].view_as(arguments[n]) if need else None for n, need in zip(names, needs)]
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})

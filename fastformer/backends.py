@@ -53,8 +53,8 @@ def _check(name: str, source: str) -> str:
     return name
 
 
-class use_backend:  # noqa: N801 - reads as a function, and is a context manager too
-    """Chooses the backend of this thread, at once, and restores the former one when used in a `with`.
+class use_backend:
+    """Chooses the backend of this thread, at once; a `with` restores the former one.
 
         use_backend("reference")
         with use_backend("triton"):
@@ -103,7 +103,7 @@ class _Explained(Exception):
 
 
 def operation(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function of `functional` as an op whose kernels are in fastformer/kernels/<kernel>.py."""
+    """Marks a function of `functional` as an op; its kernels are in kernels/<kernel>.py."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         OPERATIONS[function.__name__] = function
@@ -114,7 +114,7 @@ def operation(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
-    """The backend that `fastformer.<op>(*args, **kwargs)` would take here and the reason, without running it.
+    """The backend that `fastformer.<op>(*args, **kwargs)` would take, and why, without running it.
 
     Bad arguments raise as they do in the call. Returns an object with `.backend` and `.reason`.
     """
@@ -138,7 +138,7 @@ def _missing_triton() -> str | None:
 
 
 def _load(op: str) -> ModuleType:
-    """The kernel file of an op, imported at its first use: importing fastformer imports no triton."""
+    """The kernel file of an op, imported at its first use and triton with it."""
     if op not in _kernels:
         _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
     return _kernels[op]
@@ -161,7 +161,7 @@ def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str |
 
 
 def choose(op: str, arguments: dict[str, Any]) -> Choice:
-    """The backend for a call whose arguments are checked. Raises RuntimeError where `triton` cannot run."""
+    """The backend for a checked call. Raises RuntimeError where an explicit `triton` cannot run."""
     backend = current_backend()
     device = next(a for a in arguments.values() if isinstance(a, Tensor)).device
     if backend == "reference":

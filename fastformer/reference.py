@@ -1,7 +1,8 @@
 """Every op of `fastformer.functional` in eager PyTorch, with the same names and arguments.
 
-It is the path on a CPU, where it calls the fastest torch op that computes the same thing, and the oracle of the tests:
-in float64 each op is its written-out formula. Arguments arrive checked by `functional`.
+It is the path on a CPU, where it calls the fastest torch op that computes the same thing, and the
+oracle of the tests: in float64 each op is its written-out formula. Arguments arrive checked by
+    `functional`.
 
 Shapes: B batch, H heads, Sq queries, Sk keys, D head dim; N features; M rows.
 """
@@ -40,7 +41,9 @@ _formula = _Formula()
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Within it every op is its formula in differentiable primitives, whatever the dtype: what a double backward needs."""
+    """Within it every op is its formula in differentiable primitives, whatever the dtype: what a
+    double backward needs.
+    """
     former, _formula.always = _formula.always, True
     try:
         yield
@@ -56,8 +59,9 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four random 32-bit words for each counter (c0, c1, c2, c3), as int64 tensors.
 
-    The counters broadcast against each other and stay narrow until a round mixes them. An int64 product wraps modulo
-    2^64, so its bits 32..63 are the high word of the unsigned product. `seed` is the 64-bit key, a tensor of one element.
+    The counters broadcast against each other and stay narrow until a round mixes them. An int64
+    product wraps modulo 2^64, so its bits 32..63 are the high word of the unsigned product. `seed`
+    is the 64-bit key, a tensor of one element.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -77,10 +81,13 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
     """True where dropout removes an element: a boolean [planes, rows, columns].
 
     Element (plane, i, j) reads word 2*(i//8 % 2) + (j//8 % 2) of counter (j', i', plane, 0), where
-    x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four elements that one thread
-    holds in a tensor-core accumulator. A pure function of (seed, plane, i, j).
+    x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four
+    elements that one thread holds in a tensor-core accumulator. A pure function of (seed, plane, i,
+    j).
     """
-    if torch.compiler.is_compiling():  # one node of the graph, whatever the sizes: its loops would recompile
+    if (
+        torch.compiler.is_compiling()
+    ):  # one node of the graph, whatever the sizes: its loops would recompile
         return torch.ops.fastformer.dropped(seed, planes, rows, columns, p)
     return _dropped(seed, planes, rows, columns, p)
 
@@ -132,7 +139,9 @@ def _visible(
     is_causal: bool,
     key_lengths: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None is all."""
+    """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None
+    is all.
+    """
     q_length, k_length = query.shape[-2], key.shape[-2]
     visible, keys = None, None
     if key_lengths is not None:
@@ -249,8 +258,5 @@ def feed_forward(
     hidden = hidden.view(input.shape[:-1].numel(), w_1.shape[0])
     drop = dropped(dropout_seed, 1, hidden.shape[0], hidden.shape[1], dropout_p)[0]
     hidden, kept = hidden.masked_fill(drop, 0.0), _dropout_scale(dropout_p)  # scaled in the GEMM
-    if b_2 is None:
-        out = (hidden @ w_2.t()) * kept
-    else:
-        out = torch.addmm(b_2, hidden, w_2.t(), alpha=kept)
+    out = hidden @ w_2.t() * kept if b_2 is None else torch.addmm(b_2, hidden, w_2.t(), alpha=kept)
     return out.view(*input.shape[:-1], w_2.shape[0])

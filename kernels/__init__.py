@@ -1,4 +1,5 @@
-"""The Triton kernels. Each file holds one op: forward, backward, launchers, registration, `supports`.
+"""The Triton kernels. Each file holds one op: forward, backward, launchers, registration,
+`supports`.
 
     attention.py        softmax(scale q k^T) v with masks, lengths, causality and dropout
     layer_norm.py       LayerNorm, both variance forms
@@ -8,8 +9,9 @@
 
 Importing this package imports triton; fastformer does so at the first call that needs a kernel.
 
-Names inside the kernels: B batch, H query heads, G key-value heads, Sq and Sk lengths, D and DV head dims, M rows,
-N columns; BM, BN, BK, BD block sizes; s_xy the stride of tensor x along y; i a query or row index, j a key or column
-index, r a row index clamped to what exists; b, h, g one batch, head, key-value head. Upper-case pointers are arguments,
-X_base is a pointer moved to what the program owns.
+Names inside the kernels: B batch, H query heads, G key-value heads, Sq and Sk lengths, D and DV
+head dims, M rows, N columns; BM, BN, BK, BD block sizes; s_xy the stride of tensor x along y; i a
+query or row index, j a key or column index, r a row index clamped to what exists; b, h, g one
+batch, head, key-value head. Upper-case pointers are arguments, X_base is a pointer moved to what
+the program owns.
 """

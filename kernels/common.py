@@ -23,11 +23,11 @@ PHILOX_ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """Which elements of the [BM, BN] tile at row i0, column j0 of a plane dropout keeps. i0, j0: multiples of 16.
+    """Which elements of the [BM, BN] tile at row i0, column j0 (multiples of 16) dropout keeps.
 
-    Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns j, j + 8, by word
-    2 * (i // 8 % 2) + (j // 8 % 2): the four elements that one thread holds in a tensor-core accumulator, and in its
-    transpose, so that nothing moves between threads.
+    Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns
+    j, j + 8, by word 2 * (i // 8 % 2) + (j // 8 % 2): the four elements that one thread holds in a
+    tensor-core accumulator, and in its transpose, so that nothing moves between threads.
     """
     i = (i0 // 2 + tl.arange(0, BM // 2))[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
@@ -64,7 +64,7 @@ def next_power_of_2(n: int) -> int:
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The row of the configuration tables: sm_80, sm_86, sm_90, sm_100, gfx942, interpreter, or other.
+    """The row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
 
     sm_86 stands for the parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
     """
@@ -86,8 +86,8 @@ def architecture(device: torch.device) -> str:
 
 
 def dot_precision(arch: str) -> str:
-    """How float32 operands are multiplied: by three tf32 products, near float32, or by one where torch allows tf32."""
-    if arch == "interpreter" or not arch.startswith("sm_"):
+    """How float32 is multiplied: by three tf32 products, or by one where torch allows tf32."""
+    if arch == "interpreter" or torch.version.hip is not None:
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
@@ -124,7 +124,7 @@ _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a launcher as the op `fastformer::<schema>`; `fake` gives the outputs' shapes, dtypes and strides."""
+    """Registers a launcher as the op `fastformer::<schema>`; `fake` makes outputs alike, empty."""
     name = schema[: schema.index("(")]
 
     def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:

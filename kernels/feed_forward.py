@@ -1,15 +1,17 @@
-"""The position-wise feed-forward network (Vaswani et al. 2017, section 3.3), with the first GEMM's epilogue fused.
+"""The position-wise feed-forward network (Vaswani et al. 2017, section 3.3), with the first GEMM's
+epilogue fused.
 
 Forward:  z = x w_1^T + b_1     h = dropout(f(z))     y = h w_2^T + b_2
 Backward: dh = dy w_2           dz = dh * Z * f'(z)   Z = keep / (1 - p)
           dx = dz w_1   dw_1 = dz^T x   db_1 = sum dz   dw_2 = dy^T h   db_2 = sum dy
 
-Shapes: x [..., d] taken as M rows, w_1 [F, d], w_2 [d_out, F]. Any dtype in and out, sums in float32 (float64 for float64).
-One kernel computes h from x: the GEMM, then bias, activation and dropout on the accumulator. One elementwise kernel computes
-dz. The other five GEMMs have nothing to fuse and are torch's own.
-Saved: x, the weights, and h for relu - h > 0 exactly where z > 0 and the element is kept, so that neither z nor the dropout
-mask is needed - or z for the other activations, from which h and dz are recomputed together.
-FLOPs: 4 M d F forward, twice that backward; least bytes of the epilogue: h (and z) once.
+Shapes: x [..., d] taken as M rows, w_1 [F, d], w_2 [d_out, F]. Any dtype in and out, sums in
+float32 (float64 for float64). One kernel computes h from x: the GEMM, then bias, activation and
+dropout on the accumulator. One elementwise kernel computes dz. The other five GEMMs have nothing to
+fuse and are torch's own. Saved: x, the weights, and h for relu - h > 0 exactly where z > 0 and the
+element is kept, so that neither z nor the dropout mask is needed - or z for the other activations,
+from which h and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least
+bytes of the epilogue: h (and z) once.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By architecture: for 16-bit inputs, for float32. Registers and spills of each stand in tests/compile_table.md.
+# By architecture: for 16-bit inputs, for float32. Registers and spills of each stand in
+# tests/compile_table.md.
 CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
     "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
@@ -106,7 +109,9 @@ def _hidden(
     HAS_B: tl.constexpr, SAVE_Z: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a [BM, BN] tile of h; GROUP row blocks walk the columns together, to share w_1 in the cache."""
+    """One program owns a [BM, BN] tile of h; GROUP row blocks walk the columns together, to share
+    w_1 in the cache.
+    """
     across = tl.cdiv(N, BN)
     down = tl.cdiv(M, BM)
     group = tl.program_id(0) // (GROUP * across)
@@ -188,8 +193,8 @@ def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
 
 
 @register(
-    "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, str activation, float dropout_p, "
-    "Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
+    "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
+    "str activation, float dropout_p, Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
     _fake,
 )
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
@@ -228,7 +233,8 @@ def _fake_backward(
 
 
 @register(
-    "feed_forward_backward(Tensor grad_output, Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
+    "feed_forward_backward(Tensor grad_output, Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, "
+    "Tensor? b_2, "
     "str activation, float dropout_p, Tensor? dropout_seed, Tensor saved, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_w_1, Tensor grad_b_1, Tensor grad_w_2, Tensor grad_b_2)",
     _fake_backward,

@@ -1,12 +1,15 @@
 """Repairs of Triton's CPU interpreter (3.6 to 3.9), for those who run the kernels without a GPU.
 
-`repair()` changes Triton's own classes in this process, so nothing calls it unasked; the tests and the command line do.
+`repair()` changes Triton's own classes in this process, so nothing calls it unasked; the tests and
+the command line do.
 
-1. bfloat16: the interpreter keeps it as raw 16-bit words, and `tl.dot` and arithmetic compute on bit patterns
-   (triton#11584); float32 -> bfloat16 truncates. Here operands are widened and results rounded to nearest even.
-2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which int() refuses (triton#9171).
-3. Speed: each helper call patches the whole language module anew, integer operations check for overflow, types are built
-   again for every value, and Philox takes some 80 operations of 20 us.
+1. bfloat16: the interpreter keeps it as raw 16-bit words, and `tl.dot` and arithmetic compute on
+   bit patterns (triton#11584); float32 -> bfloat16 truncates. Here operands are widened and results
+   rounded to nearest even.
+2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which
+int() refuses (triton#9171). 3. Speed: each helper call patches the whole language module anew,
+   integer operations check for overflow, types are built again for every value, and Philox takes
+   some 80 operations of 20 us.
 """
 
 from __future__ import annotations
@@ -156,7 +159,10 @@ def _remember_types() -> None:
     def tensor(self: Any, handle: Any, type: Any) -> None:
         key = tuple(type.shape) if type.is_block() else ()
         if key not in shapes:
-            shapes[key] = tl.core.tuple([tl.constexpr(n) for n in key]), tl.constexpr(math.prod(key))
+            shapes[key] = (
+                tl.core.tuple([tl.constexpr(n) for n in key]),
+                tl.constexpr(math.prod(key)),
+            )
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[key]
 

@@ -1,19 +1,22 @@
-"""LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), in the biased form and in the Annotated Transformer's.
+"""LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), in the biased form and in the
+Annotated Transformer's.
 
 Forward, per row:
     mean = sum(x) / N
-    r = 1 / sqrt(sum((x - mean)^2) / N + eps)              unbiased: r = 1 / (s + eps), s = sqrt(sum((x - mean)^2) / (N - 1))
-    y = weight * xhat + bias        xhat = (x - mean) * r
+    r = 1 / sqrt(sum((x - mean)^2) / N + eps)
+        unbiased: r = 1 / (s + eps), s = sqrt(sum((x - mean)^2) / (N - 1))
+    y = weight * xhat + bias, xhat = (x - mean) * r
 Backward, with g = weight * dy:
     dx = r * (g - sum(g) / N - xhat * c)
-    c = sum(g * xhat) / N                                  unbiased: c = sum(g * xhat) / ((N - 1) * s * r), s * r = 1 - eps * r
-    dweight = sum over rows of dy * xhat                   dbias = sum over rows of dy
+    c = sum(g * xhat) / N
+        unbiased: c = sum(g * xhat) / ((N - 1) * s * r), s * r = 1 - eps * r
+    dweight = sum over rows of dy * xhat, dbias = sum over rows of dy
 
-Shapes: input [..., N], weight and bias [N], mean and r [M] for M rows. Any dtype in and out, statistics and sums in float32
-(float64 for float64). Saved: input, weight, bias, mean, r. Recomputed: xhat.
-Least bytes: x and y once forward; x, dy and dx once backward. Rows up to 8192 features stay in registers; wider ones, up to
-65536, are walked in blocks. The weight gradients are summed in two stages, each program over a fixed run of rows: no
-atomics, the same bits every time.
+Shapes: input [..., N], weight and bias [N], mean and r [M] for M rows. Any dtype in and out,
+statistics and sums in float32 (float64 for float64). Saved: input, weight, bias, mean, r.
+Recomputed: xhat. Least bytes: x and y once forward; x, dy and dx once backward. Rows up to 8192
+features stay in registers; wider ones, up to 65536, are walked in blocks. The weight gradients are
+summed in two stages, each program over a fixed run of rows: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Tiles(NamedTuple):
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Whole rows where they fit, several of them where they are short; else blocks of 4096 features."""
+    """Whole rows where they fit, several of them where they are short; else blocks of 4096
+    features.
+    """
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
     if arch == "interpreter":  # few programs: each operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
@@ -107,7 +112,9 @@ def _forward(
     BM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, UNBIASED: tl.constexpr,
     HAS_W: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BM rows: in registers if ONE, else in three walks, of which two hit the cache."""
+    """One program owns BM rows: in registers if ONE, else in three walks, of which two hit the
+    cache.
+    """
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = i.to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -160,7 +167,9 @@ def _backward(
     BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
     NEED_X: tl.constexpr, NEED_W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a fixed run of rows, dx of each and the sums of dweight and dbias over all of them."""
+    """One program owns a fixed run of rows, dx of each and the sums of dweight and dbias over all
+    of them.
+    """
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(M, first + rows_per_program)
     c = tl.arange(0, BLOCK)
@@ -256,7 +265,8 @@ def _fake(input, normalized_shape, weight, bias, eps, unbiased):
 
 
 @register(
-    "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, bool unbiased) "
+    "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps, "
+    "bool unbiased) "
     "-> (Tensor output, Tensor mean, Tensor reciprocal)",
     _fake,
 )
@@ -270,8 +280,10 @@ def forward(input, normalized_shape, weight, bias, eps, unbiased):
     tiles = configuration(n, architecture(input.device))
     with on_device(input):
         _forward[(triton.cdiv(x.shape[0], tiles.BM),)](
-            x, x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-            output, mean, reciprocal, x.stride(0), x.shape[0], n, eps, BM=tiles.BM, BLOCK=tiles.BLOCK, ONE=n <= tiles.BLOCK, UNBIASED=unbiased, HAS_W=weight is not None,
+            x, x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(), output, mean, reciprocal,
+            x.stride(0), x.shape[0], n, eps, BM=tiles.BM, BLOCK=tiles.BLOCK,
+            ONE=n <= tiles.BLOCK, UNBIASED=unbiased, HAS_W=weight is not None,
             HAS_B=bias is not None, ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps,
         )  # fmt: skip
     return output, mean, reciprocal
@@ -289,8 +301,8 @@ def _fake_backward(
 
 
 @register(
-    "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
-    "float eps, bool unbiased, Tensor mean, Tensor reciprocal, bool[] needs) "
+    "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+    "Tensor? weight, Tensor? bias, float eps, bool unbiased, Tensor mean, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     _fake_backward,
 )

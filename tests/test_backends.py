@@ -1,4 +1,6 @@
-"""The choice of a backend: by argument, thread, environment and device, and what explain() says of it."""
+"""The choice of a backend: by argument, thread, environment and device, and what explain() says of
+it.
+"""
 
 import os
 import subprocess
@@ -14,7 +16,9 @@ from fastformer import backends, current_backend, explain, reference, use_backen
 
 def run(code, **environment):
     """Runs code in a fresh interpreter."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTFORMER_BACKEND")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTFORMER_BACKEND")
+    }
     root = os.path.dirname(os.path.dirname(os.path.abspath(ff.__file__)))
     clean["PYTHONPATH"] = root
     result = subprocess.run(
@@ -48,7 +52,9 @@ def test_use_backend_is_per_thread():
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match="backend is 'cuda'; expected one of auto, triton, reference"):
+    with pytest.raises(
+        ValueError, match="backend is 'cuda'; expected one of auto, triton, reference"
+    ):
         use_backend("cuda")
     code = "import torch, fastformer as ff; ff.layer_norm(torch.ones(2), 2)"
     assert "FASTFORMER_BACKEND is 'fast'; expected one of" in run(code, FASTFORMER_BACKEND="fast")
@@ -69,7 +75,9 @@ def test_import_touches_neither_triton_nor_a_driver():
 
 
 def test_works_without_triton():
-    """As on macOS and Windows: everything runs on the reference, and an explicit `triton` says what is missing."""
+    """As on macOS and Windows: everything runs on the reference, and an explicit `triton` says what
+    is missing.
+    """
     code = """
 import sys
 class NoTriton:
@@ -89,23 +97,33 @@ with ff.use_backend('triton'):
         print(error)
 """
     lines = run(code).splitlines()
-    assert lines == ["[-1.0, 1.0]", "the triton backend cannot run layer_norm: triton is not installed"]
+    assert lines == [
+        "[-1.0, 1.0]",
+        "the triton backend cannot run layer_norm: triton is not installed",
+    ]
 
 
 def test_triton_on_a_cpu_needs_the_interpreter():
-    code = "import torch, fastformer as ff; ff.use_backend('triton'); ff.layer_norm(torch.ones(2), 2)"
+    code = (
+        "import torch, fastformer as ff; ff.use_backend('triton'); ff.layer_norm(torch.ones(2), 2)"
+    )
     assert "RuntimeError: the triton backend cannot run layer_norm: on a CPU" in run(code)
     assert "TRITON_INTERPRET=1" in run(code)
 
 
 def test_bfloat16_in_the_unrepaired_interpreter_is_refused():
-    code = "import torch, fastformer as ff; ff.use_backend('triton'); {}; print(ff.layer_norm(torch.ones(2).bfloat16(), 2))"
+    code = (
+        "import torch, fastformer as ff; ff.use_backend('triton'); {};"
+        "print(ff.layer_norm(torch.ones(2).bfloat16(), 2))"
+    )
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     refused = run(code.format("pass"), TRITON_INTERPRET="1")
     assert "computes bfloat16 on bit patterns" in refused and "interpreter.repair()" in refused
     repaired = "from fastformer.kernels import interpreter; interpreter.repair()"
-    assert "tensor([0., 0.], dtype=torch.bfloat16)" in run(code.format(repaired), TRITON_INTERPRET="1")
+    assert "tensor([0., 0.], dtype=torch.bfloat16)" in run(
+        code.format(repaired), TRITON_INTERPRET="1"
+    )
 
 
 def test_auto_on_a_cpu_is_the_reference(monkeypatch):
@@ -125,9 +143,13 @@ def test_explain():
     with use_backend("triton"):
         assert explain("layer_norm", torch.ones(2), 2).backend == "triton"
     with use_backend("reference"):
-        choice = explain("feed_forward", torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 3), None)
+        choice = explain(
+            "feed_forward", torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 3), None
+        )
     assert choice.backend == "reference" and "chosen" in choice.reason
-    with pytest.raises(ValueError, match="op is 'softmax'; expected one of feed_forward, layer_norm"):
+    with pytest.raises(
+        ValueError, match="op is 'softmax'; expected one of feed_forward, layer_norm"
+    ):
         explain("softmax")
     with pytest.raises(ValueError, match="normalized_shape"):  # bad arguments raise as in the call
         explain("layer_norm", torch.ones(2), 3)
@@ -139,7 +161,9 @@ def test_explain_on_a_gpu(device):
     choice = explain("layer_norm", torch.ones(2, device=device), 2)
     assert choice.backend == "triton"
     name = torch.cuda.get_device_name()
-    assert (name in backends.VERIFIED_GPUS) != (f"no run of the kernels on a {name}" in choice.reason)
+    assert (name in backends.VERIFIED_GPUS) != (
+        f"no run of the kernels on a {name}" in choice.reason
+    )
 
 
 def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
@@ -168,4 +192,6 @@ def test_reason_is_logged_once(caplog):
     with use_backend("auto"), caplog.at_level("INFO", logger="fastformer"):
         for _ in range(3):
             ff.layer_norm(torch.ones(2), 2)
-    assert [r.getMessage() for r in caplog.records] == ["layer_norm: reference (the tensors are on the CPU)"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "layer_norm: reference (the tensors are on the CPU)"
+    ]

@@ -1,4 +1,6 @@
-"""One dropout rule on every backend: a function of (seed, plane, i, j), whatever computes it and in whatever tile."""
+"""One dropout rule on every backend: a function of (seed, plane, i, j), whatever computes it and in
+whatever tile.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ M32 = 0xFFFFFFFF
 
 
 def word_by_hand(seed, plane, i, j):
-    """Philox4x32-7 of one element in Python integers, from Salmon et al. 2011 and the rule of `reference.dropped`."""
+    """Philox4x32-7 of one element in Python integers, from Salmon et al. 2011 and the rule of
+    `reference.dropped`.
+    """
     c = [j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, plane, 0]
     k = [seed & M32, seed >> 32 & M32]
     for _ in range(7):
@@ -21,7 +25,9 @@ def word_by_hand(seed, plane, i, j):
 
 
 def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu"):
-    """The attention weights of uniform scores: kept ones are 1 / (Sk (1 - p)). The identity as value shows them."""
+    """The attention weights of uniform scores: kept ones are 1 / (Sk (1 - p)). The identity as
+    value shows them.
+    """
     q = torch.zeros(b, h, sq, 8, device=device)
     k = torch.zeros(b, h, sk, 8, device=device)
     v = torch.eye(sk, device=device).expand(b, h, sk, sk)
@@ -30,7 +36,9 @@ def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu
 
 
 def test_known_answer():
-    """The published counter of all ones and key of all ones, with 7 rounds computed by hand above."""
+    """The published counter of all ones and key of all ones, with 7 rounds computed by hand
+    above.
+    """
     seed = -0x123456789ABCDEF
     drop = reference.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
     for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
@@ -65,7 +73,9 @@ def test_padding_does_not_change_the_mask(backend, device):
 
 
 def test_forward_and_backward_use_one_mask(backend, device):
-    """dv_j = sum_i P_ij Z_ij: with uniform weights its zeros are those of the columns of the mask."""
+    """dv_j = sum_i P_ij Z_ij: with uniform weights its zeros are those of the columns of the
+    mask.
+    """
     q = torch.zeros(1, 1, 1, 8, device=device)
     k = torch.zeros(1, 1, 200, 8, device=device)
     v = torch.randn(1, 1, 200, 8, device=device, requires_grad=True)
@@ -77,7 +87,9 @@ def test_forward_and_backward_use_one_mask(backend, device):
 def test_feed_forward_draws_plane_zero(backend, device):
     x = torch.ones(40, 1, device=device)
     w = torch.ones(56, 1, device=device)
-    hidden = ff.feed_forward(x, w, None, torch.eye(56, device=device), None, "relu", 0.3, dropout_seed=6)
+    hidden = ff.feed_forward(
+        x, w, None, torch.eye(56, device=device), None, "relu", 0.3, dropout_seed=6
+    )
     drop = reference.dropped(torch.tensor([6], device=device), 1, 40, 56, 0.3)[0]
     assert torch.equal(hidden == 0, drop)
     assert torch.allclose(hidden[~drop], torch.full_like(hidden, 1 / 0.7)[~drop])
@@ -85,7 +97,9 @@ def test_feed_forward_draws_plane_zero(backend, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_fraction_and_independence(p):
-    """2 million elements: the fraction within five standard deviations; neighbours, planes and seeds uncorrelated."""
+    """2 million elements: the fraction within five standard deviations; neighbours, planes and
+    seeds uncorrelated.
+    """
     seeds = torch.tensor([11]), torch.tensor([12])
     a, b = (reference.dropped(s, 8, 512, 512, p).float() for s in seeds)
     n = a.numel()
@@ -125,7 +139,9 @@ def test_both_backends_draw_the_same_seed(device):
 def test_seeds(backend, device, seed):
     as_int = weights_of(seed, 0.5, backend=backend, device=device)
     signed = (seed + 2**63) % 2**64 - 2**63
-    as_tensor = weights_of(torch.tensor([signed], device=device), 0.5, backend=backend, device=device)
+    as_tensor = weights_of(
+        torch.tensor([signed], device=device), 0.5, backend=backend, device=device
+    )
     assert torch.equal(as_int, as_tensor)
 
 

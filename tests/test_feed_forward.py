@@ -32,8 +32,9 @@ def test_activations(backend, device, against_oracle, activation, dtype, dropout
 
 
 @pytest.mark.parametrize(
-    "lead, d, width, out", [((1,), 1, 1, 1), ((300,), 257, 300, 16), ((63,), 64, 128, 64), ((), 8, 40, 8)]
-)  # fmt: skip
+    "lead, d, width, out",
+    [((1,), 1, 1, 1), ((300,), 257, 300, 16), ((63,), 64, 128, 64), ((), 8, 40, 8)],
+)
 def test_shapes(backend, device, against_oracle, lead, d, width, out):
     x = inputs(*lead, d=d, width=width, out=out, device=device)
     against_oracle(functional.feed_forward, x, dropout_p=0.1, dropout_seed=2)
@@ -63,7 +64,9 @@ def test_empty(backend, device):
         assert g.shape == t.shape and (g == 0).all()
 
 
-@pytest.mark.parametrize("needed", [("input",), ("w_1",), ("w_2",), ("b_1", "b_2"), ("input", "w_2")])
+@pytest.mark.parametrize(
+    "needed", [("input",), ("w_1",), ("w_2",), ("b_1", "b_2"), ("input", "w_2")]
+)
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_gradients_for_some_inputs_only(backend, device, activation, needed):
     values = inputs(9, device=device)
@@ -72,23 +75,20 @@ def test_gradients_for_some_inputs_only(backend, device, activation, needed):
     for x in (every, some):
         functional.feed_forward(**x, activation=activation).square().sum().backward()
     for n in values:
-        assert (
-            torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
-        )
+        assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
 
 
-def test_saves_one_hidden_tensor(device):
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_saves_one_hidden_tensor(device, activation):
     """relu saves h alone, the others z alone: one [tokens, d_ff] tensor a layer."""
-    pytest.importorskip("triton")
-    for activation in ("relu", "gelu"):
-        x = {n: t.requires_grad_() for n, t in inputs(9, device=device).items()}
-        saved = []
-        with (
-            use_backend("triton"),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        ):
-            functional.feed_forward(**x, activation=activation, dropout_p=0.1)
-        assert [tuple(t.shape) for t in saved].count((9, 70)) == 1
+    x = {n: t.requires_grad_() for n, t in inputs(9, device=device).items()}
+    saved = []
+    with (
+        use_backend("triton"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        functional.feed_forward(**x, activation=activation, dropout_p=0.1)
+    assert [tuple(t.shape) for t in saved].count((9, 70)) == 1
 
 
 BUGS = {
@@ -125,15 +125,27 @@ def test_a_planted_bug_is_caught(device, against_oracle, plant, bug):
     "change, error, words",
     [
         ({"input": torch.zeros(())}, ValueError, "input is a scalar"),
-        ({"w_1": torch.zeros(70, 23)}, ValueError, r"w_1 has shape \[70, 23\]; expected \[d_ff, d\] with d = 24"),
-        ({"w_2": torch.zeros(20, 71)}, ValueError, r"w_2 has shape \[20, 71\]; expected \[d_out, d_ff\] with d_ff = 70"),
+        (
+            {"w_1": torch.zeros(70, 23)},
+            ValueError,
+            r"w_1 has shape \[70, 23\]; expected \[d_ff, d\] with d = 24",
+        ),
+        (
+            {"w_2": torch.zeros(20, 71)},
+            ValueError,
+            r"w_2 has shape \[20, 71\]; expected \[d_out, d_ff\] with d_ff = 70",
+        ),
         ({"b_1": torch.zeros(71)}, ValueError, r"b_1 has shape \[71\]; expected \[70\]"),
         ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
         ({"w_1": torch.zeros(70, 24, device="meta")}, ValueError, "w_1 is on meta"),
-        ({"activation": "tanh"}, ValueError, "activation is 'tanh'; expected one of relu, gelu, gelu_tanh, silu"),
+        (
+            {"activation": "tanh"},
+            ValueError,
+            "activation is 'tanh'; expected one of relu, gelu, gelu_tanh, silu",
+        ),
         ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(backend, change, error, words):
     with pytest.raises(error, match=words):
         ff.feed_forward(**{**inputs(4), **change})

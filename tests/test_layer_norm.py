@@ -1,4 +1,6 @@
-"""layer_norm on both backends, in both variance forms, against the written-out formula in float64."""
+"""layer_norm on both backends, in both variance forms, against the written-out formula in
+float64.
+"""
 
 import pytest
 import torch
@@ -40,11 +42,15 @@ def test_wide_rows(backend, device, against_oracle, n, unbiased):
 
 @pytest.mark.parametrize("n", [300, 8500])
 def test_runs_of_rows(device, against_oracle, monkeypatch, n):
-    """Weight gradients from two programs that walk several blocks of rows each, the last one cut."""
+    """Weight gradients from two programs that walk several blocks of rows each, the last one
+    cut.
+    """
     layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
     monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
     with use_backend("triton"):
-        against_oracle(functional.layer_norm, inputs(2 * 70 - 3, n, device=device), normalized_shape=n)
+        against_oracle(
+            functional.layer_norm, inputs(2 * 70 - 3, n, device=device), normalized_shape=n
+        )
 
 
 @pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
@@ -95,7 +101,9 @@ def test_constant_rows(backend, device, unbiased):
     x["input"] = torch.ones(3, 16, device=device, requires_grad=True)
     out = functional.layer_norm(**x, normalized_shape=16, eps=1e-6, unbiased=unbiased)
     assert torch.allclose(out, x["bias"].expand(3, 16))
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), list(x.values())))
+    assert all(
+        g.isfinite().all() for g in torch.autograd.grad(out.square().sum(), list(x.values()))
+    )
 
 
 def test_empty(backend, device):
@@ -154,17 +162,35 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"input": torch.zeros(2, 7)}, ValueError, r"input has shape \[2, 7\]; expected it to end with"),
+        (
+            {"input": torch.zeros(2, 7)},
+            ValueError,
+            r"input has shape \[2, 7\]; expected it to end with",
+        ),
         ({"input": torch.zeros(2, 8).long()}, TypeError, "input has dtype torch.int64"),
         ({"input": None}, TypeError, "input is a NoneType"),
-        ({"weight": torch.zeros(7)}, ValueError, r"weight has shape \[7\]; expected normalized_shape \[8\]"),
+        (
+            {"weight": torch.zeros(7)},
+            ValueError,
+            r"weight has shape \[7\]; expected normalized_shape \[8\]",
+        ),
         ({"bias": torch.zeros(8).half()}, TypeError, "bias has dtype torch.float16"),
         ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias is on meta"),
         ({"eps": -1.0}, ValueError, "eps is -1.0"),
         ({"normalized_shape": ()}, ValueError, "normalized_shape"),
-        ({"normalized_shape": 1, "input": torch.zeros(2, 1), "weight": None, "bias": None, "unbiased": True}, ValueError, "two features"),
+        (
+            {
+                "normalized_shape": 1,
+                "input": torch.zeros(2, 1),
+                "weight": None,
+                "bias": None,
+                "unbiased": True,
+            },
+            ValueError,
+            "two features",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input(backend, change, error, words):
     good = {**inputs(2, 8), "normalized_shape": 8}
     with pytest.raises(error, match=words):

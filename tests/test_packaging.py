@@ -1,4 +1,6 @@
-"""kernels/ is imported as fastformer.kernels from a wheel, an editable install and a bare checkout."""
+"""kernels/ is imported as fastformer.kernels from a wheel, an editable install and a bare
+checkout.
+"""
 
 import os
 import subprocess
@@ -32,7 +34,11 @@ def install(tmp_path, *how):
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
     for name in files:
-        if name.split("/")[0] in ("fastformer", "kernels") or name in ("setup.py", "pyproject.toml", "README.md"):
+        if name.split("/")[0] in ("fastformer", "kernels") or name in (
+            "setup.py",
+            "pyproject.toml",
+            "README.md",
+        ):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     home = tmp_path / "venv"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import backends
+from fastformer import backends, reference
 from fastformer.reference import ACTIVATIONS
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
@@ -77,12 +77,8 @@ def _require_probability(name: str, p: float) -> float:
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether the contents of x may be looked at: cheap, and not while a graph is traced."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return x.device.type == "cpu" or _CHECK_ON_GPU
+    """Whether the contents of x are checked: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
+    return (x.device.type == "cpu" or _CHECK_ON_GPU) and reference.eager(x)
 
 
 def _seed(

@@ -302,7 +302,8 @@ def _fake_backward(
 
 @register(
     "layer_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
-    "Tensor? weight, Tensor? bias, float eps, bool unbiased, Tensor mean, Tensor reciprocal, bool[] needs) "
+    "Tensor? weight, Tensor? bias, float eps, bool unbiased, Tensor mean, Tensor reciprocal, "
+    "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     _fake_backward,
 )
@@ -331,8 +332,8 @@ def backward(
         if n <= tiles.BLOCK:
             _backward[(runs,)](
                 x, w, dy, dx, partial[0], partial[1], mean, reciprocal, *strides, rows, n, eps,
-                per_program, BM=tiles.BM, BLOCK=tiles.BLOCK, NEED_X=needs[0], NEED_W=need_weights, **flags,
-                **constants,
+                per_program, BM=tiles.BM, BLOCK=tiles.BLOCK, NEED_X=needs[0], NEED_W=need_weights,
+                **flags, **constants,
             )  # fmt: skip
         else:
             if needs[0]:
@@ -343,7 +344,7 @@ def backward(
             if need_weights:
                 _backward_wide_weights[(runs, triton.cdiv(n, 256))](
                     x, dy, partial[0], partial[1], mean, reciprocal, *strides, rows, n,
-                    per_program, BM=8, BLOCK=256, **constants,
+                    per_program, BM=8, BLOCK=256, ACC=constants["ACC"], num_warps=4,
                 )  # fmt: skip
     if needs[1]:
         dw.copy_(partial[0].sum(0).view(dw.shape))

@@ -17,6 +17,10 @@ if not HAS_GPU:  # read by `import triton` and by each @triton.jit
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="benchmarks: also what takes long")
+
+
 def pytest_ignore_collect(collection_path, config):
     """`pytest` runs tests/, `pytest --benchmark-only` runs benchmarks/. A path given by hand is
     never ignored.

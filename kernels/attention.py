@@ -54,52 +54,56 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By kernel and architecture: for 16-bit inputs, then for float32, (largest block of the head dim, tiles).
-# Registers and spills of each stand in tests/compile_table.md.
-_Table = tuple[tuple[int, Tiles], ...]
-CONFIGURATIONS: dict[str, dict[str, tuple[_Table, _Table]]] = {
-    "forward": {
-        "sm_90": (
-            ((64, Tiles(128, 64, 8, 2)), (128, Tiles(128, 64, 8, 2)), (256, Tiles(128, 32, 8, 2))),
-            ((64, Tiles(64, 32, 4, 2)), (128, Tiles(64, 32, 4, 2)), (256, Tiles(32, 32, 8, 1))),
-        ),
-        "sm_80": (
-            ((64, Tiles(128, 64, 8, 2)), (128, Tiles(128, 32, 8, 2)), (256, Tiles(64, 32, 8, 2))),
-            ((64, Tiles(64, 32, 4, 2)), (128, Tiles(64, 32, 8, 2)), (256, Tiles(32, 32, 8, 1))),
-        ),
-        "other": (
-            ((64, Tiles(64, 32, 4, 2)), (128, Tiles(64, 32, 4, 1)), (256, Tiles(32, 16, 4, 1))),
-            ((64, Tiles(32, 32, 4, 1)), (128, Tiles(32, 16, 4, 1)), (256, Tiles(16, 16, 4, 1))),
-        ),
+# Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to 32, 64, 128 and 256.
+# Registers, spills and shared memory of each stand in tests/compile_table.md.
+_Row = tuple[int, int, int, int]
+_TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
+    ("forward", 16): {
+        "sm_90 sm_100": ((128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "sm_80 sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
+        "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
     },
-    "dkdv": {
-        "sm_90": (
-            ((64, Tiles(64, 128, 8, 2)), (128, Tiles(32, 128, 8, 2)), (256, Tiles(32, 64, 8, 2))),
-            ((64, Tiles(32, 64, 8, 1)), (128, Tiles(32, 32, 8, 1)), (256, Tiles(16, 32, 8, 1))),
-        ),
-        "sm_80": (
-            ((64, Tiles(32, 128, 8, 2)), (128, Tiles(32, 64, 8, 2)), (256, Tiles(32, 32, 8, 1))),
-            ((64, Tiles(32, 32, 4, 1)), (128, Tiles(32, 32, 8, 1)), (256, Tiles(16, 32, 8, 1))),
-        ),
-        "other": (
-            ((64, Tiles(32, 32, 4, 1)), (128, Tiles(32, 32, 4, 1)), (256, Tiles(16, 16, 4, 1))),
-            ((64, Tiles(16, 32, 4, 1)), (128, Tiles(16, 16, 4, 1)), (256, Tiles(16, 16, 4, 1))),
-        ),
+    ("forward", 32): {
+        "sm_90": ((64, 32, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86 sm_100": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
-    "dq": {
-        "sm_90": (
-            ((64, Tiles(128, 64, 8, 2)), (128, Tiles(128, 64, 8, 2)), (256, Tiles(64, 32, 8, 2))),
-            ((64, Tiles(64, 32, 8, 1)), (128, Tiles(32, 32, 8, 1)), (256, Tiles(32, 16, 8, 1))),
-        ),
-        "sm_80": (
-            ((64, Tiles(64, 64, 4, 2)), (128, Tiles(64, 64, 8, 2)), (256, Tiles(32, 32, 8, 1))),
-            ((64, Tiles(32, 32, 4, 1)), (128, Tiles(32, 32, 8, 1)), (256, Tiles(32, 16, 8, 1))),
-        ),
-        "other": (
-            ((64, Tiles(32, 32, 4, 1)), (128, Tiles(32, 32, 4, 1)), (256, Tiles(16, 16, 4, 1))),
-            ((64, Tiles(32, 16, 4, 1)), (128, Tiles(16, 16, 4, 1)), (256, Tiles(16, 16, 4, 1))),
-        ),
+    ("dkdv", 16): {
+        "sm_90": ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
+        "sm_100": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+        "sm_80": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "sm_86": ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+        "gfx942": ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
     },
+    ("dkdv", 32): {
+        "sm_90 sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+    ("dq", 16): {
+        "sm_90": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "sm_80": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    ("dq", 32): {
+        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 8, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
+        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+}
+CONFIGURATIONS = {
+    (*key, arch): tuple(Tiles(*row) for row in rows)
+    for key, table in _TABLES.items()
+    for names, rows in table.items()
+    for arch in names.split()
 }
 
 
@@ -109,9 +113,11 @@ def configuration(
     """The tiles of a kernel, a pure function of architecture, dtype, padded head dim and lengths."""
     if arch == "interpreter":  # few programs, no larger than the work: each operation has a fixed cost
         return Tiles(*(min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length)), 4, 1)
-    table = CONFIGURATIONS[kernel]
-    rows = table.get(arch, table["other"])[dtype == torch.float32]
-    return next(tiles for largest, tiles in rows if head_block <= largest)
+    if kernel == "delta":  # 16 elements a thread
+        return Tiles(2048 // head_block, 0, 4, 1)
+    bits = 32 if dtype == torch.float32 else 16
+    tiles = CONFIGURATIONS.get((kernel, bits, arch)) or CONFIGURATIONS[kernel, bits, "other"]
+    return tiles[max(0, (head_block - 1).bit_length() - 5)]
 
 
 # ----------------------------------------------------------------------------------------- helpers
@@ -317,11 +323,11 @@ def _delta(
 
 
 @triton.jit
-def _row_statistics(LSE, DELTA, rows, ok):
+def _row_statistics(LSE, DELTA, plane_start, i, ok):
     """(lse in base 2, delta) of the rows; +inf, whose P is zero, for rows past the end and for those that see nothing."""
-    lse = tl.load(LSE + rows, mask=ok, other=float("-inf"))
+    lse = tl.load(LSE + plane_start + i, mask=ok, other=float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return lse, tl.load(DELTA + rows, mask=ok, other=0.0)
+    return lse, tl.load(DELTA + plane_start + i, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -372,33 +378,32 @@ def _backward_dkdv(
         do_base = DO + b * s_db + h * s_dh
         mask_base = MASKS + b * s_mb + h * s_mh
         key_mask = inside
-        ks, vs = k, v
         if MASK == 1:
             key_mask = _key_mask(mask_base, columns, s_mn, Sk, True)
-            ks = tl.where(key_mask[:, None], k, 0.0).to(k.dtype)
-            vs = tl.where(key_mask[:, None], v, 0.0).to(v.dtype)
         for i0 in tl.range(lo, hi, BM):
             i0 = tl.multiple_of(i0, BM)
             i = i0 + tl.arange(0, BM)
             r = tl.minimum(i, Sq - 1)
             if WIDE:
                 r = r.to(tl.int64)
-            q = _load_rows(q_base, r, s_qm, i < Sq, D, BD, True)
-            lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq + i, i < Sq)
-            s = tl.dot(ks, tl.trans(q), input_precision=PRECISION) * qk_scale  # [BN, BM], base 2
+            q = _load_rows(q_base, r, s_qm, i < Sq, D, BD, False)
+            lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, i < Sq)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale  # [BN, BM], base 2
             ok = _visible(
                 i[None, :], columns[:, None], r[None, :], key_mask[:, None], mask_base, s_mm, s_mn,
                 length, Sk, MASK, CAUSAL, True,
             )  # fmt: skip
             p = tl.where(ok, tl.math.exp2(s - lse[None, :]), 0.0)
-            do = _load_rows(do_base, r, s_dm, i < Sq, DV, BDV, True)
-            dp = tl.dot(vs, tl.trans(do), input_precision=PRECISION)
+            do = _load_rows(do_base, r, s_dm, i < Sq, DV, BDV, False)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             z = p
             if DROPOUT:
                 keep = tl.trans(dropout_keep(seed, plane, i0, n0, threshold, BM, BN))
                 z = tl.where(keep, p, 0.0)
-                dp = tl.where(keep, dp * inv_keep, 0.0)
+                dp = tl.where(keep, dp, 0.0) * inv_keep
             dv = tl.dot(z.to(do.dtype), do, dv, PRECISION, out_dtype=ACC)
+            if MASK == 1:  # 0 * NaN: a hidden key or value may hold anything
+                dp = tl.where(key_mask[:, None], dp, 0.0)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, PRECISION, out_dtype=ACC)
     dk = dk * scale
@@ -432,7 +437,7 @@ def _backward_dq(
         r = r.to(tl.int64)
     q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, i < Sq, D, BD, False)
     do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, i < Sq, DV, BDV, False)
-    lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq + i, i < Sq)
+    lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, i < Sq)
     k_base = K + b * s_kb + g * s_kg
     v_base = V + b * s_vb + g * s_vg
     mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
@@ -456,10 +461,8 @@ def _backward_dq(
         key_mask = inside
         k = _load_rows(k_base, rows, s_kn, inside, D, BD, True)
         v = _load_rows(v_base, rows, s_vn, inside, DV, BDV, True)
-        if MASK == 1:  # 0 * NaN, in dS k and in do . v
+        if MASK == 1:  # 0 * NaN: a hidden key or value may hold anything
             key_mask = _key_mask(mask_base, rows, s_mn, Sk, True)
-            k = tl.where(key_mask[:, None], k, 0.0).to(k.dtype)
-            v = tl.where(key_mask[:, None], v, 0.0).to(v.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
         ok = _visible(
             i[:, None], rows[None, :], r[:, None], key_mask[None, :], mask_base, s_mm, s_mn,
@@ -469,7 +472,10 @@ def _backward_dq(
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             keep = dropout_keep(seed, plane, i0, n0, threshold, BM, BN)
-            dp = tl.where(keep, dp * inv_keep, 0.0)
+            dp = tl.where(keep, dp, 0.0) * inv_keep
+        if MASK == 1:
+            dp = tl.where(key_mask[None, :], dp, 0.0)
+            k = tl.where(key_mask[:, None], k, 0.0).to(k.dtype)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, PRECISION, out_dtype=ACC)
     dq = dq * scale
@@ -627,7 +633,7 @@ def backward(
     delta = torch.empty_like(lse)
     inputs = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:3])
     with on_device(query):
-        rows = call.tiles("dq").BM
+        rows = call.tiles("delta").BM
         blocks = triton.cdiv(call.q_length, rows) * call.batch * call.heads
         if blocks:
             _delta[(blocks,)](

@@ -1,0 +1,199 @@
+"""Training steps: of the copy task's model, and of an encoder layer of the base Transformer.
+
+`torch` is the same model with the same weights and plain torch modules in the place of attention,
+feed-forward and LayerNorm: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
+nn.Dropout, nn.LayerNorm. That both compute the same is checked, in evaluation, before the timing.
+It runs before each round of `auto`, in turn, and the ratio is the median over these pairs.
+
+On a CPU `auto` is to be no slower than `torch`, within 5%.
+
+FLOPs of the encoder layer: forward 2 for each weight and token, backward twice that; attention as
+in bench_attention.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastformer as ff
+from fastformer.copy_task import PAD, CopyData, Settings
+from fastformer.training import LabelSmoothing, SimpleLossCompute, make_optimizer
+
+GPU = torch.cuda.is_available()
+OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
+D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, like: ff.MultiHeadedAttention) -> None:
+        super().__init__()
+        self.h, self.p = like.h, like.dropout.p
+        self.linears = like.linears
+
+    def forward(self, query, key, value, mask):
+        q, k, v = (
+            linear(x).unflatten(2, (self.h, -1)).transpose(1, 2)
+            for linear, x in zip(self.linears, (query, key, value))
+        )
+        p = self.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1), p)
+        return self.linears[3](x.transpose(1, 2).flatten(2))
+
+
+def _plain_feed_forward(like: ff.PositionwiseFeedForward) -> nn.Module:
+    return nn.Sequential(like.w_1, nn.ReLU(), nn.Dropout(like.dropout.p), like.w_2)
+
+
+def _plain_norm(like: ff.LayerNorm) -> nn.Module:
+    norm = nn.LayerNorm(like.weight.shape[0], like.eps).to(like.weight)
+    norm.load_state_dict(like.state_dict())
+    return norm
+
+
+PLAIN = {
+    ff.MultiHeadedAttention: PlainAttention,
+    ff.PositionwiseFeedForward: _plain_feed_forward,
+    ff.LayerNorm: _plain_norm,
+}
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A copy of the model with plain torch modules in the place of fastformer's."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) in PLAIN:
+                setattr(parent, name, PLAIN[type(child)](child))
+    return model
+
+
+class TorchLayer(nn.Module):
+    """nn.TransformerEncoderLayer with the weights of ours, called as ours is."""
+
+    def __init__(self, like: ff.EncoderLayer) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            D_MODEL, HEADS, D_FF, P, layer_norm_eps=1e-6, batch_first=True, norm_first=True
+        )
+        linears, ours = like.self_attn.linears, like.feed_forward
+        self.layer.self_attn.in_proj_weight.data = torch.cat([m.weight for m in linears[:3]])
+        self.layer.self_attn.in_proj_bias.data = torch.cat([m.bias for m in linears[:3]])
+        pairs = {
+            self.layer.self_attn.out_proj: linears[3],
+            self.layer.linear1: ours.w_1,
+            self.layer.linear2: ours.w_2,
+            self.layer.norm1: like.sublayer[0].norm,
+            self.layer.norm2: like.sublayer[1].norm,
+        }
+        for theirs, source in pairs.items():
+            theirs.load_state_dict(source.state_dict())
+
+    def forward(self, x, mask):
+        return self.layer(x, src_key_padding_mask=~mask[:, 0])
+
+
+def _ran(backend, device):
+    """The backend that `auto` takes on the device."""
+    with ff.use_backend(backend):
+        return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
+
+
+def _measure_step(measure, provider, device, models, step, inputs, **figures):
+    """Measures step(model) of the provider's model, once that and the plain one agree."""
+    with torch.no_grad(), ff.use_backend(provider if provider in OURS else "auto"):
+        expected, actual = (models[name].eval()(*inputs) for name in ("torch", provider))
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < 50 * torch.finfo(expected.dtype).eps, f"{provider} differs by {error:.1e}"
+    for model in models.values():
+        model.train()
+
+    def call():
+        with ff.use_backend(provider if provider in OURS else "auto"):
+            step(models[provider])
+
+    measure(
+        call,
+        provider=provider,
+        backend=_ran(provider, device) if provider in OURS else None,
+        dtype=expected.dtype,
+        against=(lambda: step(models["torch"])) if provider == "auto" else None,
+        dropout_p=P,
+        **figures,
+    )
+
+
+@pytest.mark.parametrize("provider", [*OURS, "torch"])
+def test_copy_task(measure, device, provider):
+    settings = Settings(steps=1, device=device, dropout=P)
+    batch = next(iter(CopyData(settings)))
+    ours = settings.model()
+    models = {"torch": plain(ours), **dict.fromkeys(OURS, ours)}
+    criterion = LabelSmoothing(settings.vocab, PAD)
+    optimizers = {
+        model: make_optimizer(model.parameters(), settings.d_model)[0] for model in models.values()
+    }
+    inputs = (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+
+    def step(model):
+        loss = SimpleLossCompute(model.generator, criterion)(
+            model(*inputs), batch.tgt_y, batch.ntokens
+        )
+        optimizers[model].zero_grad()
+        loss.backward()
+        optimizers[model].step()
+
+    _measure_step(
+        measure,
+        provider,
+        device,
+        models,
+        step,
+        inputs,
+        group="copy task, a training step",
+        batch=settings.batch,
+        length=settings.length,
+        d_model=settings.d_model,
+        d_ff=settings.d_ff,
+        heads=settings.h,
+        layers=settings.N,
+    )
+
+
+@pytest.mark.parametrize("provider", [*OURS, "torch", "nn.TransformerEncoderLayer"])
+@pytest.mark.parametrize("length", [128, 512, 2048, 8192] if GPU else [128, 512])
+def test_encoder_layer(measure, device, dtype, batch, length, provider):
+    attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
+    feed_forward = ff.PositionwiseFeedForward(D_MODEL, D_FF, P)
+    ours = ff.EncoderLayer(D_MODEL, attention, feed_forward, P).to(device, dtype)
+    models = {"torch": plain(ours), **dict.fromkeys(OURS, ours)}
+    x = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype, requires_grad=True)
+    grad = torch.randn_like(x)
+    lengths = torch.linspace(length / 2, length, batch, device=device).int()
+    mask = (torch.arange(length, device=device) < lengths[:, None]).unsqueeze(1)  # [B, 1, S]
+    models["nn.TransformerEncoderLayer"] = TorchLayer(ours).to(device, dtype)
+
+    def step(model):
+        model.zero_grad()
+        model(x, mask).backward(grad)
+
+    valid = int(lengths.sum())
+    weights = 4 * D_MODEL**2 + 2 * D_MODEL * D_FF
+    _measure_step(
+        measure,
+        provider,
+        device,
+        models,
+        step,
+        (x, mask),
+        group=f"encoder layer S={length}, a training step",
+        flops=3 * 2 * weights * batch * length + 3.5 * 4 * length * valid * D_MODEL,
+        batch=batch,
+        length=length,
+        valid_keys=valid,
+        d_model=D_MODEL,
+        d_ff=D_FF,
+        heads=HEADS,
+    )

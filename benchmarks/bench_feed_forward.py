@@ -1,0 +1,65 @@
+"""feed_forward with relu and dropout 0.1 beside linear, relu, dropout, linear, which is what the
+tutorials write.
+
+FLOPs: 4 M d d_ff forward for M tokens (two products), twice that backward.
+Least bytes: forward x, y and both weights once; backward x, dy, dx, both weights and their
+gradients.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+
+GPU = torch.cuda.is_available()
+PROVIDERS = ["reference", *(["triton"] if GPU else []), "torch"]
+SEQUENCES = 8 if GPU else 1
+SIZES = [(512, 2048), (1024, 4096)]
+P = 0.1
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("d, d_ff", SIZES, ids=lambda n: str(n))
+def test_feed_forward(
+    measure, differentiated, request, device, dtype, length, d, d_ff, mode, provider
+):
+    if d > 512 and not GPU and not request.config.getoption("slow"):
+        pytest.skip("d = 1024 takes long on a CPU: needs --slow")
+
+    def parameter(*shape):  # of unit size after a product over the last dimension
+        x = torch.randn(*shape, device=device, dtype=dtype) / shape[-1] ** 0.5
+        return x.requires_grad_()
+
+    rows = SEQUENCES * length
+    x = torch.randn(rows, d, device=device, dtype=dtype, requires_grad=True)
+    w_1, b_1, w_2, b_2 = (
+        parameter(d_ff, d),
+        parameter(d_ff),
+        parameter(d, d_ff),
+        parameter(d),
+    )
+
+    def forward():
+        if provider == "torch":
+            hidden = F.dropout(F.relu(F.linear(x, w_1, b_1)), P)
+            return F.linear(hidden, w_2, b_2)
+        with ff.use_backend(provider):
+            return ff.feed_forward(x, w_1, b_1, w_2, b_2, "relu", P)
+
+    flops, nbytes = 4 * rows * d * d_ff, 2 * (x.nbytes + w_1.nbytes)
+    if mode == "forward+backward":
+        flops, nbytes = 3 * flops, nbytes + 3 * x.nbytes + 4 * w_1.nbytes
+    measure(
+        differentiated(forward, (x, w_1, b_1, w_2, b_2)),
+        group=f"feed_forward {d}->{d_ff} S={length} {mode}",
+        provider=provider,
+        dtype=dtype,
+        flops=flops,
+        nbytes=nbytes,
+        rows=rows,
+        length=length,
+        d=d,
+        d_ff=d_ff,
+        dropout_p=P,
+    )

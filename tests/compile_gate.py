@@ -1,0 +1,303 @@
+"""The compile gate: every shipped configuration, compiled for GPUs that need not be there.
+
+    python tests/compile_gate.py            prints the table
+    python tests/compile_gate.py --write    writes it to tests/compile_table.md
+
+test_compile.py asserts on the same facts. Speed is not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TABLE = HERE / "compile_table.md"
+WORKERS = 2
+SECONDS = 300  # a case that takes longer is killed
+
+# --------------------------------------------------------------------------------------- the cases
+
+Case = dict[str, Any]
+CASES: dict[str, Case] = {}  # by name: "sm_90 attention bf16 D=64 causal, dropout"
+
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "lengths": {"lengths": True},
+    "key mask": {"mask": "key"},
+    "2-D mask": {"mask": "2d"},
+    "2-D mask, causal, lengths": {"mask": "2d", "causal": True, "lengths": True},
+}
+
+
+def _attention(
+    arch: str, dtype: str, dims: tuple[int, ...], masks: list[str], dropout: list[bool]
+) -> None:
+    for d in dims:
+        for mask in masks:
+            for drop in dropout:
+                name = f"{arch} attention {dtype} D={d} {mask}" + ", dropout" * drop
+                flags = {"mask": "", "causal": False, "lengths": False, **MASKS[mask]}
+                CASES[name] = dict(
+                    arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop, **flags
+                )
+
+
+def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
+    for n in widths:
+        for u in unbiased:
+            name = f"{arch} layer_norm {dtype} N={n}" + " unbiased" * u
+            CASES[name] = dict(arch=arch, op="layer_norm", dtype=dtype, n=n, unbiased=u)
+
+
+def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[bool]) -> None:
+    for activation in activations:
+        for drop in dropout:
+            name = f"{arch} feed_forward {dtype} {activation}" + ", dropout" * drop
+            CASES[name] = dict(
+                arch=arch,
+                op="feed_forward",
+                dtype=dtype,
+                d=1024,
+                activation=activation,
+                dropout=drop,
+            )
+
+
+_EVERY = "2-D mask, causal, lengths"
+_attention("sm_90", "bf16", (64, 128, 256), list(MASKS), [False, True])
+_attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
+_attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
+_attention("sm_90", "fp32", (64, 128), ["causal"], [False])
+_layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
+_layer_norm("sm_90", "bf16", (512, 16384), [True])
+_layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
+_feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
+_feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
+for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
+    if _arch != "gfx90a":
+        _attention(_arch, "bf16", (128,), ["causal"], [False])
+        _attention(_arch, "bf16", (64, 128, 256), ["key mask"], [True])
+    _attention(_arch, "bf16", (64, 128, 256), [_EVERY], [True])
+    _attention(_arch, "fp32", (64, 128, 256), [_EVERY], [True])
+    _layer_norm(_arch, "bf16", (8192, 16384), [False])
+    _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
+    _feed_forward(_arch, "fp32", ["gelu"], [True])
+
+# Spills that are known and stay: part of a case's name, of a kernel's, bytes.
+#   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
+#   bf16 at D=256: two or four registers, against half the queries in a tile.
+KNOWN_SPILLS = (
+    ("attention fp32 D=256", "", 900),
+    ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv", 16),
+)
+
+
+def problems(name: str, answer: dict[str, Any]) -> list[str]:
+    """What is wrong with a compiled case, in words."""
+    if "error" in answer:
+        return [answer["error"]]
+    case, found = CASES[name], []
+    cuda, single = not case["arch"].startswith("gfx"), case["dtype"] == "fp32"
+    for record in answer["records"]:
+        kernel = record["kernel"]
+
+        def say(text: str, kernel: str = kernel) -> None:
+            found.append(f"{kernel}: {text}")
+
+        known = [n for part, of_kernel, n in KNOWN_SPILLS if part in name and of_kernel in kernel]
+        if record["spill"] > max(known, default=0):
+            say(f"{record['spill']} bytes of spill")
+        if record["serialised"]:
+            say(f"wgmma is serialised, {' '.join(record['serialised'])}")
+        if record["shared"] > answer["limit"]:
+            say(f"{record['shared']} bytes of shared memory, the limit is {answer['limit']}")
+        if record["tensor_memory"] > 512:
+            say(f"{record['tensor_memory']} columns of tensor memory, there are 512")
+        if record["f64"]:
+            say("float64 arithmetic")
+        if not record["vectors"]:
+            say("no load of 16 bytes")
+        if case["op"] == "attention" and record["largest"] >= case["length"] ** 2:
+            say(f"an argument has {record['largest']} elements, Sq * Sk, and is not the mask")
+        if not record["dots"]:
+            continue
+        if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma":
+            say(f"the matrix instruction is {record['matrix']}")
+        if record["matrix"] == "-":
+            say("no matrix instruction")
+        if cuda and record["stages"] > 1 and record["asynchronous"] == "-":
+            say("no asynchronous copies, with more than one stage")
+        if single and record["precision"] != ("tf32x3" if cuda else "ieee"):
+            say(f"float32 products by {record['precision']}")
+        if single and cuda and record["products"] < 3:
+            say(f"{record['products']} tf32 products for a float32 one")
+    return found
+
+
+# ------------------------------------------------------------------------------------ the workers
+
+
+class Worker:
+    """A process that compiles; started again when a compile takes it down."""
+
+    process: subprocess.Popen[str] | None = None
+    errors: Any = None
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        if self.process is None:
+            self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it outlives this call
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "compile_worker.py")],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            )  # fmt: skip
+        timer = threading.Timer(SECONDS, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(json.dumps(case) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        timer.cancel()
+        if line:
+            return json.loads(line)
+        self.process.kill()
+        status, self.process = self.process.wait(), None
+        self.errors.seek(0)
+        return dict(error=f"the process died, status {status}: {self.errors.read()[-1000:]}")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[str, Any]]:
+    """The worker's answer to each case: {"records", "limit", "seconds"} or {"error"}."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in cases:
+        waiting.put(name)
+    answers: dict[str, dict[str, Any]] = {}
+
+    def work() -> None:
+        worker = Worker()
+        while True:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                break
+            answers[name] = worker.ask(cases[name])
+            if progress:
+                progress(name, answers[name])
+        worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: answers[name] for name in cases}
+
+
+# -------------------------------------------------------------------------------------- the table
+
+HEADER = """\
+# What the compilers make of the kernels
+
+Triton {version}. Written by `python tests/compile_gate.py --write`, checked by `test_compile.py`.
+A kernel stands under the first case that launches it. Spill: bytes a thread, stores and loads
+together. Shared: bytes a block. Serialised: ptxas warns that it runs the wgmma one by one.
+
+| case | kernel | blocks, warps, stages | registers | spill | serialised | shared | instructions |
+|---|---|---|---|---|---|---|---|
+"""
+Rows = dict[tuple[str, str], list[str]]
+
+
+def rows(answers: dict[str, dict[str, Any]]) -> Rows:
+    """By case and kernel: the other columns."""
+    seen, table = set(), {}
+    for name, answer in answers.items():
+        for r in answer.get("records", []):
+            if (r["hash"], CASES[name]["arch"]) in seen:
+                continue
+            seen.add((r["hash"], CASES[name]["arch"]))
+            instructions = [r[kind] for kind in ("matrix", "asynchronous") if r[kind] != "-"]
+            table[name, r["kernel"]] = [
+                f"{r['blocks']} w{r['warps']}" + (f" s{r['stages']}" if r["stages"] else ""),
+                str(r["registers"]),
+                str(r["spill"]),
+                " ".join(r["serialised"]) or "-",
+                str(r["shared"]),
+                ", ".join(instructions) or "-",
+            ]
+    return table
+
+
+def written(version: str, table: Rows) -> str:
+    lines = ("| " + " | ".join((*key, *row)) + " |\n" for key, row in table.items())
+    return HEADER.format(version=version) + "".join(lines)
+
+
+def committed() -> tuple[str, Rows]:
+    """The Triton version and the rows of compile_table.md."""
+    text = TABLE.read_text()
+    lines = [line.strip("| ").split(" | ") for line in text.split("|---|\n")[1].splitlines()]
+    return text.split("Triton ")[1].split(". ")[0], {(a, b): row for a, b, *row in lines}
+
+
+def differences(new: Rows, old: Rows) -> list[str]:
+    """How cases, spills and serialisations of two tables differ, in words."""
+    missing = [f"{' '.join(key)}: not in compile_table.md" for key in new.keys() - old.keys()]
+    gone = [f"{' '.join(key)}: only in compile_table.md" for key in old.keys() - new.keys()]
+    changed = [
+        f"{' '.join(key)}: {column} {new[key][i]}, in compile_table.md {old[key][i]}"
+        for key in new.keys() & old.keys()
+        for i, column in ((2, "spill"), (3, "serialised"))
+        if new[key][i] != old[key][i]
+    ]
+    return sorted(missing + gone + changed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write tests/compile_table.md")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the cases whose name contains TEXT"
+    )
+    options = parser.parse_args()
+    cases = {name: case for name, case in CASES.items() if options.only in name}
+    started = time.time()
+
+    def progress(name: str, answer: dict[str, Any]) -> None:
+        seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
+        print(seconds, name, file=sys.stderr)
+
+    answers = compile_all(cases, progress)
+    table = rows(answers)
+    text = written(metadata.version("triton"), table)
+    print(text)
+    wrong = [f"{name}: {problem}" for name in cases for problem in problems(name, answers[name])]
+    print(*wrong, sep="\n")
+    seconds = sum(answer.get("seconds", 0) for answer in answers.values())
+    print(
+        f"{len(cases)} cases, {len(table)} kernels, {len(wrong)} problems, "
+        f"{seconds:.0f} s of processor"
+    )
+    if options.write and not options.only:
+        TABLE.write_text(text)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Compiles what a call of an op launches, for a GPU that need not be there. One JSON line each:
+a case in, facts out.
+
+The launchers of kernels/*.py run on meta tensors. Triton's own run() derives signature, constants
+and alignment from their arguments and compiles for the target that a stand-in driver names, without
+launching: nothing here repeats what the package launches. compile_gate.py starts this file as a
+process of its own, because a compile can die in an assert and because Triton's interpreter, once
+chosen, holds for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache" / "triton"
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
+os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from fastformer.kernels import attention, feed_forward, layer_norm  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+# The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
+TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
+    "sm_80": (GPUTarget("cuda", 80, 32), "sm_80", 166912),
+    "sm_89": (GPUTarget("cuda", 89, 32), "sm_86", 101376),
+    "sm_90": (GPUTarget("cuda", 90, 32), "sm_90", 232448),
+    "sm_100": (GPUTarget("cuda", 100, 32), "sm_100", 232448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), "gfx942", 65536),
+    # two that have no row of their own, with the least that such a GPU has
+    "other": (GPUTarget("cuda", 80, 32), "other", 101376),
+    "gfx90a": (GPUTarget("hip", "gfx90a", 64), "other", 65536),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Driver:
+    """What Triton asks of a driver to compile: each target is a device of its own."""
+
+    target: GPUTarget
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> Any:
+        return self.target.backend, self.target.arch
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+# ------------------------------------------------------------------------------- reading a kernel
+
+
+def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return dict(
+        registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
+        spill=sum(map(int, spills)),
+        serialised=sorted(set(re.findall(r"C75\d\d", log))),
+        matrix=next((m for m in ("tcgen05.mma", "wgmma", "mma.sync") if m in ptx), "-"),
+        asynchronous=next((c for c in ("cp.async.bulk", "cp.async") if c in ptx), "-"),
+        vectors=bool(
+            re.search(r"ld\.global\S*\.v(4|8)\.b32|ld\.global\S*\.v(2|4)\.b64", ptx)
+            or re.search(r"cp\.async\.cg\.shared\.global.*, 0x10", ptx)
+        ),
+        f64=".f64" in ptx,
+    )
+
+
+def read_amd(kernel: Any) -> dict[str, Any]:
+    text = kernel.asm["amdgcn"]
+
+    def number(field: str) -> int:
+        return max(map(int, re.findall(rf"\.{field}:\s+(\d+)", text)))
+
+    return dict(
+        registers=number("vgpr_count"),
+        spill=number(
+            "private_segment_fixed_size"
+        ),  # what is "spilled" to other registers is not in it
+        serialised=[],
+        matrix="mfma" if "v_mfma" in text else "-",
+        asynchronous="-",
+        vectors=bool(re.search(r"(global|buffer)_load_dwordx4", text)),
+        f64=bool(re.search(r"v_(add|mul|fma|mfma\w*)_f64", text)),
+    )
+
+
+def read_products(kernel: Any) -> dict[str, Any]:
+    """How float32 operands are to be multiplied, and how many products each such dot has become."""
+    dots = re.findall(r"tt\.dot .*", kernel.asm["ttir"])
+    singles = [dot for dot in dots if "xf32> * " in dot]
+    if not singles:
+        return dict(dots=len(dots))
+    named = {found[1] for dot in singles if (found := re.search(r"inputPrecision = (\w+)", dot))}
+    instructions = r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) "
+    products = len(re.findall(instructions, kernel.asm["ttgir"])) / len(dots)
+    return dict(dots=len(dots), precision=" ".join(sorted(named)) or "ieee", products=products)
+
+
+# --------------------------------------------------------------------------- recording launches
+
+
+class Recorder:
+    """Stands in for the launch: compiles, and notes what was compiled."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.records: list[dict[str, Any]] = []
+        self.facts: dict[str, dict[str, Any]] = {}
+        driver.set_active(self.driver)
+        self.run_jit, self.compile = JITFunction.run, triton.compiler.compile
+        recorder = self
+
+        def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            kernel = recorder.run_jit(function, *args, grid=grid, warmup=True, **options)
+            recorder.note(function, kernel, args, options)
+
+        JITFunction.run = run
+        triton.compiler.compile = self.compile_and_read
+
+    def compile_and_read(self, source: Any, target: Any = None, **options: Any) -> Any:
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = self.compile(source, target=target, **options)
+        kept = Path(os.environ["TRITON_CACHE_DIR"]) / f"{kernel.hash}.ptxas"
+        if log.getvalue():
+            kept.write_text(log.getvalue())
+        elif kept.exists():
+            log.write(kept.read_text())
+        elif target.backend == "cuda":  # Triton's cache knows it, but not from here
+            os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+            try:
+                return self.compile_and_read(source, target, **options)
+            finally:
+                del os.environ["TRITON_ALWAYS_COMPILE"]
+        facts = (
+            read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
+        )
+        self.facts[kernel.hash] = {**facts, **read_products(kernel)}
+        return kernel
+
+    def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
+        blocks = {name: options[name] for name in ("BM", "BN", "BK", "BLOCK") if name in options}
+        self.records.append(
+            dict(
+                kernel=function.fn.__name__.lstrip("_"),
+                hash=kernel.hash,
+                blocks="x".join(map(str, blocks.values())),
+                warps=kernel.metadata.num_warps,
+                stages=options.get("num_stages", 0),
+                shared=kernel.metadata.shared,
+                tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+                largest=self.largest_argument(args),
+                **self.facts[kernel.hash],
+            )
+        )
+
+    def largest_argument(self, args: tuple[Any, ...]) -> int:
+        """Elements of memory behind the largest tensor that is not the mask given."""
+        return max(
+            a.untyped_storage().nbytes() // a.element_size()
+            for a in args
+            if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata != self.mask
+        )
+
+    mask = None
+
+
+# -------------------------------------------------------------------------------------- the calls
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
+    batch, heads, groups, length = 2, 4, case.get("groups", 4), case["length"]
+    dtype, d = DTYPES[case["dtype"]], case["d"]
+    query, key, value = (empty(batch, n, length, d, dtype=dtype) for n in (heads, groups, groups))
+    masks = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
+    mask = empty(*masks[case["mask"]], dtype=torch.bool) if case["mask"] else None
+    recorder.mask = None if mask is None else mask.untyped_storage()._cdata
+    arguments = (
+        query, key, value, mask, 0.1 if case["dropout"] else 0.0, case["causal"], d**-0.5, True,
+        empty(batch, dtype=torch.int32) if case["lengths"] else None,
+        empty((), dtype=torch.int64) if case["dropout"] else None,
+    )  # fmt: skip
+    output, lse = attention.forward(*arguments)
+    attention.backward(empty(*output.shape, dtype=dtype), *arguments, output, lse, [True] * 3)
+
+
+def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    x, weight, bias = empty(4096, n, dtype=dtype), empty(n, dtype=dtype), empty(n, dtype=dtype)
+    arguments = (x, (n,), weight, bias, 1e-5, case["unbiased"])
+    output, mean, reciprocal = layer_norm.forward(*arguments)
+    layer_norm.backward(torch.empty_like(output), *arguments, mean, reciprocal, [True] * 3)
+
+
+def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
+    d, width, dtype = case["d"], 4 * case["d"], DTYPES[case["dtype"]]
+    x, w_1, b_1 = (
+        empty(8, 512, d, dtype=dtype),
+        empty(width, d, dtype=dtype),
+        empty(width, dtype=dtype),
+    )
+    w_2, b_2 = empty(d, width, dtype=dtype), empty(d, dtype=dtype)
+    seed = empty((), dtype=torch.int64) if case["dropout"] else None
+    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], 0.1 if case["dropout"] else 0.0, seed)
+    output, saved = feed_forward.forward(*arguments)
+    feed_forward.backward(torch.empty_like(output), *arguments, saved, [True] * 5)
+
+
+CALLS = {
+    "attention": (attention, call_attention),
+    "layer_norm": (layer_norm, call_layer_norm),
+    "feed_forward": (feed_forward, call_feed_forward),
+}
+
+
+def processor_seconds() -> float:
+    """Of this process and of ptxas, its child."""
+    return sum(os.times()[:4])
+
+
+def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
+    target, row, limit = TARGETS[case["arch"]]
+    recorder.driver.target, recorder.records, recorder.mask = target, [], None
+    module, call = CALLS[case["op"]]
+    module.architecture = lambda device: row
+    torch.version.hip = "stand-in" if target.backend == "hip" else None
+    started = processor_seconds()
+    try:
+        call(case, recorder)
+    except Exception:
+        return dict(error=traceback.format_exc())
+    return dict(records=recorder.records, limit=limit, seconds=processor_seconds() - started)
+
+
+def main() -> None:
+    recorder = Recorder()
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # what Triton prints is no reply
+    for line in sys.stdin:
+        print(json.dumps(answer(recorder, json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Every shipped configuration compiles for its architecture, into what it should."""
+
+from importlib import metadata
+
+import compile_gate
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return compile_gate.compile_all(compile_gate.CASES)
+
+
+@pytest.mark.parametrize("name", compile_gate.CASES)
+def test_case(answers, name):
+    problems = compile_gate.problems(name, answers[name])
+    assert not problems, "\n".join(problems)
+
+
+def test_committed_table(answers):
+    """compile_table.md is what the compiler says now: a changed kernel shows in a diff."""
+    version, committed = compile_gate.committed()
+    if version != metadata.version("triton"):
+        pytest.skip(f"the table is of Triton {version}")
+    differences = compile_gate.differences(compile_gate.rows(answers), committed)
+    assert not differences, "\n".join(
+        [*differences, "if that is meant: python tests/compile_gate.py --write"]
+    )

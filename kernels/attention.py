@@ -1,4 +1,5 @@
-"""Scaled dot-product attention, tiled (Dao 2023, "FlashAttention-2"), with masks, key lengths, causality and dropout.
+"""Scaled dot-product attention, tiled (Dao 2023, "FlashAttention-2"), with masks, key lengths,
+causality and dropout.
 
 Forward, for query i of one (batch, head):
     s_ij = scale * q_i . k_j      where i may see j, else -inf
@@ -8,11 +9,11 @@ Backward, from do:
     delta_i = do_i . o_i          dP_ij = Z_ij do_i . v_j        dS_ij = P_ij (dP_ij - delta_i)
     dq_i = scale sum_j dS_ij k_j  dk_j = scale sum_i dS_ij q_i   dv_j = sum_i P_ij Z_ij do_i
 
-Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV]; head h reads key-value head h // (H/G).
-Any dtype in and out, products and sums in float32 (float64 for float64). Saved: the inputs, the output, lse [B,H,Sq]
-(natural logarithm, -inf for a row that sees nothing). Recomputed: S, P and the dropout mask, a function of
-(seed, b, h, i, j). Nothing of size Sq x Sk is stored.
-FLOPs: 4 B H Sq Sk D forward, 2.5 times that backward; least bytes: q, k, v, o once forward.
+Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV]; head h reads
+key-value head h // (H/G). Any dtype in and out, products and sums in float32 (float64 for float64).
+Saved: the inputs, the output, lse [B,H,Sq] (natural logarithm, -inf for a row that sees nothing).
+Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size Sq x Sk is
+stored. FLOPs: 4 B H Sq Sk D forward, 2.5 times that backward; least bytes: q, k, v, o once forward.
 A row that sees nothing gives zeros. Deterministic: each gradient tile has one owner, no atomics.
 """
 
@@ -54,8 +55,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to 32, 64, 128 and 256.
-# Registers, spills and shared memory of each stand in tests/compile_table.md.
+# Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to
+# 32, 64, 128 and 256. Registers, spills and shared memory of each stand in tests/compile_table.md.
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     ("forward", 16): {
@@ -110,9 +111,10 @@ CONFIGURATIONS = {
 def configuration(
     kernel: str, arch: str, dtype: torch.dtype, head_block: int, q_length: int, k_length: int
 ) -> Tiles:
-    """The tiles of a kernel, a pure function of architecture, dtype, padded head dim and lengths."""
-    if arch == "interpreter":  # few programs, no larger than the work: each operation has a fixed cost
-        return Tiles(*(min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length)), 4, 1)
+    """The tiles of a kernel: a function of architecture, dtype, padded head dim and lengths."""
+    if arch == "interpreter":  # few programs, no larger than the work: an operation's cost is fixed
+        BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
+        return Tiles(BM, BN, 4, 1)
     if kernel == "delta":  # 16 elements a thread
         return Tiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
@@ -124,10 +126,10 @@ def configuration(
 
 
 @triton.jit
-def _load_rows(
-    base, rows, stride, ok, D: tl.constexpr, BD: tl.constexpr, GUARD: tl.constexpr
-):
-    """Rows of a matrix [.., D] as a tile [rows, BD], zero past D, and where `ok` is False if GUARD."""
+def _load_rows(base, rows, stride, ok, D: tl.constexpr, BD: tl.constexpr, GUARD: tl.constexpr):
+    """Rows of a matrix [.., D] as a tile [rows, BD], zero past D, and where `ok` is False if
+    GUARD.
+    """
     d = tl.arange(0, BD)
     pointers = base + (rows[:, None] * stride + d[None, :])
     if GUARD and BD != D:
@@ -163,10 +165,11 @@ def _visible(
     i, j, r, key_mask, mask_base, s_mm, s_mn, length, Sk,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Whether query i may see key j, on indices that are already broadcast against each other (either way round).
+    """Whether query i may see key j, on indices that are already broadcast against each other
+    (either way round).
 
-    r is i, clamped to the rows there are and counted from the row that mask_base points to. Without EDGE the whole tile lies
-    inside the length and below the diagonal.
+    r is i, clamped to the rows there are and counted from the row that mask_base points to. Without
+    EDGE the whole tile lies inside the length and below the diagonal.
     """
     ok = j < length
     if MASK == 1:
@@ -324,7 +327,9 @@ def _delta(
 
 @triton.jit
 def _row_statistics(LSE, DELTA, plane_start, i, ok):
-    """(lse in base 2, delta) of the rows; +inf, whose P is zero, for rows past the end and for those that see nothing."""
+    """(lse in base 2, delta) of the rows; +inf, whose P is zero, for rows past the end and for
+    those that see nothing.
+    """
     lse = tl.load(LSE + plane_start + i, mask=ok, other=float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
     return lse, tl.load(DELTA + plane_start + i, mask=ok, other=0.0)
@@ -339,7 +344,9 @@ def _backward_dkdv(
     BN: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BN keys of one (batch, key-value head) and walks the queries of its heads, in S^T = k q^T."""
+    """One program owns BN keys of one (batch, key-value head) and walks the queries of its heads,
+    in S^T = k q^T.
+    """
     blocks = tl.cdiv(Sk, BN)
     pair = tl.program_id(0) // blocks
     n0 = tl.program_id(0) % blocks * BN
@@ -486,7 +493,9 @@ def _backward_dq(
 
 
 def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
-    """An empty [B, heads, S, width] with the memory order of x, so that [B, S, H, D] behind a transpose stays one."""
+    """An empty [B, heads, S, width] with the memory order of x, so that [B, S, H, D] behind a
+    transpose stays one.
+    """
     batch, _, length, _ = x.shape
     if x.shape[1] > 1 and x.stride(1) < x.stride(2):
         return x.new_empty(batch, length, heads, width).transpose(1, 2)
@@ -499,7 +508,9 @@ def _spans_int32(*tensors: Tensor) -> bool:
 
 
 class _Call:
-    """What the launchers of one call share: the mask as strides and kind, the constants of the kernels."""
+    """What the launchers of one call share: the mask as strides and kind, the constants of the
+    kernels.
+    """
 
     def __init__(
         self,
@@ -517,10 +528,10 @@ class _Call:
         self.arch = architecture(query.device)
         self.dtype = query.dtype
         self.head_block = max(16, next_power_of_2(max(dim, width)))
-        kind, mask, mask_strides = 0, query, (0, 0, 0, 0)
+        kind, mask, mask_strides = 0, query, [0, 0, 0, 0]
         if attn_mask is not None:
             full = attn_mask.expand(self.batch, self.heads, self.q_length, self.k_length)
-            mask, mask_strides = full.view(torch.uint8), full.stride()
+            mask, mask_strides = full.view(torch.uint8), list(full.stride())
             kind = 1 if full.stride(2) == 0 or self.q_length == 1 else 2
         threshold, inv_keep = dropout_arguments(dropout_p)
         wide = _spans_int32(query, key, value)
@@ -554,7 +565,9 @@ class _Call:
         return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths)
 
     def launch(self, kernel: str, function: object, rows: bool, *arguments: object) -> None:
-        """Starts a kernel over the query blocks of every head, or over the key blocks of every key-value head."""
+        """Starts a kernel over the query blocks of every head, or over the key blocks of every
+        key-value head.
+        """
         tiles = self.tiles(kernel)
         blocks = (
             triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
@@ -577,8 +590,9 @@ def _fake(
 
 
 @register(
-    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
-    "bool is_causal, float scale, bool enable_gqa, Tensor? key_lengths, Tensor? dropout_seed) "
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+    "float dropout_p, bool is_causal, float scale, bool enable_gqa, Tensor? key_lengths, "
+    "Tensor? dropout_seed) "
     "-> (Tensor output, Tensor lse)",
     _fake,
 )
@@ -612,9 +626,10 @@ def _fake_backward(
 
 
 @register(
-    "scaled_dot_product_attention_backward(Tensor grad_output, Tensor query, Tensor key, Tensor value, "
-    "Tensor? attn_mask, float dropout_p, bool is_causal, float scale, bool enable_gqa, Tensor? key_lengths, "
-    "Tensor? dropout_seed, Tensor output, Tensor lse, bool[] needs) "
+    "scaled_dot_product_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
+    "Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float scale, "
+    "bool enable_gqa, Tensor? key_lengths, Tensor? dropout_seed, Tensor output, Tensor lse, "
+    "bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     _fake_backward,
 )
@@ -631,7 +646,12 @@ def backward(
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, key_lengths, dropout_seed)
     call.dims["WIDE"] = call.dims["WIDE"] or _spans_int32(grad_output, output)
     delta = torch.empty_like(lse)
-    inputs = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:3])
+    inputs = (
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *grad_output.stride()[:3],
+    )
     with on_device(query):
         rows = call.tiles("delta").BM
         blocks = triton.cdiv(call.q_length, rows) * call.batch * call.heads

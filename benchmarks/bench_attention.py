@@ -150,8 +150,7 @@ def _flex(case, lengths, length):
     def forward(q, k, v):
         if not (case.padded or case.causal):
             return attend(q, k, v)
-        heads_or_one = 1  # the mask is the same for all heads
-        sizes = (len(lengths) if case.padded else 1, heads_or_one, length, length)
-        return attend(q, k, v, block_mask=build(visible, *sizes, device=q.device))
+        mask = build(visible, len(lengths), 1, length, length, device=q.device)  # for all heads
+        return attend(q, k, v, block_mask=mask)
 
     return forward

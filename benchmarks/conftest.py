@@ -35,11 +35,13 @@ THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # the t
 OURS = ("auto", "reference", "triton")
 TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batch size follows
 
-SECONDS, ROUNDS, SHORTEST = 0.2, (5, 100), 1e-3  # for a measurement; its rounds; of a round
+SECONDS, SHORTEST = 0.2, 1e-3  # for a measurement, and of one of its rounds
+ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 11, 100  # at least; at least beside a peer; at most
 L2_BYTES = 256 << 20  # more than any GPU's second-level cache
 
 NOTES = [
-    "x torch, x best: the time of torch's own op, of the best peer, over this one's",
+    "x torch, x best: the time of torch's own op, and of the best peer, over this one's",
+    "x torch of auto: the median over pairs of rounds, run in turn",
     "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run",
 ]
 if HAS_GPU:
@@ -98,6 +100,8 @@ def poisoned_empty():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    if HAS_GPU:
+        torch.cuda.empty_cache()  # the graphs' private pools among it
 
 
 @pytest.fixture
@@ -140,8 +144,8 @@ def measure(benchmark, device):
         provider: who does it; backend: what that turned out to run on, where it chooses.
         flops, nbytes: of one call; the formula stands in the benchmark. 0 leaves the figure out.
         dtype: of the call; the roof is measured in it.
-        against: the peer's call, run before each round in turn, for a ratio that a change of the
-            machine's speed does not touch.
+        against: the peer's call, run before each round: the ratio of such pairs does not see that a
+            machine's speed changes from minute to minute.
         shape: the sizes, as they shall be recorded.
     """
 
@@ -155,7 +159,7 @@ def measure(benchmark, device):
         if benchmark.disabled:
             benchmark(call)
             return
-        info["peak_mib"] = round(_peak_bytes(call, device) / 2**20, 2)
+        info["peak_mib"] = _peak_bytes(call, device) / 2**20
         if against is not None:
             against()
         peer_times = []
@@ -166,8 +170,8 @@ def measure(benchmark, device):
 
         estimate = _seconds(call)
         loops = 1 if against is not None else math.ceil(SHORTEST / estimate)
-        per_round = estimate * loops * (1 if against is None else 2)
-        rounds = min(max(int(SECONDS / per_round), ROUNDS[0]), ROUNDS[1])
+        least = ROUNDS if against is None else ROUNDS_IN_TURN
+        rounds = min(max(int(SECONDS / (estimate * loops)), least), MOST_ROUNDS)
         setup = None if against is None else before
         benchmark.pedantic(call, setup=setup, rounds=rounds, iterations=loops)
 
@@ -179,14 +183,14 @@ def measure(benchmark, device):
         if peer_times:
             own_times = benchmark.stats.stats.data
             ratios = [peer / own for peer, own in zip(peer_times, own_times)]
-            info["times_torch_interleaved"] = round(statistics.median(ratios), 3)
+            info["x_torch_in_turn"] = statistics.median(ratios)
         if flops:
-            info["tflops"] = round(flops / seconds / 1e12, 4)
+            info["tflops"] = flops / seconds / 1e12
         if nbytes:
-            info["gb_per_s"] = round(nbytes / seconds / 1e9, 2)
+            info["gb_per_s"] = nbytes / seconds / 1e9
         if flops or nbytes:
             peak, bandwidth = _roof(device, dtype)
-            info["of_roof"] = round(max(flops / peak, nbytes / bandwidth) / seconds, 4)
+            info["of_roof"] = max(flops / peak, nbytes / bandwidth) / seconds
             info["roof_tflops"], info["roof_gb_per_s"] = peak / 1e12, bandwidth / 1e9
 
     return run
@@ -338,11 +342,11 @@ def _lines(rows):
             name += f" ({row['backend']})"
         to_torch = times["torch"] / ms if "torch" in times else None
         cells = [
-            f"{ms:.3f}",
+            ms,
             row.get("tflops"),
             row.get("gb_per_s"),
             row["peak_mib"],
-            row.get("times_torch_interleaved", to_torch),
+            row.get("x_torch_in_turn", to_torch),
             min(peers) / ms if peers else None,
             row.get("of_roof"),
         ]
@@ -352,4 +356,4 @@ def _lines(rows):
 def _cell(value):
     if value is None:
         return "-"
-    return value if isinstance(value, str) else f"{value:.{2 if value < 100 else 0}f}"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -9,7 +9,6 @@ The environment variable FASTFORMER_BACKEND sets the default, `use_backend` the 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import logging
@@ -29,6 +28,7 @@ BACKENDS = ("auto", "triton", "reference")
 # GPU models on which a run of the whole suite is committed under benchmarks/results.
 VERIFIED_GPUS: tuple[str, ...] = ()
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # which does not import it
 _log = logging.getLogger("fastformer")
 _logged: set[tuple[str, str]] = set()
 
@@ -130,13 +130,6 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     raise AssertionError(f"{op} returned without a dispatch")
 
 
-@functools.cache
-def _missing_triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None
-
-
 def _load(op: str) -> ModuleType:
     """The kernel file of an op, imported at its first use and triton with it."""
     if op not in _kernels:
@@ -148,9 +141,8 @@ def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str |
     """Why the Triton kernel of `op` cannot run this call, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
-    reason = _missing_triton()
-    if reason is not None:
-        return reason
+    if not _HAS_TRITON:
+        return "triton is not installed"
     kernels = _load(op)
     if device.type == "cpu" and not kernels.INTERPRETED:
         return (

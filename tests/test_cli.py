@@ -100,7 +100,7 @@ def test_the_command_on_record_gives_the_same_runs(tmp_path):
 
 
 def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(backends, "_missing_triton", lambda: "triton is not installed")
+    monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert copied("--steps", "1") == 0
     printed = capsys.readouterr().out
     assert "The triton run is left out: " in printed and "triton is not installed" in printed
@@ -180,7 +180,7 @@ def test_info_has_an_example_of_every_op():
 
 
 def test_info_under_another_backend(capsys, monkeypatch):
-    monkeypatch.setattr(backends, "_missing_triton", lambda: "triton is not installed")
+    monkeypatch.setattr(backends, "_HAS_TRITON", False)
     with fastformer.use_backend("triton"):
         assert cli.main(["info"]) == 0
     assert (

@@ -8,14 +8,14 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this folder
     __path__.append(str(_here.parent))
 
-from fastformer.backends import current_backend, explain, use_backend  # noqa: E402
-from fastformer.decoding import greedy_decode  # noqa: E402
-from fastformer.functional import (  # noqa: E402
+from fastformer.backends import current_backend, explain, use_backend
+from fastformer.decoding import greedy_decode
+from fastformer.functional import (
     feed_forward,
     layer_norm,
     scaled_dot_product_attention,
 )
-from fastformer.modules import (  # noqa: E402
+from fastformer.modules import (
     Embeddings,
     LayerNorm,
     MultiHeadedAttention,
@@ -25,7 +25,7 @@ from fastformer.modules import (  # noqa: E402
     attention,
     clones,
 )
-from fastformer.training import (  # noqa: E402
+from fastformer.training import (
     Batch,
     LabelSmoothing,
     SimpleLossCompute,
@@ -33,7 +33,7 @@ from fastformer.training import (  # noqa: E402
     rate,
     run_epoch,
 )
-from fastformer.transformer import (  # noqa: E402
+from fastformer.transformer import (
     Decoder,
     DecoderLayer,
     Encoder,

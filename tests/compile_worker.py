@@ -27,12 +27,12 @@ os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from fastformer.kernels import attention, feed_forward, layer_norm  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import torch
+import triton
+from fastformer.kernels import attention, feed_forward, layer_norm
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {

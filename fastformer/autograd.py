@@ -52,22 +52,21 @@ class _Pair:
 _pairs: dict[str, _Pair] = {}
 
 
-def _pair(op: str) -> _Pair:
-    if op not in _pairs:
-        _pairs[op] = _Pair(op)
-    return _pairs[op]
+def pair(op: str) -> None:
+    """Reads the schemas of an op, once it is registered."""
+    _pairs[op] = _Pair(op)
 
 
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(op: str, *args: Any) -> tuple[Tensor, ...]:
-        outputs = _pair(op).forward(*args)
+        outputs = _pairs[op].forward(*args)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         op, *args = inputs
-        pair = _pair(op)
+        pair = _pairs[op]
         ctx.op = op
         saved = [args[i] for i in pair.from_arguments] + [output[i] for i in pair.from_outputs]
         ctx.save_for_backward(*[x for x in saved if isinstance(x, Tensor)])
@@ -78,7 +77,7 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        pair = _pair(ctx.op)
+        pair = _pairs[ctx.op]
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if c is None else c[0] for c in ctx.constants]
         needs = [ctx.needs_input_grad[1 + i] for i in pair.grads]
@@ -118,8 +117,12 @@ def _through_reference(
 
 def apply(op: str, arguments: dict[str, Any]) -> Any:
     """Runs a kernel with its gradient. `arguments` in the order of the op's schema."""
-    pair = _pair(op)
-    values = tuple(arguments.values())
+    pair = _pairs[op]
+    values = list(arguments.values())
+    if torch.compiler.is_compiling():  # dynamo refuses one tensor in two places: attention(x, x, x)
+        for i, x in enumerate(values):
+            if isinstance(x, Tensor) and any(x is y for y in values[:i]):
+                values[i] = x.view_as(x)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
         outputs = _Kernel.apply(op, *values)
     else:

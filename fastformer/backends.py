@@ -130,10 +130,18 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     raise AssertionError(f"{op} returned without a dispatch")
 
 
-def _load(op: str) -> ModuleType:
-    """The kernel file of an op, imported at its first use and triton with it."""
+@torch.compiler.assume_constant_result
+def _import(op: str) -> bool:
+    """Imports the kernel file of an op, once; dynamo calls it, and does not trace it."""
     if op not in _kernels:
         _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
+        autograd.pair(op)
+    return True
+
+
+def _load(op: str) -> ModuleType:
+    """The kernel file of an op, imported at its first use and triton with it."""
+    _import(op)
     return _kernels[op]
 
 

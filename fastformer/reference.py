@@ -285,14 +285,16 @@ def feed_forward(
     *,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    hidden = F.linear(input, w_1, b_1)
     if dropout_p == 0:
-        return F.linear(ACTIVATIONS[activation](hidden), w_2, b_2)
+        return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
     assert dropout_seed is not None
-    hidden = hidden.view(input.shape[:-1].numel(), w_1.shape[0])
-    drop = dropped(dropout_seed, 1, hidden.shape[0], hidden.shape[1], dropout_p)[0]
-    if activation == "relu":  # one pass for both
-        hidden = torch.where(drop | (hidden <= 0), 0.0, hidden)
+    rows = input.shape[:-1].numel()
+    hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
+    drop = dropped(dropout_seed, 1, rows, w_1.shape[0], dropout_p)[0]
+    if activation == "relu":  # dropped first: relu's gradient is 0 there, and no other mask is kept
+        with torch.no_grad():
+            hidden.masked_fill_(drop, 0.0)
+        hidden = hidden.relu_()
     else:
         hidden = torch.where(drop, 0.0, ACTIVATIONS[activation](hidden))
     out = hidden @ w_2.t()

@@ -2,6 +2,11 @@
 torch.func, vmap's absence.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -164,6 +169,35 @@ def test_a_new_length_does_not_recompile(backend, device, name):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (7, 20, 33):
             assert compiled(torch.randn(length, 8, device=device)).isfinite().all()
+
+
+COMPILED_FIRST = """
+import torch, fastformer as ff
+x = torch.randn(1, 1, 5, 8, device="{device}", requires_grad=True)
+w = torch.randn(8, 8, device="{device}")
+calls = {{
+    "attention": lambda x: ff.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+    "layer_norm": lambda x: ff.layer_norm(x, 8),
+    "feed_forward": lambda x: ff.feed_forward(x, w, None, w, None),
+}}
+with ff.use_backend("triton"):
+    y = torch.compile(calls["{name}"], fullgraph=True, backend="aot_eager")(x)
+    y.square().sum().backward()
+print(x.grad.isfinite().all().item())
+"""
+
+
+@pytest.mark.parametrize("name", ["attention", "layer_norm", "feed_forward"])
+def test_the_first_call_of_a_process_may_be_compiled(device, name):
+    """Dynamo refused to trace the import of the kernel file; every test had called it before."""
+    code = COMPILED_FIRST.format(device=device.type, name=name)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(ff.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.strip() == "True", result.stderr
 
 
 def test_compiled_dropout_draws_anew_and_obeys_the_seed(backend, device):

@@ -130,13 +130,16 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     raise AssertionError(f"{op} returned without a dispatch")
 
 
-@torch.compiler.assume_constant_result
 def _import(op: str) -> bool:
     """Imports the kernel file of an op, once; dynamo calls it, and does not trace it."""
     if op not in _kernels:
         _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
         autograd.pair(op)
     return True
+
+
+# What torch.compiler.assume_constant_result sets; calling that imports dynamo, and triton with it.
+_import.__dict__["_dynamo_marked_constant"] = True
 
 
 def _load(op: str) -> ModuleType:

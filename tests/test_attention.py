@@ -72,7 +72,9 @@ def test_one_key(backend, device, sq):
     assert max(dq.abs().max(), dk.abs().max()) < 1e-4 * x["query"].norm()
 
 
-@pytest.mark.parametrize("d, dv", [(8, 8), (16, 64), (64, 64), (72, 72), (96, 40), (256, 256)])
+@pytest.mark.parametrize(
+    "d, dv", [(8, 8), (16, 64), (64, 64), (72, 72), (96, 40), (128, 128), (256, 256)]
+)
 def test_head_dims(backend, device, against_oracle, d, dv):
     x = qkv(b=1, h=1, sq=33, sk=70, d=d, dv=dv, device=device)
     against_oracle(functional.scaled_dot_product_attention, x)

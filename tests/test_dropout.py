@@ -36,9 +36,7 @@ def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu
 
 
 def test_known_answer():
-    """The published counter of all ones and key of all ones, with 7 rounds computed by hand
-    above.
-    """
+    """Single elements against the rule worked out in Python integers above."""
     seed = -0x123456789ABCDEF
     drop = reference.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
     for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:

@@ -11,8 +11,10 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 from fastformer.backends import current_backend, explain, use_backend
 from fastformer.decoding import greedy_decode
 from fastformer.functional import (
+    attention_weights,
     feed_forward,
     layer_norm,
+    packed_attention,
     scaled_dot_product_attention,
 )
 from fastformer.modules import (
@@ -25,6 +27,7 @@ from fastformer.modules import (
     attention,
     clones,
 )
+from fastformer.padding import Packing, pad, unpad
 from fastformer.training import (
     Batch,
     LabelSmoothing,
@@ -56,12 +59,14 @@ __all__ = [
     "LabelSmoothing",
     "LayerNorm",
     "MultiHeadedAttention",
+    "Packing",
     "PositionalEncoding",
     "PositionwiseFeedForward",
     "SimpleLossCompute",
     "SublayerConnection",
     "__version__",
     "attention",
+    "attention_weights",
     "clones",
     "current_backend",
     "explain",
@@ -70,9 +75,12 @@ __all__ = [
     "layer_norm",
     "make_model",
     "make_optimizer",
+    "packed_attention",
+    "pad",
     "rate",
     "run_epoch",
     "scaled_dot_product_attention",
     "subsequent_mask",
+    "unpad",
     "use_backend",
 ]

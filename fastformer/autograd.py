@@ -7,10 +7,12 @@ their schemas say all there is to know:
     layer_norm_backward(Tensor grad_output, Tensor input, ..., Tensor mean, Tensor rstd,
         bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
 
-An output `x` with a `grad_x` argument is differentiable and is what the caller gets; the others are
-saved for the backward, as every other argument that it names is. `needs` says, in the order of the
-returns, which gradients are wanted; an unwanted one comes back empty. Under create_graph=True the
-gradient is taken through the reference instead, so that it can be differentiated again.
+An output `x` with a `grad_x` argument is differentiable and is what the caller gets - where the op
+has an argument `return_x`, if that is true - the others are saved for the backward, as every other
+argument that it names is. An optional `grad_x` is None where nothing depends on x. `needs` says, in
+the order of the returns, which gradients are wanted; an unwanted one comes back empty. Under
+create_graph=True the gradient is taken through the reference instead, so that it can be
+differentiated again, and so is the whole call where an input carries a forward-mode tangent.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastformer import reference
 
@@ -38,7 +41,10 @@ class _Pair:
 
         differentiable = [i for i, name in enumerate(outputs) if "grad_" + name in wanted]
         self.n_outputs = len(differentiable)
+        self.outputs = outputs[: self.n_outputs]
         assert differentiable == list(range(self.n_outputs)), f"{op}: differentiable outputs first"
+        incoming = self.backward._schema.arguments[: self.n_outputs]
+        self.optional = [isinstance(a.type, torch._C.OptionalType) for a in incoming]
         # Where each argument of the backward after the gradients, `needs` apart, comes from.
         sources = wanted[self.n_outputs : -1]
         self.from_arguments = [self.arguments.index(n) for n in sources if n in self.arguments]
@@ -82,8 +88,8 @@ class _Kernel(torch.autograd.Function):
         saved = [next(tensors) if c is None else c[0] for c in ctx.constants]
         needs = [ctx.needs_input_grad[1 + i] for i in pair.grads]
         incoming = [
-            torch.zeros(shape, dtype=dtype, device=device) if g is None else g
-            for g, (shape, dtype, device) in zip(grads, ctx.shapes, strict=False)
+            torch.zeros(shape, dtype=dtype, device=device) if g is None and not optional else g
+            for g, (shape, dtype, device), optional in zip(grads, ctx.shapes, pair.optional)
         ]
         if torch.is_grad_enabled():
             results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
@@ -97,10 +103,13 @@ class _Kernel(torch.autograd.Function):
 
 
 def _through_reference(
-    pair: _Pair, saved: list[Any], incoming: list[Tensor], needs: list[bool]
+    pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
     """The gradients as a differentiable function of the inputs: those of the reference."""
     arguments = {pair.arguments[i]: x for i, x in zip(pair.from_arguments, saved, strict=False)}
+    for name, grad in zip(pair.outputs, incoming):
+        if "return_" + name in pair.arguments:
+            arguments["return_" + name] = grad is not None
     missing = [name for name in pair.arguments if name not in arguments]
     assert not missing, f"{pair.op}_backward does not name {missing}: it cannot be recomputed"
     # Views: an input that is an intermediate of the caller's graph is differentiated here alone.
@@ -111,14 +120,26 @@ def _through_reference(
         outputs = getattr(reference, pair.op)(**arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [x for x in inputs if x is not None]
-    results = iter(torch.autograd.grad(outputs, wanted, incoming, create_graph=True))
+    given = [grad for grad in incoming if grad is not None]
+    results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
     return [next(results) if need else None for need in needs]
+
+
+def _has_tangent(values: Sequence[Any]) -> bool:
+    """Whether forward-mode differentiation goes through one of the tensors."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    tensors = (x for x in values if isinstance(x, Tensor))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def apply(op: str, arguments: dict[str, Any]) -> Any:
     """Runs a kernel with its gradient. `arguments` in the order of the op's schema."""
     pair = _pairs[op]
     values = list(arguments.values())
+    if _has_tangent(values):
+        with reference.written_out():
+            return getattr(reference, op)(**arguments)
     if torch.compiler.is_compiling():  # dynamo refuses one tensor in two places: attention(x, x, x)
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
@@ -127,4 +148,7 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         outputs = _Kernel.apply(op, *values)
     else:
         outputs = _Kernel.forward(op, *values)
-    return outputs[0] if pair.n_outputs == 1 else outputs[: pair.n_outputs]
+    kept = tuple(
+        x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
+    )
+    return kept[0] if len(kept) == 1 else kept

@@ -24,6 +24,11 @@ from fastformer._version import __version__
 # A small call of each op, by which `info` asks for its backend.
 EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
     "scaled_dot_product_attention": lambda d: (torch.zeros(1, 1, 16, 16, device=d),) * 3,
+    "packed_attention": lambda d: (
+        *(torch.zeros(16, 1, 16, device=d),) * 3,
+        *(torch.tensor([0, 16], dtype=torch.int32, device=d),) * 2,
+        *(16, 16),
+    ),
     "layer_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
     "feed_forward": lambda d: (
         torch.zeros(1, 16, device=d),

@@ -29,7 +29,13 @@ _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 MAX_HEAD_DIM = 256
 
-__all__ = ["feed_forward", "layer_norm", "scaled_dot_product_attention"]
+__all__ = [
+    "attention_weights",
+    "feed_forward",
+    "layer_norm",
+    "packed_attention",
+    "scaled_dot_product_attention",
+]
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -136,6 +142,9 @@ def _run(op: str, first: Tensor, **arguments: Any) -> Any:
 # -------------------------------------------------------------------------------------- attention
 
 
+ALIGNMENTS = ("top_left", "bottom_right")
+
+
 @backends.operation(kernel="attention")
 def scaled_dot_product_attention(
     query: Tensor,
@@ -147,53 +156,281 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
     dropout_seed: int | Tensor | None = None,
-) -> Tensor:
-    """softmax(scale * query key^T, over the keys that the query may see) value.
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale query key^T + bias, over the keys that the query may see) value.
 
     Args:
         query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256. Any strides.
         key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa` H is a multiple of G, and
             query head h reads key-value head h // (H / G).
-        value: [B, G, Sk, Dv].
-        attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk]; True takes part. It is read
-            through its strides, never expanded. None: all take part.
+        value: [B, G, Sk, Dv]. All three may come without their heads, [B, S, D].
+        attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk] (without heads: to
+            [B, Sq, Sk]); True takes part. It is read through its strides, never expanded. None: all
+            take part. A floating mask is a `bias`, as in torch.
         dropout_p: probability in [0, 1] that a weight is dropped; the others are scaled by
             1/(1 - dropout_p). It always applies: pass 0 in evaluation.
-        is_causal: query i sees keys j <= i, counted from the top left where Sq != Sk, as in torch.
+        is_causal: query i sees keys j <= i + shift.
         scale: the factor on query key^T; 1/sqrt(D) by default.
+        bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
+            attn_mask does, each by itself. -inf leaves the key out, and so does everything below
+            -2.3e38, such as the finfo.min of float32 and bfloat16. It has a gradient, summed over
+            what it is broadcast over; pass it unexpanded: the gradient has the shape of what is
+            passed.
         key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Whole blocks
             past it are skipped.
+        window: (left, right): query i sees keys i + shift - left <= j <= i + shift + right, both
+            ends included; None for a side without a bound.
+        causal_alignment: "top_left", shift = 0, as in torch, or "bottom_right", shift = Sk - Sq, Sk
+            being the key length of the sequence where one is given: the last query stands at the
+            last key.
+        alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
+        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks.
         dropout_seed: the key of the dropout mask, an int or a tensor of one int64: the mask is a
             function of it and of (b, h, i, j) alone, the same on every backend. None draws one from
             torch's generator.
+        return_lse: also returns log sum_j exp(score_ij).
 
-    Mask, causality and lengths are combined: a key takes part where all allow it.
+    Mask, bias, causality, window and lengths are combined: a key takes part where all allow it.
+    Four queries (down) and six keys (across), x takes part:
+
+        is_causal      bottom_right   window=(1, 1)   window=(1, 0),   key_lengths=[5],
+                                                      bottom_right     is_causal, bottom_right
+        x . . . . .    x x x . . .    x x . . . .     . x x . . .      x x . . . .
+        x x . . . .    x x x x . .    x x x . . .     . . x x . .      x x x . . .
+        x x x . . .    x x x x x .    . x x x . .     . . . x x .      x x x x . .
+        x x x x . .    x x x x x x    . . x x x .     . . . . x x      x x x x x .
 
     Returns:
         [B, H, Sq, Dv] in the dtype of the query. A query that sees no key gives zeros, and finite
-        gradients.
+        gradients. With `return_lse` also the natural logarithm [B, H, Sq] of the sum, float32
+        (float64 for float64), -inf where no key is seen, before dropout; it has a gradient.
 
-    A key that no query may see - past its length, or masked out for all queries by a mask of shape
-    [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included, every
-    value has to be finite, as in torch.
+    A key that no query may see - past its length, or left out for all queries by a mask or a bias
+    of shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality
+    included, every value has to be finite, as in torch.
+
+    A second derivative, and forward-mode differentiation, go through the reference.
 
     Raises:
-        ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk],
-            several devices.
-        TypeError: dtypes that differ or are not floating, a mask that is not boolean.
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
+            negative side of the window, an unknown alignment, a softcap that is not positive, a
+            floating attn_mask beside a bias, several devices.
+        TypeError: dtypes that differ or are not floating, a mask of integers.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form is Dao
-    2023, "FlashAttention-2", section 3.1.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
+    2023, "FlashAttention-2", section 3.1; ALiBi: Press et al. 2021, "Train Short, Test Long",
+    section 3; windows: Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024,
+    "Gemma 2", section 2.
+    """
+    query, key, value = _autocast(query, key, value)
+    _require_floating(query=query, key=key, value=value)
+    three = query.dim() == 3
+    query, key, value = _with_heads(three, query=query, key=key, value=value)
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
+    scale = _require_attention(query, key, value, scale, enable_gqa)
+    if key_lengths is not None:
+        _require_lengths(key_lengths, query, key.shape[2])
+    p = _require_probability("dropout_p", dropout_p)
+    result = _run(
+        "scaled_dot_product_attention",
+        query,
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=attn_mask,
+        dropout_p=p,
+        is_causal=bool(is_causal),
+        scale=scale,
+        enable_gqa=bool(enable_gqa),
+        bias=bias,
+        key_lengths=key_lengths,
+        window=_window(window),
+        causal_alignment=_alignment(causal_alignment),
+        alibi_slopes=_slopes(alibi_slopes, query),
+        softcap=_softcap(softcap),
+        dropout_seed=_seed(dropout_seed, p, query.device),
+        return_lse=bool(return_lse),
+    )
+    if not three:
+        return result
+    return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)
+
+
+@backends.operation(kernel="attention")
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window: Sequence[int | None] | None = None,
+    dropout_seed: int | Tensor | None = None,
+) -> Tensor:
+    """scaled_dot_product_attention of each sequence of a batch without padding.
+
+    The tokens of all sequences stand one after the other; sequence b has the queries
+    cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees its own keys alone. `fastformer.unpad` makes
+    such a batch.
+
+        tokens         a a a b b c c c c          cu_seqlens  0 3 5 9
+
+    Args:
+        query: [Tq, H, D], float32, float16, bfloat16 or float64. D is at most 256.
+        key: [Tk, G, D], of the same dtype; G divides H, and query head h reads key-value head
+            h // (H / G).
+        value: [Tk, G, Dv].
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32: from 0, not decreasing, to Tq and to Tk.
+        max_q, max_k: the longest sequence, or more.
+        dropout_p, scale: as in `scaled_dot_product_attention`.
+        is_causal, causal_alignment, window: likewise, with i and j counted inside of the sequence,
+            and the bottom right its own.
+        dropout_seed: likewise; the mask is that of the padded batch.
+
+    Returns:
+        [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.
+
+    Raises:
+        ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease or do not
+            end at the number of tokens; a sequence longer than max_q or max_k.
+        TypeError: dtypes that differ or are not floating, offsets that are not int32.
+
+    Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
+    Packing without Cross-contamination".
     """
     query, key, value = _autocast(query, key, value)
     _require_floating(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {_shape(x)}; expected four dimensions [B, H, S, D]")
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {_shape(x)}; expected [tokens, heads, D]")
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    scale = _require_attention(q, k, v, scale, True)
+    for name, cu, x_name, x, longest in (
+        ("cu_seqlens_q", cu_seqlens_q, "query", query, max_q),
+        ("cu_seqlens_k", cu_seqlens_k, "key", key, max_k),
+    ):
+        _require_offsets(name, cu, x_name, x, longest)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has shape {_shape(cu_seqlens_k)}; "
+            f"expected that of cu_seqlens_q, {_shape(cu_seqlens_q)}"
+        )
+    p = _require_probability("dropout_p", dropout_p)
+    return _run(
+        "packed_attention",
+        query,
+        query=query,
+        key=key,
+        value=value,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_q=max_q,
+        max_k=max_k,
+        dropout_p=p,
+        is_causal=bool(is_causal),
+        scale=scale,
+        causal_alignment=_alignment(causal_alignment),
+        window=_window(window),
+        dropout_seed=_seed(dropout_seed, p, query.device),
+    )
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    rows: slice | Tensor | None = None,
+    heads: slice | Tensor | None = None,
+) -> Tensor:
+    """The weights by which `scaled_dot_product_attention` weighs the values, without dropout.
+
+    For some rows and heads at a time, as the attention itself never holds them. It is plain
+    PyTorch on every backend, with gradients: what it computes is as large as what it returns.
+
+    Args:
+        query, key, attn_mask, is_causal, scale, enable_gqa, bias, key_lengths, window,
+        causal_alignment, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with the
+            heads in query and key.
+        rows: the queries wanted, a slice or a tensor of int64 indices; None for all.
+        heads: the heads wanted, likewise.
+
+    Returns:
+        [B, heads, rows, Sk] in the dtype of the query. The weights of a query that sees no key are
+        zeros; the others sum to 1.
+
+    Raises:
+        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither.
+        IndexError: an index past the end.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
+    """
+    query, key = _autocast(query, key)
+    _require_floating(query=query, key=key)
+    query, key = _with_heads(False, query=query, key=key)
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], False)
+    scale = _require_attention(query, key, key, scale, enable_gqa)
+    if key_lengths is not None:
+        _require_lengths(key_lengths, query, key.shape[2])
+    for name, x, n in (("rows", rows, query.shape[2]), ("heads", heads, query.shape[1])):
+        _require_index(name, x, n, query)
+    return reference.attention_weights(
+        query,
+        key,
+        attn_mask,
+        bool(is_causal),
+        scale,
+        bool(enable_gqa),
+        bias=bias,
+        key_lengths=key_lengths,
+        window=_window(window),
+        causal_alignment=_alignment(causal_alignment),
+        alibi_slopes=_slopes(alibi_slopes, query),
+        softcap=_softcap(softcap),
+        rows=rows,
+        heads=heads,
+    )
+
+
+def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
+    """[B, H, S, D] each; from [B, S, D] by one head where the query has three dimensions."""
+    for name, x in tensors.items():
+        if x.dim() != 4 - three:
+            known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
+            if name == "query":
+                known = "four dimensions [B, H, S, D], or three [B, S, D]"
+            raise ValueError(f"{name} has shape {_shape(x)}; expected {known}")
+    return [x.unsqueeze(1) if three else x for x in tensors.values()]
+
+
+def _require_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
+) -> float:
+    """Checks the shapes [B, H, S, D]; the scale, or its default."""
     batch, heads, _, dim = query.shape
-    k_length = key.shape[2]
     if key.shape[0] != batch or value.shape[0] != batch:
         raise ValueError(
             f"key {_shape(key)} and value {_shape(value)}; "
@@ -219,48 +456,66 @@ def scaled_dot_product_attention(
             f"query {_shape(query)}, value {_shape(value)}; "
             f"expected head dims from 1 to at most {MAX_HEAD_DIM}"
         )
-    if attn_mask is not None:
-        _require_mask(attn_mask, query, k_length)
-    if key_lengths is not None:
-        _require_lengths(key_lengths, query, k_length)
-    p = _require_probability("dropout_p", dropout_p)
     if scale is None:
-        scale = 1.0 / math.sqrt(dim)
-    elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        return 1.0 / math.sqrt(dim)
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
-    return _run(
-        "scaled_dot_product_attention",
-        query,
-        query=query,
-        key=key,
-        value=value,
-        attn_mask=attn_mask,
-        dropout_p=p,
-        is_causal=bool(is_causal),
-        scale=float(scale),
-        enable_gqa=bool(enable_gqa),
-        key_lengths=key_lengths,
-        dropout_seed=_seed(dropout_seed, p, query.device),
-    )
+    return float(scale)
 
 
-def _require_mask(attn_mask: Tensor, query: Tensor, k_length: int) -> None:
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; expected a boolean tensor")
-    if attn_mask.dtype != torch.bool:
-        raise TypeError(
-            f"attn_mask has dtype {attn_mask.dtype}; "
-            "expected torch.bool, True where a key takes part"
-        )
-    _require_device("attn_mask", attn_mask, "query", query)
-    full = (*query.shape[:3], k_length)
-    aligned = full[4 - attn_mask.dim() :] if attn_mask.dim() <= 4 else None
-    if aligned is None or any(
-        have != want and have != 1 for have, want in zip(attn_mask.shape, aligned, strict=True)
+def _mask_and_bias(
+    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, k_length: int, three: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Checked, a floating mask as the bias, and for a query without heads with one."""
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        if bias is not None:
+            raise ValueError(
+                f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
+                "expected one of the two, or a boolean mask"
+            )
+        _require_bias("attn_mask", attn_mask, query)
+        attn_mask, bias = None, attn_mask
+    elif bias is not None:
+        _require_bias("bias", bias, query)
+    if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; expected a tensor")
+        if attn_mask.dtype != torch.bool:
+            raise TypeError(
+                f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
+                "takes part, or a floating dtype, to be added to the scores"
+            )
+    if bias is not None and _autocast_dtype(query) is not None and bias.dtype != torch.float32:
+        bias = bias.to(query.dtype)
+    mask = _broadcast("attn_mask", attn_mask, query, k_length, three)
+    return mask, _broadcast("bias", bias, query, k_length, three)
+
+
+def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{name} is a {type(bias).__name__}; expected a tensor")
+    allowed = (torch.float32, query.dtype)
+    if bias.dtype not in allowed and not (
+        _autocast_dtype(query) is not None and bias.is_floating_point()
     ):
-        raise ValueError(
-            f"attn_mask has shape {_shape(attn_mask)}; expected one that broadcasts to {list(full)}"
+        raise TypeError(
+            f"{name} has dtype {bias.dtype}; expected the dtype of query, {query.dtype}, or float32"
         )
+
+
+def _broadcast(
+    name: str, x: Tensor | None, query: Tensor, k_length: int, three: bool
+) -> Tensor | None:
+    if x is None:
+        return None
+    _require_device(name, x, "query", query)
+    full = [*query.shape[:3], k_length]
+    if three:
+        del full[1]
+    aligned = full[len(full) - x.dim() :] if x.dim() <= len(full) else None
+    if aligned is None or any(have not in (want, 1) for have, want in zip(x.shape, aligned)):
+        raise ValueError(f"{name} has shape {_shape(x)}; expected one that broadcasts to {full}")
+    return x.unsqueeze(1) if three and x.dim() == 3 else x
 
 
 def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
@@ -282,6 +537,102 @@ def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
                 f"key_lengths holds {low if low < 0 else high}; "
                 f"expected lengths from 0 to Sk = {k_length}"
             )
+
+
+def _require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int) -> None:
+    if not isinstance(cu, Tensor):
+        raise TypeError(f"{name} is a {type(cu).__name__}; expected an int32 tensor")
+    if cu.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise ValueError(f"{name} has shape {_shape(cu)}; expected [B + 1]")
+    _require_device(name, cu, x_name, x)
+    length_name = "max" + name[-2:]
+    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool):
+        raise TypeError(f"{length_name} is a {type(longest).__name__}; expected an int")
+    if longest < 0:
+        raise ValueError(f"{length_name} is {longest}; expected 0 or more")
+    if not _readable(cu):
+        return
+    first, last, steps = int(cu[0]), int(cu[-1]), cu.diff()
+    if first != 0 or last != x.shape[0]:
+        raise ValueError(
+            f"{name} goes from {first} to {last}; "
+            f"expected from 0 to the tokens of {x_name}, {x.shape[0]}"
+        )
+    if steps.numel() and int(steps.min()) < 0:
+        raise ValueError(f"{name} decreases by {-int(steps.min())}; expected offsets in order")
+    if steps.numel() and int(steps.max()) > longest:
+        raise ValueError(
+            f"{length_name} is {longest}; expected at least the longest sequence, "
+            f"{int(steps.max())}"
+        )
+
+
+def _require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -> None:
+    if x is None or isinstance(x, slice):
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected a slice or a tensor of indices")
+    if x.dtype != torch.int64 or x.dim() != 1:
+        raise ValueError(
+            f"{name} has shape {_shape(x)} and dtype {x.dtype}; expected one dimension of int64"
+        )
+    _require_device(name, x, "query", query)
+    if _readable(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
+        raise IndexError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
+
+
+def _window(window: Sequence[int | None] | None) -> list[int] | None:
+    """[left, right], -1 for a side without a bound; None where neither has one."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; expected (left, right)")
+    for side in window:
+        if side is None:
+            continue
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"window is {window!r}; expected two ints, or None for no bound")
+        if side < 0:
+            raise ValueError(f"window is {window!r}; expected sides that are not negative")
+    sides = [-1 if side is None else side for side in window]
+    return None if sides == [-1, -1] else sides
+
+
+def _alignment(causal_alignment: str) -> str:
+    if causal_alignment not in ALIGNMENTS:
+        raise ValueError(
+            f"causal_alignment is {causal_alignment!r}; expected one of {', '.join(ALIGNMENTS)}"
+        )
+    return causal_alignment
+
+
+def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
+    if alibi_slopes is None:
+        return None
+    if not isinstance(alibi_slopes, Tensor):
+        raise TypeError(f"alibi_slopes is a {type(alibi_slopes).__name__}; expected a tensor")
+    if not alibi_slopes.is_floating_point():
+        raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
+    batch, heads = query.shape[:2]
+    if alibi_slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {_shape(alibi_slopes)}; "
+            f"expected [H] = [{heads}] or [B, H] = [{batch}, {heads}]"
+        )
+    _require_device("alibi_slopes", alibi_slopes, "query", query)
+    return alibi_slopes.detach()
+
+
+def _softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+        raise TypeError(f"softcap is a {type(softcap).__name__}; expected a number or None")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; expected a positive number")
+    return float(softcap)
 
 
 # -------------------------------------------------------------------------------------- LayerNorm

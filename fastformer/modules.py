@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.padding import Packing, _require_tokens, pad
 
 __all__ = [
     "Embeddings",
@@ -245,6 +246,11 @@ class MultiHeadedAttention(_Renamed):
     query: [B, T, d_model]; key, value: [B, S, d_model] -> [B, T, d_model].
     mask: any dtype, [B, 1, S], [B, T, S] or [1, T, S], shared by the heads; also [T, S], and four
     dimensions that broadcast to [B, h, T, S]. A query that sees no key gives linears[3].bias.
+    bias, key_lengths, is_causal, window, causal_alignment, alibi_slopes, softcap: as in
+    `scaled_dot_product_attention`, with h heads.
+
+    In a batch without its padding query, key and value are [tokens, d_model] and mask is its
+    `Packing`; is_causal, window and causal_alignment can stand beside it.
 
     With `keep_attention = True` (False by default: the fused op never forms them) `attn` holds the
     weights of the last call, [B, h, T, S], detached, without dropout, zeros where no key is seen.
@@ -276,27 +282,74 @@ class MultiHeadedAttention(_Renamed):
         self.attn: Tensor | None = None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | Packing | None = None,
+        *,
+        bias: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        is_causal: bool = False,
+        window: Sequence[int | None] | None = None,
+        causal_alignment: str = "top_left",
+        alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         inputs = {"query": query, "key": key, "value": value}
+        band = dict(is_causal=is_causal, window=window, causal_alignment=causal_alignment)
+        scores = dict(bias=bias, alibi_slopes=alibi_slopes, softcap=softcap)
+        if isinstance(mask, Packing):
+            others = {**scores, "key_lengths": key_lengths}
+            given = [name for name, x in others.items() if x is not None]
+            if given:
+                raise ValueError(f"{given[0]} is given beside a Packing; expected None")
+            return self._packed(inputs, mask, band)
         for name, x in inputs.items():
             _require_features(name, x, self.h * self.d_k)
         if functional._autocast_dtype(query) is None:
             functional._require_floating(**inputs)
-        q, k, v = (  # [B, h, T or S, d_k], views
-            linear(x).unflatten(2, (self.h, self.d_k)).transpose(1, 2)
-            for linear, x in zip(self.linears, inputs.values(), strict=False)
-        )
+        q, k, v = (x.transpose(1, 2) for x in self._projected(inputs))  # [B, h, T or S, d_k], views
         if mask is not None:
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
-        p = self.dropout.p if self.dropout.training else 0.0
-        out = functional.scaled_dot_product_attention(q, k, v, mask, p)
+        options: dict[str, Any] = {**band, **scores, "key_lengths": key_lengths}
+        out = functional.scaled_dot_product_attention(q, k, v, mask, self._dropout_p(), **options)
+        self._keep(q, k, mask, options)
+        return self.linears[3](out.transpose(1, 2).flatten(2))
+
+    def _packed(self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]) -> Tensor:
+        for name, x in inputs.items():
+            _require_tokens(name, x, packing)
+            if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
+                given = functional._shape(x)
+                raise ValueError(
+                    f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
+                )
+        q, k, v = self._projected(inputs)
+        offsets, longest = packing.cu_seqlens, packing.longest
+        out = functional.packed_attention(
+            q, k, v, offsets, offsets, longest, longest, dropout_p=self._dropout_p(), **band
+        )
         if self.keep_attention:
-            weights = _weights(q.detach(), k.detach(), mask)
-            self.attn = weights if mask is None else weights.masked_fill(~mask, 0.0)
+            q, k = (pad(x.detach(), packing).transpose(1, 2) for x in (q, k))
+            positions = torch.arange(packing.length, device=q.device)
+            real = positions.view(-1, 1) < packing.lengths.view(-1, 1, 1, 1)
+            self._keep(q, k, real, {**band, "key_lengths": packing.lengths})
+        return self.linears[3](out.flatten(1))
+
+    def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """query, key and value through their linear layers, [.., h, d_k]."""
+        layers = zip(self.linears, inputs.values(), strict=False)
+        return [linear(x).unflatten(-1, (self.h, self.d_k)) for linear, x in layers]
+
+    def _dropout_p(self) -> float:
+        return self.dropout.p if self.dropout.training else 0.0
+
+    def _keep(self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+        if self.keep_attention:
+            self.attn = functional.attention_weights(q.detach(), k.detach(), mask, **options)
         elif self.attn is not None:
             self.attn = None
-        return self.linears[3](out.transpose(1, 2).flatten(2))
 
     @staticmethod
     def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

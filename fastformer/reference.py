@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,35 +158,106 @@ def _dropout_scale(p: float) -> float:
 # -------------------------------------------------------------------------------------- attention
 
 
+# What is added to a score and lies below this leaves the key out: -inf, and the finfo.min of
+# float32 and bfloat16, which in base 2 is no float32 any more.
+MASKED_OUT = -2.3e38
+
+
 def _visible(
-    query: Tensor,
     key: Tensor,
+    i: Tensor,
+    shift: int | Tensor,
     attn_mask: Tensor | None,
+    bias: Tensor | None,
     is_causal: bool,
     key_lengths: Tensor | None,
+    window: Sequence[int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None
-    is all.
+    is all. i: the queries, [Sq, 1], counted from the first; shift: what the diagonal is moved by.
     """
-    q_length, k_length = query.shape[-2], key.shape[-2]
+    k_length = key.shape[-2]
+    j = torch.arange(k_length, device=key.device)
     visible, keys = None, None
     if key_lengths is not None:
-        keys = torch.arange(k_length, device=key.device) < key_lengths.view(-1, 1, 1, 1)
-        visible = keys
-    if attn_mask is not None:
-        mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+        visible = keys = j < key_lengths.view(-1, 1, 1, 1)
+    for mask in (attn_mask, None if bias is None else _left_by(bias.detach())):
+        if mask is None:
+            continue
+        mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
         if mask.shape[-2] == 1 and mask.shape[-1] == k_length:
             keys = mask if keys is None else keys & mask
         visible = mask if visible is None else visible & mask
+    left, right = (-1, -1) if window is None else window
     if is_causal:
-        causal = torch.ones(q_length, k_length, dtype=torch.bool, device=key.device).tril()
-        visible = causal if visible is None else visible & causal
+        right = 0
+    for bounded, inside in (
+        (right >= 0, lambda: j <= i + shift + right),
+        (left >= 0, lambda: j >= i + shift - left),
+    ):
+        if bounded:
+            visible = inside() if visible is None else visible & inside()
     return visible, keys
+
+
+def _left_by(bias: Tensor) -> Tensor | None:
+    """The keys that a bias leaves; None where it is known to be all."""
+    if readable(bias) and (bias.numel() == 0 or bias.min() > MASKED_OUT):
+        return None
+    return bias > MASKED_OUT
+
+
+def _shift(
+    query: Tensor, key: Tensor, causal_alignment: str, key_lengths: Tensor | None
+) -> int | Tensor:
+    """What the diagonal is moved by: nothing, or so that the last query stands at the last key."""
+    if causal_alignment == "top_left":
+        return 0
+    if key_lengths is None:
+        return key.shape[-2] - query.shape[-2]
+    return (key_lengths - query.shape[-2]).view(-1, 1, 1, 1)
+
+
+def _added(
+    bias: Tensor | None, alibi_slopes: Tensor | None, i: Tensor, shift: int | Tensor, key: Tensor
+) -> Tensor | None:
+    """What is added to the scores, or None: bias - slope |i + shift - j|."""
+    if alibi_slopes is None:
+        return bias
+    distance = (i + shift - torch.arange(key.shape[-2], device=key.device)).abs()
+    slopes = alibi_slopes.view(-1, alibi_slopes.shape[-1], 1, 1).to(
+        torch.float64 if key.dtype == torch.float64 else torch.float32
+    )
+    alibi = slopes * -distance
+    return alibi if bias is None else alibi + bias
 
 
 def _finite(x: Tensor) -> bool:
     """Whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
     return readable(x) and math.isfinite(x.detach().sum())
+
+
+def _grouped(key: Tensor, heads: int) -> Tensor:
+    """A key-value head for each query head."""
+    return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
+
+
+def _scores(
+    query: Tensor, key: Tensor, scale: float, softcap: float | None, added: Tensor | None
+) -> Tensor:
+    """In the dtype of the query, or in float32 where something in float32 is added."""
+    scores = (query * scale) @ key.transpose(-2, -1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores if added is None else scores + added
+
+
+def _softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if visible is not None:
+        with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
+            scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    low = dtype in (torch.float16, torch.bfloat16)
+    return scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
 
 
 def scaled_dot_product_attention(
@@ -199,33 +270,40 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    bias: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    window: Sequence[int] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
     dropout_seed: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     batch, heads, q_length, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
-    if key.shape[1] != heads:
-        key = key.repeat_interleave(heads // key.shape[1], 1)
-        value = value.repeat_interleave(heads // value.shape[1], 1)
-    visible, keys = _visible(query, key, attn_mask, is_causal, key_lengths)
+    key, value = _grouped(key, heads), _grouped(value, heads)
+    i = torch.arange(q_length, device=query.device).view(-1, 1)
+    shift = _shift(query, key, causal_alignment, key_lengths)
+    visible, keys = _visible(key, i, shift, attn_mask, bias, is_causal, key_lengths, window)
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    added = _added(bias, alibi_slopes, i, shift, key)
 
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
-    fast = fast and not _formula.always
+    fast = fast and not _formula.always and softcap is None and not return_lse
     if fast and query.numel() > 0 and value.numel() > 0:
-        only_causal = is_causal and attn_mask is None and key_lengths is None
-        out = F.scaled_dot_product_attention(
-            query, key, value, None if only_causal else visible, 0.0, only_causal, scale=scale
+        others = (attn_mask, key_lengths, window, added)
+        only_causal = (
+            is_causal and causal_alignment == "top_left" and all(x is None for x in others)
         )
+        mask = None if only_causal else visible
+        if added is not None:
+            mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
+        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, only_causal, scale=scale)
     else:
-        scores = (query * scale) @ key.transpose(-2, -1)
-        if visible is not None:
-            with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
-                scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
-        low = query.dtype in (torch.float16, torch.bfloat16)
-        weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(query.dtype)
+        scores = _scores(query, key, scale, softcap, added)
+        weights = _softmax(scores, visible, query.dtype)
         if dropout_p > 0:
             assert dropout_seed is not None
             drop = dropped(dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
@@ -233,12 +311,103 @@ def scaled_dot_product_attention(
         out = weights @ value
         if dropout_p > 0:
             out = out * _dropout_scale(dropout_p)
-    if attn_mask is not None or key_lengths is not None:
-        assert visible is not None
-        empty = ~visible.any(-1, keepdim=True)
-        if not readable(empty) or empty.any():
-            out = out.masked_fill(empty, 0.0)
-    return out
+    empty = None if visible is None else ~visible.any(-1, keepdim=True)
+    if empty is not None and (not readable(empty) or empty.any()):
+        out = out.masked_fill(empty, 0.0)
+    if not return_lse:
+        return out
+    lse = (scores if query.dtype == torch.float64 else scores.float()).logsumexp(-1)
+    if empty is not None:
+        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    return out, lse
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window: Sequence[int] | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
+    batch = cu_seqlens_q.shape[0] - 1
+    q, k, v = (
+        x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
+        for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
+    )
+    queries, keys = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    mask = None
+    if is_causal or window is not None:  # the diagonal of each sequence is its own
+        shift: int | Tensor = 0
+        if causal_alignment == "bottom_right":
+            shift = (keys - queries).view(-1, 1, 1, 1)
+        i = torch.arange(max_q, device=query.device).view(-1, 1)
+        mask, _ = _visible(k, i, shift, None, None, is_causal, None, window)
+    out = scaled_dot_product_attention(
+        q, k, v, mask, dropout_p, False, scale, True, key_lengths=keys, dropout_seed=dropout_seed
+    )
+    return out.transpose(1, 2)[rows]
+
+
+def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(sequence, position in it) of each token of a packed x."""
+    sequences = torch.arange(cu_seqlens.shape[0] - 1, device=x.device)
+    b = sequences.repeat_interleave(cu_seqlens.diff(), output_size=x.shape[0])
+    return b, torch.arange(x.shape[0], device=x.device) - cu_seqlens[b]
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    window: Sequence[int] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    rows: slice | Tensor | None = None,
+    heads: slice | Tensor | None = None,
+) -> Tensor:
+    shift = _shift(query, key, causal_alignment, key_lengths)
+    every_i = torch.arange(query.shape[2], device=query.device)
+    every_h = torch.arange(query.shape[1], device=query.device)
+    i = every_i if rows is None else every_i[rows]
+    h = every_h if heads is None else every_h[heads]
+    key = key[:, h // max(1, query.shape[1] // max(1, key.shape[1]))]
+    query = query[:, h][:, :, i]
+    mask, bias = (_chosen(x, h, i) for x in (attn_mask, bias))
+    slopes = None if alibi_slopes is None else alibi_slopes[..., h]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    i = i.view(-1, 1)
+    visible, keys = _visible(key, i, shift, mask, bias, is_causal, key_lengths, window)
+    if keys is not None and not _finite(key):
+        key = key.masked_fill(~keys.transpose(-2, -1), 0.0)
+    scores = _scores(query, key, scale, softcap, _added(bias, slopes, i, shift, key))
+    weights = _softmax(scores, visible, query.dtype)
+    return weights if visible is None else weights.masked_fill(~visible, 0.0)
+
+
+def _chosen(x: Tensor | None, heads: Tensor, rows: Tensor) -> Tensor | None:
+    """The heads and rows of a mask or bias that broadcasts to [B,H,Sq,Sk]."""
+    if x is None:
+        return None
+    x = x.view((1,) * (4 - x.dim()) + x.shape)
+    x = x if x.shape[1] == 1 else x[:, heads]
+    return x if x.shape[2] == 1 else x[:, :, rows]
 
 
 # -------------------------------------------------------------------------------------- LayerNorm

@@ -1,25 +1,35 @@
-"""Scaled dot-product attention, tiled (Dao 2023, "FlashAttention-2"), with masks, key lengths,
-causality and dropout.
+"""Scaled dot-product attention, tiled (Dao 2023, "FlashAttention-2"), with masks, bias, lengths, a
+band (causality, windows), ALiBi, softcap and dropout in one family of kernels; padded or packed.
 
 Forward, for query i of one (batch, head):
-    s_ij = scale * q_i . k_j      where i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)   P_ij = exp(s_ij - lse_i)
-    o_i = sum_j P_ij Z_ij v_j     Z_ij = keep_ij / (1 - p)
-Backward, from do:
-    delta_i = do_i . o_i          dP_ij = Z_ij do_i . v_j        dS_ij = P_ij (dP_ij - delta_i)
-    dq_i = scale sum_j dS_ij k_j  dk_j = scale sum_i dS_ij q_i   dv_j = sum_i P_ij Z_ij do_i
+    x_ij = scale q_i . k_j                          or softcap tanh(scale q_i . k_j / softcap)
+    s_ij = x_ij + bias_ij - slope |i + shift - j|   where i may see j, else -inf
+    lse_i = log sum_j exp(s_ij)      P_ij = exp(s_ij - lse_i)
+    o_i = sum_j P_ij Z_ij v_j        Z_ij = keep_ij / (1 - p)
+Backward, from do and dlse:
+    delta_i = do_i . o_i - dlse_i    dP_ij = Z_ij do_i . v_j         dS_ij = P_ij (dP_ij - delta_i)
+    dX_ij = dS_ij dx_ij/d(scale q_i . k_j), which is 1, or 1 - tanh^2
+    dq_i = scale sum_j dX_ij k_j     dk_j = scale sum_i dX_ij q_i    dv_j = sum_i P_ij Z_ij do_i
+    dbias: dS, summed over what the bias is broadcast over. A bias that is constant over the keys
+    shifts a whole row: its softmax does not change, lse does, and its gradient is sum dlse exactly.
+Query i sees key j where j is below the length, mask and bias allow it, and the band does:
+    i + shift - left <= j <= i + shift + right; causal is right = 0; shift is 0, or under
+    bottom-right alignment the keys of the sequence minus its queries.
 
 Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV]; head h reads
-key-value head h // (H/G). Any dtype in and out, products and sums in float32 (float64 for float64).
-Saved: the inputs, the output, lse [B,H,Sq] (natural logarithm, -inf for a row that sees nothing).
-Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size Sq x Sk is
-stored. FLOPs: 4 B H Sq Sk D forward, 2.5 times that backward; least bytes: q, k, v, o once forward.
+key-value head h // (H/G). Packed: query [Tq,H,D], key [Tk,G,D], value [Tk,G,DV], and the offsets of
+the B sequences. Any dtype in and out, products and sums in float32 (float64 for float64).
+Saved: the inputs, the output, lse (natural logarithm, -inf for a row that sees nothing), [B,H,Sq]
+or [H,Tq]. Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
+Sq x Sk is stored but a bias gradient of that size. FLOPs: 4 B H Sq Sk D forward, 2.5 times that
+backward, and 4 more for a bias gradient over queries and keys, whose kernel recomputes dS; least
+bytes: q, k, v, o once forward. Tiles outside of the band or the length are skipped.
 A row that sees nothing gives zeros. Deterministic: each gradient tile has one owner, no atomics.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,12 +40,14 @@ from .common import (
     INTERPRETED,
     LN2,
     LOG2E,
+    Launch,
     architecture,
     dot_precision,
     dropout_arguments,
     dropout_keep,
     next_power_of_2,
     on_device,
+    planned,
     register,
     unit_stride,
     unsupported_dtype,
@@ -92,6 +104,22 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    ("dbias", 16): {
+        "sm_90 sm_100": ((64, 64, 8, 1), (64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
+        "sm_80 sm_86": ((64, 64, 8, 1), (64, 64, 8, 1), (64, 64, 8, 1), (32, 32, 8, 1)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    ("dbias", 32): {
+        "sm_90 sm_100 sm_80 sm_86": (
+            (32, 32, 4, 1),
+            (32, 32, 4, 1),
+            (16, 32, 4, 1),
+            (16, 16, 8, 1),
+        ),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
     ("dq", 32): {
         "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 8, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
@@ -152,45 +180,135 @@ def _store_rows(base, rows, stride, ok, x, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _key_mask(mask_base, j, s_mn, Sk, EDGE: tl.constexpr):
-    """A mask that is constant over the queries, for keys j: [BN]."""
-    if EDGE:
-        return tl.load(mask_base + j * s_mn, mask=j < Sk, other=0) != 0
-    else:
-        return tl.load(mask_base + j * s_mn) != 0
+def _clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
 
 
 @triton.jit
-def _visible(
-    i, j, r, key_mask, mask_base, s_mm, s_mn, length, Sk,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Whether query i may see key j, on indices that are already broadcast against each other
-    (either way round).
+def _sequence(
+    LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH: tl.constexpr, PACKED: tl.constexpr
+):
+    """(first row of the queries, of the keys, number of queries, of keys) of sequence b.
 
-    r is i, clamped to the rows there are and counted from the row that mask_base points to. Without
-    EDGE the whole tile lies inside the length and below the diagonal.
+    LENGTHS holds the number of keys of each sequence, or in a packed batch the offsets of its keys;
+    STARTS the offsets of its queries. Clamped, so that a bad one never reads out of bounds.
     """
-    ok = j < length
-    if MASK == 1:
-        ok = ok & key_mask
-    if MASK == 2:  # bounded by Sk, not by the loaded length: the compiler knows Sk's divisibility
-        if EDGE:
-            ok = ok & (tl.load(mask_base + (r * s_mm + j * s_mn), mask=j < Sk, other=0) != 0)
-        else:
-            ok = tl.load(mask_base + (r * s_mm + j * s_mn)) != 0
-    if CAUSAL and EDGE:
-        ok = ok & (j <= i)
-    return ok
+    if PACKED:
+        q0 = _clamp(tl.load(STARTS + b).to(tl.int32), 0, q_rows)
+        k0 = _clamp(tl.load(LENGTHS + b).to(tl.int32), 0, k_rows)
+        q1 = _clamp(tl.load(STARTS + b + 1).to(tl.int32), q0, q_rows)
+        k1 = _clamp(tl.load(LENGTHS + b + 1).to(tl.int32), k0, k_rows)
+        return q0.to(tl.int64), k0.to(tl.int64), tl.minimum(q1 - q0, Sq), tl.minimum(k1 - k0, Sk)
+    elif LENGTH:
+        length = _clamp(tl.load(LENGTHS + b).to(tl.int32), 0, Sk)
+        return (b * 0).to(tl.int64), (b * 0).to(tl.int64), Sq, length
+    else:
+        return (b * 0).to(tl.int64), (b * 0).to(tl.int64), Sq, Sk
 
 
 @triton.jit
-def _length(LENGTHS, b, Sk, HAS_LENGTHS: tl.constexpr):
-    """The keys of sequence b, clamped, so that a bad length never reads out of bounds."""
-    length = Sk
-    if HAS_LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(LENGTHS + b).to(tl.int32), 0), Sk)
-    return length
+def _keys_of_rows(
+    i0, BM: tl.constexpr, length, shift, left, right, BN: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The keys lo <= j < hi that any of the queries i0 .. i0 + BM - 1 may see by length and band;
+    lo is a multiple of BN.
+    """
+    lo = 0
+    if LEFT:
+        lo = tl.maximum(i0 + shift - left, 0) // BN * BN
+    hi = length
+    if RIGHT:
+        hi = tl.minimum(hi, i0 + BM + shift + right)
+    return lo, hi
+
+
+@triton.jit
+def _slope(SLOPES, s_ab, s_ah, b, h, ALIBI: tl.constexpr, ACC: tl.constexpr):
+    """The ALiBi slope of a head, in base 2."""
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(SLOPES + b * s_ab + h * s_ah).to(ACC) * LOG2E
+    return slope
+
+
+@triton.jit
+def _score_scale(scale, softcap, SOFTCAP: tl.constexpr):
+    """The factor on q . k that `_scores` expects."""
+    if SOFTCAP:
+        return scale / softcap * (2 * LOG2E)
+    else:
+        return scale * LOG2E
+
+
+@triton.jit
+def _key_row(
+    mask_base, s_mn, bias_base, s_bn, j, ok, Sk,
+    MASK: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """(which keys j a mask and a bias that are constant over the queries leave, that bias in base
+    2): [BN] each.
+    """
+    bias = 0.0
+    if MASK == 1:
+        if EDGE:
+            ok = ok & (tl.load(mask_base + j * s_mn, mask=j < Sk, other=0) != 0)
+        else:
+            ok = ok & (tl.load(mask_base + j * s_mn) != 0)
+    if BIAS == 1:
+        if EDGE:
+            bias = tl.load(bias_base + j * s_bn, mask=j < Sk, other=0.0).to(ACC) * LOG2E
+        else:
+            bias = tl.load(bias_base + j * s_bn).to(ACC) * LOG2E
+        ok = ok & (bias != float("-inf"))
+    return ok, bias
+
+
+@triton.jit
+def _scores(
+    s, i, j, r, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale, softcap,
+    slope, length, shift, left, right, Sk,
+    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """(the scores in base 2, -inf where i may not see j, tanh of the softcap) from s = q . k, on
+    indices that are already broadcast against each other, either way round.
+
+    r is i, clamped to the rows there are and counted from the row that mask_base and bias_base
+    point to. Without EDGE the whole tile lies inside the length and the band.
+    """
+    s = s * qk_scale
+    tanh = s
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.math.exp2(s) + 1.0)
+        s = tanh * (softcap * LOG2E)
+    if BIAS == 1:
+        s += key_bias
+    if BIAS == 2:  # bounded by Sk, not by the length: the compiler knows Sk's divisibility
+        if EDGE:
+            tile = tl.load(bias_base + (r * s_bm + j * s_bn), mask=j < Sk, other=0.0)
+        else:
+            tile = tl.load(bias_base + (r * s_bm + j * s_bn))
+        s += tile.to(ACC) * LOG2E
+    if ALIBI:
+        s -= slope * tl.abs(i + shift - j).to(ACC)
+    if EDGE or MASK > 0 or BIAS == 1:
+        ok = j < length
+        if MASK == 1 or BIAS == 1:
+            ok = ok & key_ok
+        if MASK == 2:
+            if EDGE:
+                ok = ok & (tl.load(mask_base + (r * s_mm + j * s_mn), mask=j < Sk, other=0) != 0)
+            else:
+                ok = tl.load(mask_base + (r * s_mm + j * s_mn)) != 0
+                if BIAS == 1:
+                    ok = ok & key_ok
+        if EDGE and RIGHT:
+            ok = ok & (j <= i + (shift + right))
+        if EDGE and LEFT:
+            ok = ok & (j >= i + (shift - left))
+        s = tl.where(ok, s, float("-inf"))
+    return s, tanh
 
 
 # ----------------------------------------------------------------------------------------- forward
@@ -198,10 +316,11 @@ def _length(LENGTHS, b, Sk, HAS_LENGTHS: tl.constexpr):
 
 @triton.jit
 def _forward_tiles(
-    acc, l, m, q, k_base, v_base, mask_base, lo, hi, i, r, i0, length, Sk, plane, seed, threshold,
-    qk_scale, s_kn, s_vn, s_mm, s_mn,
+    acc, l, m, q, k_base, v_base, mask_base, bias_base, lo, hi, i, r, i0, length, shift, left,
+    right, Sk, plane, seed, threshold, qk_scale, softcap, slope, s_kn, s_vn, s_mm, s_mn, s_bm, s_bn,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles lo, lo + BN, .. < hi. acc [BM, BDV], l and m [BM]."""
@@ -212,30 +331,31 @@ def _forward_tiles(
         if WIDE:
             rows = j.to(tl.int64)
         inside = j < length
-        key_mask = inside
-        if MASK == 1:
-            key_mask = _key_mask(mask_base, rows, s_mn, Sk, EDGE)
+        key_ok, key_bias = _key_row(
+            mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, EDGE, ACC
+        )
         k = _load_rows(k_base, rows, s_kn, inside, D, BD, EDGE)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale  # [BM, BN], base 2
-        if EDGE or MASK > 0:
-            ok = _visible(
-                i[:, None], rows[None, :], r[:, None], key_mask[None, :], mask_base, s_mm, s_mn,
-                length, Sk, MASK, CAUSAL, EDGE,
-            )  # fmt: skip
-            s = tl.where(ok, s, float("-inf"))
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if BIAS == 1:
+            key_bias = key_bias[None, :]
+        s, _ = _scores(
+            s, i[:, None], rows[None, :], r[:, None], key_ok[None, :], key_bias, mask_base, s_mm,
+            s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
+            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, EDGE, ACC,
+        )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
-        shift = m_new
-        if EDGE or MASK > 0:  # rows that have seen nothing yet
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - shift[:, None])
-        rescale = tl.math.exp2(m - shift)
+        base = m_new
+        if EDGE or MASK > 0 or BIAS > 0:  # rows that have seen nothing yet
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.math.exp2(s - base[:, None])
+        rescale = tl.math.exp2(m - base)
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if DROPOUT:
             p = tl.where(dropout_keep(seed, plane, i0, n0, threshold, BM, BN), p, 0.0)
         v = _load_rows(v_base, rows, s_vn, inside, DV, BDV, EDGE)
-        if MASK == 1:  # 0 * NaN: a hidden value may hold anything
-            v = tl.where(key_mask[:, None], v, 0.0).to(v.dtype)
+        if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden value may hold anything
+            v = tl.where(key_ok[:, None], v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, PRECISION, out_dtype=ACC)
         m = m_new
     return acc, l, m
@@ -243,12 +363,15 @@ def _forward_tiles(
 
 @triton.jit
 def _forward(
-    Q, K, V, O, LSE, MASKS, LENGTHS, SEED, scale, threshold, inv_keep,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn, s_ob, s_oh, s_om,
-    s_mb, s_mh, s_mm, s_mn, H, GROUP, Sq, Sk,
+    Q, K, V, O, LSE, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    s_ob, s_oh, s_om, s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
+    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
+    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
+    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BM queries of one (batch, head); the longest causal rows start first."""
     blocks = tl.cdiv(Sq, BM)
@@ -257,58 +380,93 @@ def _forward(
     b = (plane // H).to(tl.int64)
     h = (plane % H).to(tl.int64)
     g = h // GROUP
-    first = i0.to(tl.int64)
+    q0, k0, queries, length = _sequence(LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, PACKED)
+    if PACKED:
+        if i0 >= queries:
+            return
+    shift = 0
+    if BOTTOM:
+        shift = length - queries
+    first = q0 + i0
 
     i = i0 + tl.arange(0, BM)
-    r = tl.minimum(tl.arange(0, BM), Sq - 1 - i0)  # past the end: the last row again, no predicate
+    r = tl.minimum(tl.arange(0, BM), queries - 1 - i0)  # past the end: the last row, no predicate
     if WIDE:
         r = r.to(tl.int64)
-    q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, i < Sq, D, BD, False)
-    k_base = K + b * s_kb + g * s_kg
-    v_base = V + b * s_vb + g * s_vg
+    q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, i < queries, D, BD, False)
+    k_base = K + b * s_kb + g * s_kg + k0 * s_kn
+    v_base = V + b * s_vb + g * s_vg + k0 * s_vn
     mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
-    length = _length(LENGTHS, b, Sk, HAS_LENGTHS)
-    hi = length
-    full = length // BN * BN
-    if CAUSAL:
-        hi = tl.minimum(hi, i0 + BM)
-        full = tl.minimum(length, i0) // BN * BN
+    bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
+    slope = _slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
+    qk_scale = _score_scale(scale, softcap, SOFTCAP)
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
+    lo, hi = _keys_of_rows(i0, BM, length, shift, left, right, BN, LEFT, RIGHT)
+    full = length  # the tiles from `inner` to `full` lie inside the band and the length
+    if RIGHT:
+        full = _clamp(i0 + shift + right + 1, 0, length)
+    full = full // BN * BN
+    inner = 0
+    if LEFT:
+        inner = tl.maximum(i0 + BM - 1 + shift - left, 0)
+        inner = (inner + BN - 1) // BN * BN
+        full = tl.maximum(full, inner)
 
     acc = tl.zeros([BM, BDV], ACC)
     l = tl.zeros([BM], ACC)
     m = tl.full([BM], float("-inf"), ACC)
-    qk_scale = scale * LOG2E
+    if LEFT:
+        acc, l, m = _forward_tiles(
+            acc, l, m, q, k_base, v_base, mask_base, bias_base, lo, tl.minimum(inner, hi), i, r,
+            i0, length, shift, left, right, Sk, plane, seed, threshold, qk_scale, softcap, slope,
+            s_kn, s_vn, s_mm, s_mn, s_bm, s_bn, D, DV, BD, BDV, BM, BN,
+            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, DROPOUT, WIDE, PRECISION, ACC, EDGE=True,
+        )  # fmt: skip
     acc, l, m = _forward_tiles(
-        acc, l, m, q, k_base, v_base, mask_base, 0, full, i, r, i0, length, Sk, plane, seed,
-        threshold, qk_scale, s_kn, s_vn, s_mm, s_mn,
-        D, DV, BD, BDV, BM, BN, MASK, CAUSAL, DROPOUT, WIDE, PRECISION, ACC, EDGE=False,
+        acc, l, m, q, k_base, v_base, mask_base, bias_base, inner, full, i, r,
+        i0, length, shift, left, right, Sk, plane, seed, threshold, qk_scale, softcap, slope,
+        s_kn, s_vn, s_mm, s_mn, s_bm, s_bn, D, DV, BD, BDV, BM, BN,
+        MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, DROPOUT, WIDE, PRECISION, ACC, EDGE=False,
     )  # fmt: skip
     acc, l, m = _forward_tiles(
-        acc, l, m, q, k_base, v_base, mask_base, full, hi, i, r, i0, length, Sk, plane, seed,
-        threshold, qk_scale, s_kn, s_vn, s_mm, s_mn,
-        D, DV, BD, BDV, BM, BN, MASK, CAUSAL, DROPOUT, WIDE, PRECISION, ACC, EDGE=True,
+        acc, l, m, q, k_base, v_base, mask_base, bias_base, full, hi, i, r,
+        i0, length, shift, left, right, Sk, plane, seed, threshold, qk_scale, softcap, slope,
+        s_kn, s_vn, s_mm, s_mn, s_bm, s_bn, D, DV, BD, BDV, BM, BN,
+        MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, DROPOUT, WIDE, PRECISION, ACC, EDGE=True,
     )  # fmt: skip
 
     empty = l == 0.0
     sums = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + tl.math.log2(sums)) * LN2)
-    tl.store(LSE + plane.to(tl.int64) * Sq + i, lse, mask=i < Sq)
+    tl.store(LSE + _row(plane, h, q0, q_rows, PACKED) + i, lse, mask=i < queries)
     acc = acc * (inv_keep / sums)[:, None]
-    _store_rows(O + b * s_ob + h * s_oh + first * s_om, r, s_om, i < Sq, acc, DV, BDV)
+    o_base = O + b * s_ob + h * s_oh + first * s_om
+    _store_rows(o_base, r, s_om, i < queries, acc, DV, BDV)
 
 
 # ---------------------------------------------------------------------------------------- backward
 
 
 @triton.jit
+def _row(plane, h, q0, q_rows, PACKED: tl.constexpr):
+    """Where the rows of a (batch, head) begin in lse and delta: [B, H, Sq], or [H, Tq] packed."""
+    if PACKED:
+        return h.to(tl.int64) * q_rows + q0
+    else:
+        return plane.to(tl.int64) * q_rows
+
+
+@triton.jit
 def _delta(
-    O, DO, DELTA, s_ob, s_oh, s_om, s_db, s_dh, s_dm, H, Sq,
-    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
+    O, DO, DLSE, DELTA, s_ob, s_oh, s_om, s_db, s_dh, s_dm, H, Sq,
+    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . o_i. One program owns BM queries of one (batch, head)."""
+    """delta_i = do_i . o_i - dlse_i. One program owns BM queries of one (batch, head); a packed
+    batch is one batch of Tq queries.
+    """
     blocks = tl.cdiv(Sq, BM)
     plane = tl.program_id(0) // blocks
     i0 = tl.program_id(0) % blocks * BM
@@ -322,30 +480,38 @@ def _delta(
     o = _load_rows(O + b * s_ob + h * s_oh + first * s_om, r, s_om, i < Sq, DV, BDV, True)
     do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, i < Sq, DV, BDV, True)
     delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
-    tl.store(DELTA + plane.to(tl.int64) * Sq + i, delta, mask=i < Sq)
+    row = plane.to(tl.int64) * Sq
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + row + i, mask=i < Sq, other=0.0)
+    tl.store(DELTA + row + i, delta, mask=i < Sq)
 
 
 @triton.jit
-def _row_statistics(LSE, DELTA, plane_start, i, ok):
+def _row_statistics(LSE, DELTA, row, i, ok):
     """(lse in base 2, delta) of the rows; +inf, whose P is zero, for rows past the end and for
     those that see nothing.
     """
-    lse = tl.load(LSE + plane_start + i, mask=ok, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    return lse, tl.load(DELTA + plane_start + i, mask=ok, other=0.0)
+    lse = tl.load(LSE + row + i, mask=ok, other=float("-inf"))
+    delta = tl.load(DELTA + row + i, mask=ok, other=0.0)
+    empty = lse == float("-inf")
+    return tl.where(empty, float("inf"), lse * LOG2E), tl.where(empty, 0.0, delta)
 
 
 @triton.jit
 def _backward_dkdv(
-    Q, K, V, DO, DK, DV_, LSE, DELTA, MASKS, LENGTHS, SEED, scale, threshold, inv_keep,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn, s_db, s_dh, s_dm,
-    s_dkb, s_dkg, s_dkn, s_dvb, s_dvg, s_dvn, s_mb, s_mh, s_mm, s_mn, H, GROUP, Sq, Sk,
+    Q, K, V, DO, DK, DV_, DBIAS, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    s_dkb, s_dkg, s_dkn, s_dvb, s_dvg, s_dvn, s_db, s_dh, s_dm,
+    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
+    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
+    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
+    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr, KEY_GRAD: tl.constexpr,
 ):  # fmt: skip
     """One program owns BN keys of one (batch, key-value head) and walks the queries of its heads,
-    in S^T = k q^T.
+    in S^T = k q^T. With KEY_GRAD it also writes sum_i dS of each head, [B, H, Sk].
     """
     blocks = tl.cdiv(Sk, BN)
     pair = tl.program_id(0) // blocks
@@ -353,7 +519,16 @@ def _backward_dkdv(
     groups = H // GROUP
     b = (pair // groups).to(tl.int64)
     g = (pair % groups).to(tl.int64)
-    first = n0.to(tl.int64)
+    q0, k0, queries, length = _sequence(LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, PACKED)
+    keys = Sk
+    if PACKED:
+        keys = length
+        if n0 >= length:
+            return
+    shift = 0
+    if BOTTOM:
+        shift = length - queries
+    first = k0 + n0
 
     j = n0 + tl.arange(0, BN)
     c = tl.arange(0, BN)
@@ -361,47 +536,55 @@ def _backward_dkdv(
     if WIDE:
         c = c.to(tl.int64)
         columns = j.to(tl.int64)
-    length = _length(LENGTHS, b, Sk, HAS_LENGTHS)
     inside = j < length
     k = _load_rows(K + b * s_kb + g * s_kg + first * s_kn, c, s_kn, inside, D, BD, True)
     v = _load_rows(V + b * s_vb + g * s_vg + first * s_vn, c, s_vn, inside, DV, BDV, True)
+    qk_scale = _score_scale(scale, softcap, SOFTCAP)
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
-    lo = 0
-    if CAUSAL:
-        lo = n0 // BM * BM
-    hi = Sq
-    if HAS_LENGTHS:  # keys past the length: no query sees them
-        hi = tl.where(n0 < length, Sq, 0)
+    lo = 0  # the queries that any of these keys is seen by
+    if RIGHT:
+        lo = tl.maximum(n0 - shift - right, 0) // BM * BM
+    hi = queries
+    if LEFT:
+        hi = tl.minimum(hi, n0 + BN - shift + left)
+    if LENGTH:
+        hi = tl.where(n0 < length, hi, 0)
 
     dk = tl.zeros([BN, BD], ACC)
     dv = tl.zeros([BN, BDV], ACC)
-    qk_scale = scale * LOG2E
     for member in tl.range(0, GROUP):
         h = g * GROUP + member
         plane = (b * H + h).to(tl.int32)
-        q_base = Q + b * s_qb + h * s_qh
-        do_base = DO + b * s_db + h * s_dh
+        q_base = Q + b * s_qb + h * s_qh + q0 * s_qm
+        do_base = DO + b * s_db + h * s_dh + q0 * s_dm
         mask_base = MASKS + b * s_mb + h * s_mh
-        key_mask = inside
-        if MASK == 1:
-            key_mask = _key_mask(mask_base, columns, s_mn, Sk, True)
+        bias_base = BIASES + b * s_bb + h * s_bh
+        slope = _slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
+        row = _row(plane, h, q0, q_rows, PACKED)
+        key_ok, key_bias = _key_row(
+            mask_base, s_mn, bias_base, s_bn, columns, inside, Sk, MASK, BIAS, True, ACC
+        )
+        if BIAS == 1:
+            key_bias = key_bias[:, None]
+        dbias = tl.zeros([BN], ACC)
         for i0 in tl.range(lo, hi, BM):
             i0 = tl.multiple_of(i0, BM)
             i = i0 + tl.arange(0, BM)
-            r = tl.minimum(i, Sq - 1)
+            r = tl.minimum(i, queries - 1)
             if WIDE:
                 r = r.to(tl.int64)
-            q = _load_rows(q_base, r, s_qm, i < Sq, D, BD, False)
-            lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, i < Sq)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale  # [BN, BM], base 2
-            ok = _visible(
-                i[None, :], columns[:, None], r[None, :], key_mask[:, None], mask_base, s_mm, s_mn,
-                length, Sk, MASK, CAUSAL, True,
+            q = _load_rows(q_base, r, s_qm, i < queries, D, BD, False)
+            lse, delta = _row_statistics(LSE, DELTA, row, i, i < queries)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+            s, tanh = _scores(
+                s, i[None, :], columns[:, None], r[None, :], key_ok[:, None], key_bias, mask_base,
+                s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left,
+                right, Sk, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
             )  # fmt: skip
-            p = tl.where(ok, tl.math.exp2(s - lse[None, :]), 0.0)
-            do = _load_rows(do_base, r, s_dm, i < Sq, DV, BDV, False)
+            p = tl.math.exp2(s - lse[None, :])
+            do = _load_rows(do_base, r, s_dm, i < queries, DV, BDV, False)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             z = p
             if DROPOUT:
@@ -409,25 +592,63 @@ def _backward_dkdv(
                 z = tl.where(keep, p, 0.0)
                 dp = tl.where(keep, dp, 0.0) * inv_keep
             dv = tl.dot(z.to(do.dtype), do, dv, PRECISION, out_dtype=ACC)
-            if MASK == 1:  # 0 * NaN: a hidden key or value may hold anything
-                dp = tl.where(key_mask[:, None], dp, 0.0)
+            if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden key or value may hold anything
+                dp = tl.where(key_ok[:, None], dp, 0.0)
             ds = p * (dp - delta[None, :])
+            if KEY_GRAD:
+                dbias += tl.sum(ds, 1)
+            if SOFTCAP:
+                ds = ds * (1.0 - tanh * tanh)
             dk = tl.dot(ds.to(q.dtype), q, dk, PRECISION, out_dtype=ACC)
+        if KEY_GRAD:
+            tl.store(DBIAS + plane.to(tl.int64) * Sk + j, dbias, mask=j < Sk)
     dk = dk * scale
     if DROPOUT:
         dv = dv * inv_keep
-    _store_rows(DK + b * s_dkb + g * s_dkg + first * s_dkn, c, s_dkn, j < Sk, dk, D, BD)
-    _store_rows(DV_ + b * s_dvb + g * s_dvg + first * s_dvn, c, s_dvn, j < Sk, dv, DV, BDV)
+    _store_rows(DK + b * s_dkb + g * s_dkg + first * s_dkn, c, s_dkn, j < keys, dk, D, BD)
+    _store_rows(DV_ + b * s_dvb + g * s_dvg + first * s_dvn, c, s_dvn, j < keys, dv, DV, BDV)
+
+
+@triton.jit
+def _score_gradient(
+    q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm, s_mn,
+    bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk, plane, seed,
+    threshold, inv_keep, BM: tl.constexpr, BN: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """(dS, tanh of the softcap) of the tile at (i0, n0): [BM, BN] each."""
+    if BIAS == 1:
+        key_bias = key_bias[None, :]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s, tanh = _scores(
+        s, i[:, None], rows[None, :], r[:, None], key_ok[None, :], key_bias, mask_base, s_mm, s_mn,
+        bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
+        MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
+    )  # fmt: skip
+    p = tl.math.exp2(s - lse[:, None])
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if DROPOUT:
+        keep = dropout_keep(seed, plane, i0, n0, threshold, BM, BN)
+        dp = tl.where(keep, dp, 0.0) * inv_keep
+    if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden key or value may hold anything
+        dp = tl.where(key_ok[None, :], dp, 0.0)
+    return p * (dp - delta[:, None]), tanh
 
 
 @triton.jit
 def _backward_dq(
-    Q, K, V, DO, DQ, LSE, DELTA, MASKS, LENGTHS, SEED, scale, threshold, inv_keep,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn, s_db, s_dh, s_dm,
-    s_dqb, s_dqh, s_dqm, s_mb, s_mh, s_mm, s_mn, H, GROUP, Sq, Sk,
+    Q, K, V, DO, DQ, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    s_dqb, s_dqh, s_dqm, s_db, s_dh, s_dm,
+    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
+    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
+    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    DROPOUT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
+    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BM queries of one (batch, head) and walks the keys."""
     blocks = tl.cdiv(Sq, BM)
@@ -436,60 +657,145 @@ def _backward_dq(
     b = (plane // H).to(tl.int64)
     h = (plane % H).to(tl.int64)
     g = h // GROUP
-    first = i0.to(tl.int64)
+    q0, k0, queries, length = _sequence(LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, PACKED)
+    if PACKED:
+        if i0 >= queries:
+            return
+    shift = 0
+    if BOTTOM:
+        shift = length - queries
+    first = q0 + i0
 
     i = i0 + tl.arange(0, BM)
-    r = tl.minimum(tl.arange(0, BM), Sq - 1 - i0)
+    r = tl.minimum(tl.arange(0, BM), queries - 1 - i0)
     if WIDE:
         r = r.to(tl.int64)
-    q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, i < Sq, D, BD, False)
-    do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, i < Sq, DV, BDV, False)
-    lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, i < Sq)
-    k_base = K + b * s_kb + g * s_kg
-    v_base = V + b * s_vb + g * s_vg
+    ok = i < queries
+    q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, ok, D, BD, False)
+    do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, ok, DV, BDV, False)
+    lse, delta = _row_statistics(LSE, DELTA, _row(plane, h, q0, q_rows, PACKED), i, ok)
+    k_base = K + b * s_kb + g * s_kg + k0 * s_kn
+    v_base = V + b * s_vb + g * s_vg + k0 * s_vn
     mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
-    length = _length(LENGTHS, b, Sk, HAS_LENGTHS)
-    hi = length
-    if CAUSAL:
-        hi = tl.minimum(hi, i0 + BM)
+    bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
+    slope = _slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
+    qk_scale = _score_scale(scale, softcap, SOFTCAP)
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
 
     dq = tl.zeros([BM, BD], ACC)
-    qk_scale = scale * LOG2E
-    for n0 in tl.range(0, hi, BN):
+    lo, hi = _keys_of_rows(i0, BM, length, shift, left, right, BN, LEFT, RIGHT)
+    for n0 in tl.range(lo, hi, BN):
         n0 = tl.multiple_of(n0, BN)
         j = n0 + tl.arange(0, BN)
         rows = j
         if WIDE:
             rows = j.to(tl.int64)
         inside = j < length
-        key_mask = inside
         k = _load_rows(k_base, rows, s_kn, inside, D, BD, True)
         v = _load_rows(v_base, rows, s_vn, inside, DV, BDV, True)
-        if MASK == 1:  # 0 * NaN: a hidden key or value may hold anything
-            key_mask = _key_mask(mask_base, rows, s_mn, Sk, True)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
-        ok = _visible(
-            i[:, None], rows[None, :], r[:, None], key_mask[None, :], mask_base, s_mm, s_mn,
-            length, Sk, MASK, CAUSAL, True,
+        key_ok, key_bias = _key_row(
+            mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
+        )
+        ds, tanh = _score_gradient(
+            q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm,
+            s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
+            plane, seed, threshold, inv_keep, BM, BN, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT,
+            DROPOUT, PRECISION, ACC,
         )  # fmt: skip
-        p = tl.where(ok, tl.math.exp2(s - lse[:, None]), 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            keep = dropout_keep(seed, plane, i0, n0, threshold, BM, BN)
-            dp = tl.where(keep, dp, 0.0) * inv_keep
-        if MASK == 1:
-            dp = tl.where(key_mask[None, :], dp, 0.0)
-            k = tl.where(key_mask[:, None], k, 0.0).to(k.dtype)
-        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - tanh * tanh)
+        if MASK == 1 or BIAS == 1:
+            k = tl.where(key_ok[:, None], k, 0.0).to(k.dtype)
         dq = tl.dot(ds.to(k.dtype), k, dq, PRECISION, out_dtype=ACC)
     dq = dq * scale
-    _store_rows(DQ + b * s_dqb + h * s_dqh + first * s_dqm, r, s_dqm, i < Sq, dq, D, BD)
+    _store_rows(DQ + b * s_dqb + h * s_dqh + first * s_dqm, r, s_dqm, ok, dq, D, BD)
+
+
+@triton.jit
+def _backward_dbias(
+    Q, K, V, DO, DBIAS, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    s_dbb, s_dbh, s_dbm, over_b, over_h, s_db, s_dh, s_dm,
+    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
+    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
+    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
+    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One program owns BM x BN of the bias gradient and walks the over_b batches and over_h heads
+    that share it, 1 or all of them.
+    """
+    across = tl.cdiv(Sk, BN)
+    blocks = across * tl.cdiv(Sq, BM)
+    i0 = tl.program_id(0) % blocks // across * BM
+    n0 = tl.program_id(0) % across * BN
+    owner = tl.program_id(0) // blocks
+    own_b = (owner // (H // over_h)).to(tl.int64)
+    own_h = (owner % (H // over_h)).to(tl.int64)
+    first = i0.to(tl.int64)
+    column = n0.to(tl.int64)
+
+    i = i0 + tl.arange(0, BM)
+    r = tl.minimum(tl.arange(0, BM), Sq - 1 - i0)
+    j = n0 + tl.arange(0, BN)
+    c = tl.arange(0, BN)
+    rows = j
+    if WIDE:
+        r = r.to(tl.int64)
+        c = c.to(tl.int64)
+        rows = j.to(tl.int64)
+    ok = i < Sq
+    qk_scale = _score_scale(scale, softcap, SOFTCAP)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(SEED)
+    members = over_b * over_h
+    if not BOTTOM:  # outside of the band, whatever the length: zeros
+        lo, hi = _keys_of_rows(i0, BM, Sk, 0, left, right, BN, LEFT, RIGHT)
+        members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
+
+    dbias = tl.zeros([BM, BN], ACC)
+    for member in tl.range(0, members):
+        b = own_b + member // over_h
+        h = own_h + member % over_h
+        g = h // GROUP
+        plane = (b * H + h).to(tl.int32)
+        _, _, _, length = _sequence(LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, False)
+        shift = 0
+        if BOTTOM:
+            shift = length - Sq
+        inside = j < length
+        q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, ok, D, BD, False)
+        do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, ok, DV, BDV, False)
+        k = _load_rows(K + b * s_kb + g * s_kg + column * s_kn, c, s_kn, inside, D, BD, True)
+        v = _load_rows(V + b * s_vb + g * s_vg + column * s_vn, c, s_vn, inside, DV, BDV, True)
+        lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, ok)
+        mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
+        bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
+        slope = _slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
+        key_ok, key_bias = _key_row(
+            mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
+        )
+        ds, _ = _score_gradient(
+            q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm,
+            s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
+            plane, seed, threshold, inv_keep, BM, BN, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT,
+            DROPOUT, PRECISION, ACC,
+        )  # fmt: skip
+        dbias += ds
+    base = DBIAS + own_b * s_dbb + own_h * s_dbh + first * s_dbm + column
+    pointers = base + (tl.arange(0, BM)[:, None].to(tl.int64) * s_dbm + tl.arange(0, BN)[None, :])
+    mask = ok[:, None] & (j < Sk)[None, :]
+    tl.store(pointers, dbias.to(DBIAS.dtype.element_ty), mask=mask)
 
 
 # --------------------------------------------------------------------------------------- launchers
+
+UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 
 
 def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
@@ -504,12 +810,18 @@ def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
 
 def _spans_int32(*tensors: Tensor) -> bool:
     """Whether an offset inside one (batch, head) can pass 2^31 elements."""
-    return any(x.shape[2] * abs(x.stride(2)) + x.shape[3] >= 2**31 for x in tensors)
+    return any(
+        sum((n - 1) * abs(s) for n, s in zip(x.shape[-2:], x.stride()[-2:])) >= 2**31
+        for x in tensors
+    )
 
 
-class _Call:
-    """What the launchers of one call share: the mask as strides and kind, the constants of the
-    kernels.
+class _Plan:
+    """What a call's shapes, strides, dtypes and options fix: everything but where its tensors lie.
+
+    `launch` holds the kernels of the call by name, each with all its arguments but the pointers.
+    A packed batch comes as one batch of Tq queries and Tk keys, with the offsets of both, `starts`
+    and `lengths`.
     """
 
     def __init__(
@@ -518,164 +830,388 @@ class _Call:
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None,
+        bias: Tensor | None,
         dropout_p: float,
         is_causal: bool,
-        key_lengths: Tensor | None,
+        scale: float,
+        window: tuple[int, int] | None,
+        causal_alignment: str,
+        alibi_slopes: Tensor | None,
+        softcap: float | None,
+        lengths: Tensor | None,
+        starts: Tensor | None,
         dropout_seed: Tensor | None,
+        max_q: int = 0,
+        max_k: int = 0,
     ) -> None:
-        self.batch, self.heads, self.q_length, dim = query.shape
-        self.groups, self.k_length, width = key.shape[1], key.shape[2], value.shape[3]
+        self.launch: dict[str, Launch] = {}
+        batch, self.heads, q_rows, dim = query.shape
+        self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
+        self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
+        if starts is not None:
+            self.batch, self.q_length, self.k_length = starts.shape[0] - 1, max_q, max_k
         self.arch = architecture(query.device)
         self.dtype = query.dtype
         self.head_block = max(16, next_power_of_2(max(dim, width)))
-        kind, mask, mask_strides = 0, query, [0, 0, 0, 0]
-        if attn_mask is not None:
-            full = attn_mask.expand(self.batch, self.heads, self.q_length, self.k_length)
-            mask, mask_strides = full.view(torch.uint8), list(full.stride())
-            kind = 1 if full.stride(2) == 0 or self.q_length == 1 else 2
+        full = (batch, self.heads, q_rows, k_rows)
+        kinds, strides, wide = [], [], _spans_int32(query, key, value)
+        for x in (attn_mask, bias):  # 0 none, 1 constant over the queries, 2 one of every pair
+            x = None if x is None else x.expand(full)
+            kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
+            strides.append((0, 0, 0, 0) if x is None else x.stride())
+            wide = wide or (x is not None and _spans_int32(x))
+        slopes: tuple[int, ...] = (0, 0)
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.expand(batch, self.heads).stride()
+        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in window or (-1, -1))
+        if is_causal:
+            right = 0
         threshold, inv_keep = dropout_arguments(dropout_p)
-        wide = _spans_int32(query, key, value)
-        wide = wide or mask_strides[2] * self.q_length + mask_strides[3] * self.k_length >= 2**31
-        self.pointers = (
-            mask,
-            query if key_lengths is None else key_lengths,
-            query if dropout_seed is None else dropout_seed,
-        )
-        self.dropout = (threshold, inv_keep)
-        group = self.heads // max(1, self.groups)
-        self.sizes = (*mask_strides, self.heads, group, self.q_length, self.k_length)
-        self.dims = dict(
+        self.constants = dict(
             D=dim,
             DV=width,
             BD=max(16, next_power_of_2(dim)),
             BDV=max(16, next_power_of_2(width)),
+            MASK=kinds[0],
+            BIAS=kinds[1],
+            ALIBI=alibi_slopes is not None,
+            SOFTCAP=softcap is not None,
+            LEFT=left < UNBOUNDED,
+            RIGHT=right < UNBOUNDED,
+            BOTTOM=causal_alignment == "bottom_right",
+            LENGTH=lengths is not None and starts is None,
+            PACKED=starts is not None,
+            DROPOUT=dropout_p > 0,
             WIDE=wide,
+            PRECISION=dot_precision(self.arch),
             ACC=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )
-        self.flags = dict(
-            MASK=kind,
-            CAUSAL=is_causal,
-            HAS_LENGTHS=key_lengths is not None,
-            DROPOUT=dropout_p > 0,
-            PRECISION=dot_precision(self.arch),
+        self.scalars = (
+            *self.strides(query), *self.strides(key), *self.strides(value), *strides[0],
+            *strides[1], *slopes,
+            self.heads, self.heads // max(1, self.groups), self.q_length, self.k_length,
+            q_rows, k_rows, left, right, scale, 1.0 if softcap is None else softcap,
+            threshold, inv_keep,
+        )  # fmt: skip
+
+    def add(
+        self, name: str, kernel: Any, blocks: Any, strides: tuple[int, ...], **constants: Any
+    ) -> None:
+        """Adds a launch; `blocks` gives the number of programs for its tiles."""
+        tiles = self.tiles(name)
+        constants = self.constants | dict(BM=tiles.BM, BN=tiles.BN) | constants
+        scalars = (*strides, *self.scalars)
+        self.launch[name] = Launch(
+            kernel, blocks(tiles), scalars, constants, tiles.warps, tiles.stages
         )
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Of batch, head and row; a packed tensor has rows only, for the kernels."""
+        batch, head, row, _ = x.stride()
+        return 0 if self.constants["PACKED"] else batch, head, row
 
     def tiles(self, kernel: str) -> Tiles:
         lengths = self.q_length, self.k_length
         return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths)
 
-    def launch(self, kernel: str, function: object, rows: bool, *arguments: object) -> None:
-        """Starts a kernel over the query blocks of every head, or over the key blocks of every
-        key-value head.
-        """
-        tiles = self.tiles(kernel)
-        blocks = (
-            triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
-            if rows
-            else triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
-        )
-        if blocks:
-            function[(blocks,)](  # type: ignore[index]
-                *arguments, *self.sizes, **self.dims, **self.flags, BM=tiles.BM, BN=tiles.BN,
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
+    def rows(self, tiles: Tiles) -> int:
+        """Programs that own the queries of a head."""
+        return triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
+
+    def columns(self, tiles: Tiles) -> int:
+        """Programs that own the keys of a key-value head."""
+        return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
 
 
-def _fake(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, dropout_seed
-):
+def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     output = _heads_like(query, query.shape[1], value.shape[3])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return output, query.new_empty(query.shape[:3], dtype=dtype)
 
 
-@register(
-    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-    "float dropout_p, bool is_causal, float scale, bool enable_gqa, Tensor? key_lengths, "
-    "Tensor? dropout_seed) "
-    "-> (Tensor output, Tensor lse)",
-    _fake,
-)
-def forward(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, dropout_seed
-):
-    """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq])."""
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    output, lse = _fake(query, key, value, None, 0.0, False, 1.0, False, None, None)
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, key_lengths, dropout_seed)
+class _Forward(_Plan):
+    """The forward, and what its outputs look like."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
+        super().__init__(query, key, value, *options)
+        output, lse = _outputs(query, value)
+        self.output, self.lse = (output.shape, output.stride()), (lse.shape, lse.stride())
+        self.lse_dtype = lse.dtype
+        self.add("forward", _forward, self.rows, self.strides(output))
+
+
+class _Backward(_Plan):
+    """The kernels of the backward that are needed.
+
+    `bias_grad` is how the bias's gradient comes about: "tile" by a kernel of its own, "key", for a
+    bias constant over the queries, beside dK and dV, "row", for one constant over the keys, from
+    dlse alone; "" where it is not wanted.
+    """
+
+    def __init__(
+        self,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        output: Tensor,
+        needs: tuple[bool, bool, bool, bool],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        bias: Tensor | None,
+        *options: Any,
+    ) -> None:
+        super().__init__(query, key, value, attn_mask, bias, *options)
+        batch, heads, rows, _ = query.shape
+        self.constants["WIDE"] = self.constants["WIDE"] or _spans_int32(grad_output, output)
+        self.bias_grad = _bias_grad(needs[3], bias, self.k_length)
+        like = [_heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
+        self.grads = [(x.shape, x.stride()) for x in like]
+        dq, dk, dv = (self.strides(x) for x in like)
+        do = self.strides(grad_output)
+        tiles = self.tiles("delta")
+        delta = {name: self.constants[name] for name in ("DV", "BDV", "WIDE", "ACC")}
+        self.launch["delta"] = Launch(
+            _delta,
+            triton.cdiv(rows, tiles.BM) * batch * heads,
+            (*output.stride()[:3], *grad_output.stride()[:3], heads, rows),
+            delta | dict(BM=tiles.BM, HAS_DLSE=grad_lse is not None),
+            tiles.warps,
+            tiles.stages,
+        )
+        key_grad = self.bias_grad == "key"
+        self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
+        if self.needs[1]:
+            self.add("dkdv", _backward_dkdv, self.columns, (*dk, *dv, *do), KEY_GRAD=key_grad)
+        if self.needs[0]:
+            self.add("dq", _backward_dq, self.rows, (*dq, *do))
+        if self.bias_grad == "tile":
+            assert bias is not None
+            b, h, q, k = self.bias_shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+            strides = (h * q * k * (b > 1), q * k * (h > 1), k)
+            over = (batch // max(1, b), heads // max(1, h))
+
+            def blocks(tiles: Tiles) -> int:
+                return b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over)
+
+            self.add("dbias", _backward_dbias, blocks, (*strides, *over, *do))
+
+    def run(
+        self, grad_output, grad_lse, output, lse, query, key, value, bias, pointers
+    ) -> list[Tensor]:
+        """Launches what is needed: [dq, dk, dv, dbias], an unwanted one empty."""
+        nothing = query.new_empty(0)
+        dq, dk, dv = (
+            query.new_empty_strided(*grad) if needed else nothing
+            for grad, needed in zip(self.grads, self.needs)
+        )
+        delta = torch.empty_like(lse)
+        inputs = query, key, value, grad_output
+        launch = self.launch
+        if len(launch) > 1:
+            dlse = lse if grad_lse is None else grad_lse.contiguous()
+            launch["delta"](output, grad_output, dlse, delta)
+        dbias = nothing
+        if self.bias_grad == "key":
+            dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
+        if "dkdv" in launch:
+            launch["dkdv"](*inputs, dk, dv, dbias, lse, delta, *pointers)
+        if "dq" in launch:
+            launch["dq"](*inputs, dq, lse, delta, *pointers)
+        if "dbias" in launch:
+            dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
+            launch["dbias"](*inputs, dbias, lse, delta, *pointers)
+        elif self.bias_grad == "row":
+            dbias = torch.zeros_like(lse)
+            if grad_lse is not None:  # exactly dlse, where the row sees a key
+                dbias = grad_lse.masked_fill(lse == float("-inf"), 0.0)
+            dbias = dbias.unsqueeze(3)
+        if self.bias_grad in ("key", "row"):
+            dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
+        return [dq, dk, dv, dbias]
+
+
+def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
+    if not needed or bias is None:
+        return ""
+    if (bias.dim() == 0 or bias.shape[-1] == 1) and k_length != 1:
+        return "row"
+    return "key" if bias.dim() < 2 or bias.shape[-2] == 1 else "tile"
+
+
+def _pointers(query, attn_mask, bias, alibi_slopes, lengths, starts, seed) -> tuple[Tensor, ...]:
+    """What all kernels read; in the place of one that is not there, the query."""
+    return (
+        query if attn_mask is None else attn_mask.view(torch.uint8),
+        query if bias is None else bias,
+        query if alibi_slopes is None else alibi_slopes,
+        query if lengths is None else lengths,
+        query if starts is None else starts,
+        query if seed is None else seed,
+    )
+
+
+def _run_forward(query, key, value, options, pointers) -> tuple[Tensor, Tensor]:
+    """(output, lse), from the arguments of `_Plan` and what `_pointers` made."""
+    plan = planned(_Forward, query, key, value, *options)
+    output = query.new_empty_strided(*plan.output)
+    lse = query.new_empty_strided(*plan.lse, dtype=plan.lse_dtype)
     with on_device(query):
-        call.launch(
-            "forward", _forward, True, query, key, value, output, lse, *call.pointers,
-            scale, *call.dropout, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            *output.stride()[:3],
-        )  # fmt: skip
+        plan.launch["forward"](query, key, value, output, lse, *pointers)
     return output, lse
 
 
-def _fake_backward(
-    grad_output, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-    key_lengths, dropout_seed, output, lse, needs,
-):  # fmt: skip
-    return (
-        _heads_like(query, query.shape[1], query.shape[3]) if needs[0] else query.new_empty(0),
-        _heads_like(key, key.shape[1], key.shape[3]) if needs[1] or needs[2] else key.new_empty(0),
-        _heads_like(value, value.shape[1], value.shape[3])
-        if needs[1] or needs[2]
-        else value.new_empty(0),
-    )
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "float scale, bool enable_gqa, Tensor? bias, Tensor? key_lengths, int[]? window, "
+    "str causal_alignment, Tensor? alibi_slopes, float? softcap, Tensor? dropout_seed"
+)
+
+
+def _fake(query, key, value, *_):
+    return _outputs(unit_stride(query), value)
 
 
 @register(
-    "scaled_dot_product_attention_backward(Tensor grad_output, Tensor query, Tensor key, "
-    "Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, float scale, "
-    "bool enable_gqa, Tensor? key_lengths, Tensor? dropout_seed, Tensor output, Tensor lse, "
-    "bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    f"scaled_dot_product_attention({_ARGUMENTS}, bool return_lse) -> (Tensor output, Tensor lse)",
+    _fake,
+)
+def forward(
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, key_lengths,
+    window, causal_alignment, alibi_slopes, softcap, dropout_seed, return_lse,
+):  # fmt: skip
+    """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq])."""
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    return _run_forward(
+        query, key, value,
+        (attn_mask, bias, dropout_p, is_causal, scale, window and tuple(window), causal_alignment,
+         alibi_slopes, softcap, key_lengths, None, dropout_seed),
+        _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+    )  # fmt: skip
+
+
+def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
+    bias, needs = rest[5], rest[-1]
+    key_grad = _bias_grad(needs[3], bias, key.shape[2]) == "key"
+    needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2, needs[3])
+    grads = [_heads_like(x, x.shape[1], x.shape[3]) for x in map(unit_stride, (query, key, value))]
+    grads.append(query if bias is None else bias.new_empty(bias.shape))
+    return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
+
+
+@register(
+    "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
+    f"{_ARGUMENTS}, Tensor output, Tensor lse, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
     _fake_backward,
 )
 def backward(
-    grad_output, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-    key_lengths, dropout_seed, output, lse, needs,
+    grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+    bias, key_lengths, window, causal_alignment, alibi_slopes, softcap, dropout_seed, output, lse,
+    needs,
 ):  # fmt: skip
-    """Launches delta, then dK/dV and dQ as far as they are needed."""
+    """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     grad_output = unit_stride(grad_output)
-    dq, dk, dv = _fake_backward(
-        grad_output, query, key, value, None, 0.0, False, 1.0, False, None, None, output, lse, needs
-    )
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, key_lengths, dropout_seed)
-    call.dims["WIDE"] = call.dims["WIDE"] or _spans_int32(grad_output, output)
-    delta = torch.empty_like(lse)
-    inputs = (
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *grad_output.stride()[:3],
-    )
+    plan = planned(
+        _Backward, grad_output, grad_lse, output, tuple(needs), query, key, value, attn_mask, bias,
+        dropout_p, is_causal, scale, window and tuple(window), causal_alignment, alibi_slopes,
+        softcap, key_lengths, None, dropout_seed,
+    )  # fmt: skip
+    pointers = _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed)
     with on_device(query):
-        rows = call.tiles("delta").BM
-        blocks = triton.cdiv(call.q_length, rows) * call.batch * call.heads
-        if blocks:
-            _delta[(blocks,)](
-                output, grad_output, delta, *output.stride()[:3], *grad_output.stride()[:3],
-                call.heads, call.q_length, DV=call.dims["DV"], BDV=call.dims["BDV"], BM=rows,
-                WIDE=call.dims["WIDE"], ACC=call.dims["ACC"],
-            )  # fmt: skip
-        if needs[1] or needs[2]:
-            call.launch(
-                "dkdv", _backward_dkdv, False, query, key, value, grad_output, dk, dv, lse, delta,
-                *call.pointers, scale, *call.dropout, *inputs, *dk.stride()[:3], *dv.stride()[:3],
-            )  # fmt: skip
-        if needs[0]:
-            call.launch(
-                "dq", _backward_dq, True, query, key, value, grad_output, dq, lse, delta,
-                *call.pointers, scale, *call.dropout, *inputs, *dq.stride()[:3],
-            )  # fmt: skip
-    return dq, dk, dv
+        return tuple(
+            plan.run(grad_output, grad_lse, output, lse, query, key, value, bias, pointers)
+        )
 
 
-def supports(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, dropout_seed
-) -> str | None:
+# ------------------------------------------------------------------------------------------ packed
+
+_PACKED_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, float scale, "
+    "str causal_alignment, int[]? window, Tensor? dropout_seed"
+)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[tokens, heads, width] as one batch, [1, heads, tokens, width]."""
+    return unit_stride(x).transpose(0, 1).unsqueeze(0)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _packed_options(
+    cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment, window,
+    dropout_seed,
+) -> tuple[Any, ...]:  # fmt: skip
+    return (
+        None, None, dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None,
+        None, cu_seqlens_k, cu_seqlens_q, dropout_seed, max_q, max_k,
+    )  # fmt: skip
+
+
+def _fake_packed(query, key, value, *_):
+    output, lse = _outputs(_heads_first(query), _heads_first(value))
+    return _tokens_first(output), lse.squeeze(0)
+
+
+@register(
+    f"packed_attention({_PACKED_ARGUMENTS}) -> (Tensor output, Tensor lse)",
+    _fake_packed,
+)
+def packed_forward(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale,
+    causal_alignment, window, dropout_seed,
+):  # fmt: skip
+    """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
+    query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
+    options = _packed_options(
+        cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment,
+        window, dropout_seed,
+    )  # fmt: skip
+    pointers = _pointers(query, None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed)
+    output, lse = _run_forward(query, key, value, options, pointers)
+    return _tokens_first(output), lse.squeeze(0)
+
+
+def _fake_packed_backward(grad_output, query, key, value, *rest):
+    needs = rest[-1]
+    needs = (needs[0], *(needs[1] or needs[2],) * 2)
+    grads = [
+        _tokens_first(_heads_like(x, x.shape[1], x.shape[3]))
+        for x in map(_heads_first, (query, key, value))
+    ]
+    return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
+
+
+@register(
+    f"packed_attention_backward(Tensor grad_output, {_PACKED_ARGUMENTS}, Tensor output, "
+    "Tensor lse, bool[] needs) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    _fake_packed_backward,
+)
+def packed_backward(
+    grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal,
+    scale, causal_alignment, window, dropout_seed, output, lse, needs,
+):  # fmt: skip
+    """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
+    query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
+    grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
+    plan = planned(
+        _Backward, grad_output, None, output, (*needs, False), query, key, value,
+        *_packed_options(
+            cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale,
+            causal_alignment, window, dropout_seed,
+        ),
+    )  # fmt: skip
+    pointers = _pointers(query, None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed)
+    with on_device(query):
+        grads = plan.run(grad_output, None, output, lse, query, key, value, None, pointers)
+    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads[:3])
+
+
+def supports(query: Tensor, *_: Any, **__: Any) -> str | None:
     """Why the kernels cannot run this call, or None."""
     return unsupported_dtype(query)

@@ -62,6 +62,63 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+class Launch:
+    """A kernel with all its arguments but the pointers.
+
+    The first call goes through Triton, which compiles; the others start the compiled kernel, and
+    skip its look at every argument: a `Launch` is for tensors of one dtype and alignment each.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_options", "_start", "_tail")
+
+    def __init__(
+        self,
+        kernel: Any,
+        blocks: int,
+        scalars: tuple[Any, ...],
+        constants: dict[str, Any],
+        warps: int,
+        stages: int,
+    ) -> None:
+        names = kernel.arg_names
+        self._kernel, self._grid = kernel, (blocks, 1, 1)
+        self._tail = (*scalars, *(constants[name] for name in names[len(names) - len(constants) :]))
+        self._options = dict(num_warps=warps, num_stages=stages)
+        self._start: Any = None
+
+    def __call__(self, *pointers: Tensor) -> None:
+        if self._start is not None:
+            self._start(*pointers, *self._tail)
+        elif self._grid[0]:
+            compiled = self._kernel[self._grid](*pointers, *self._tail, **self._options)
+            if compiled is not None:  # the interpreter has none
+                self._start = compiled[self._grid]
+
+
+MOST_PLANS = 4096
+_plans: dict[Any, Any] = {}
+
+
+def planned(make: Callable[..., Any], *args: Any) -> Any:
+    """make(*args), remembered for tensors alike in device, dtype, shape, strides and alignment."""
+    key = (
+        make,
+        torch.backends.cuda.matmul.allow_tf32,
+        *[
+            (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+            if isinstance(x, Tensor)
+            else x
+            for x in args
+        ],
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make(*args)
+    return plan
+
+
 @functools.cache
 def architecture(device: torch.device) -> str:
     """The row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.

@@ -37,7 +37,26 @@ MASKS: dict[str, dict[str, Any]] = {
     "key mask": {"mask": "key"},
     "2-D mask": {"mask": "2d"},
     "2-D mask, causal, lengths": {"mask": "2d", "causal": True, "lengths": True},
-}
+    "key bias": {"bias": "key bf16"},
+    "2-D bias": {"bias": "2d bf16"},
+    "2-D fp32 bias": {"bias": "2d fp32"},
+    "2-D mask, 2-D bias, causal, lengths": {
+        "mask": "2d", "bias": "2d bf16", "causal": True, "lengths": True,
+    },
+    "key mask, key bias, causal": {"mask": "key", "bias": "key fp32", "causal": True},
+    "window": {"window": [256, 0]},
+    "window, bottom-right, lengths": {
+        "window": [128, 128], "alignment": "bottom_right", "lengths": True,
+    },
+    "alibi, causal": {"alibi": True, "causal": True},
+    "softcap, causal": {"softcap": 50.0, "causal": True},
+    "packed": {"packed": True},
+    "packed, causal": {"packed": True, "causal": True},
+}  # fmt: skip
+NOTHING = dict(
+    mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
+    softcap=None, packed=False,
+)  # fmt: skip
 
 
 def _attention(
@@ -47,10 +66,8 @@ def _attention(
         for mask in masks:
             for drop in dropout:
                 name = f"{arch} attention {dtype} D={d} {mask}" + ", dropout" * drop
-                flags = {"mask": "", "causal": False, "lengths": False, **MASKS[mask]}
-                CASES[name] = dict(
-                    arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop, **flags
-                )
+                shape = dict(arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop)
+                CASES[name] = {**shape, **NOTHING, **MASKS[mask]}
 
 
 def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
@@ -74,8 +91,11 @@ def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[b
             )
 
 
-_EVERY = "2-D mask, causal, lengths"
-_attention("sm_90", "bf16", (64, 128, 256), list(MASKS), [False, True])
+_EVERY = "2-D mask, 2-D bias, causal, lengths"
+_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
+_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
+_attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
+_attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
 _attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
 _attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
 _attention("sm_90", "fp32", (64, 128), ["causal"], [False])
@@ -128,8 +148,10 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say("float64 arithmetic")
         if not record["vectors"]:
             say("no load of 16 bytes")
-        if case["op"] == "attention" and record["largest"] >= case["length"] ** 2:
-            say(f"an argument has {record['largest']} elements, Sq * Sk, and is not the mask")
+        asked_for = record["kernel"] == "backward_dbias"
+        large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2
+        if large and not asked_for:
+            say(f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias")
         if not record["dots"]:
             continue
         if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma":

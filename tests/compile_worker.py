@@ -18,7 +18,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "triton"
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import triton
-from fastformer.kernels import attention, feed_forward, layer_norm
+from fastformer.kernels import attention, common, feed_forward, layer_norm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -157,12 +157,13 @@ class Recorder:
         return kernel
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
-        blocks = {name: options[name] for name in ("BM", "BN", "BK", "BLOCK") if name in options}
+        given = dict(zip(function.arg_names, args)) | options
+        blocks = [str(given[name]) for name in ("BM", "BN", "BK", "BLOCK") if name in given]
         self.records.append(
             dict(
                 kernel=function.fn.__name__.lstrip("_"),
                 hash=kernel.hash,
-                blocks="x".join(map(str, blocks.values())),
+                blocks="x".join(blocks),
                 warps=kernel.metadata.num_warps,
                 stages=options.get("num_stages", 0),
                 shared=kernel.metadata.shared,
@@ -173,14 +174,14 @@ class Recorder:
         )
 
     def largest_argument(self, args: tuple[Any, ...]) -> int:
-        """Elements of memory behind the largest tensor that is not the mask given."""
+        """Elements of memory behind the largest tensor that is not the mask or the bias given."""
         return max(
             a.untyped_storage().nbytes() // a.element_size()
             for a in args
-            if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata != self.mask
+            if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata not in self.large
         )
 
-    mask = None
+    large: ClassVar[set[int]] = set()
 
 
 # -------------------------------------------------------------------------------------- the calls
@@ -194,16 +195,36 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     batch, heads, groups, length = 2, 4, case.get("groups", 4), case["length"]
     dtype, d = DTYPES[case["dtype"]], case["d"]
     query, key, value = (empty(batch, n, length, d, dtype=dtype) for n in (heads, groups, groups))
-    masks = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
-    mask = empty(*masks[case["mask"]], dtype=torch.bool) if case["mask"] else None
-    recorder.mask = None if mask is None else mask.untyped_storage()._cdata
+    shapes = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
+    mask = empty(*shapes[case["mask"]], dtype=torch.bool) if case["mask"] else None
+    bias = None
+    if case["bias"]:
+        shape, kind = case["bias"].split()
+        bias = empty(*(n if n == length else 1 for n in shapes[shape]), dtype=DTYPES[kind])
+    recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
+    dropout_p, seed = 0.0, None
+    if case["dropout"]:
+        dropout_p, seed = 0.1, empty(1, dtype=torch.int64)
+    window, alignment = case["window"], case["alignment"]
+    if case["packed"]:
+        offsets = empty(batch + 1, dtype=torch.int32)
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        arguments = (
+            query, key, value, offsets, offsets, length, length, dropout_p, case["causal"],
+            d**-0.5, alignment, window, seed,
+        )  # fmt: skip
+        output, lse = attention.packed_forward(*arguments)
+        gradient = torch.empty_like(output)
+        attention.packed_backward(gradient, *arguments, output, lse, [True] * 3)
+        return
     arguments = (
-        query, key, value, mask, 0.1 if case["dropout"] else 0.0, case["causal"], d**-0.5, True,
-        empty(batch, dtype=torch.int32) if case["lengths"] else None,
-        empty((), dtype=torch.int64) if case["dropout"] else None,
+        query, key, value, mask, dropout_p, case["causal"], d**-0.5, True, bias,
+        empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
+        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], seed,
     )  # fmt: skip
-    output, lse = attention.forward(*arguments)
-    attention.backward(empty(*output.shape, dtype=dtype), *arguments, output, lse, [True] * 3)
+    output, lse = attention.forward(*arguments, False)
+    needs = [True, True, True, bias is not None]
+    attention.backward(empty(*output.shape, dtype=dtype), None, *arguments, output, lse, needs)
 
 
 def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
@@ -242,9 +263,10 @@ def processor_seconds() -> float:
 
 def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     target, row, limit = TARGETS[case["arch"]]
-    recorder.driver.target, recorder.records, recorder.mask = target, [], None
+    recorder.driver.target, recorder.records, recorder.large = target, [], set()
     module, call = CALLS[case["op"]]
     module.architecture = lambda device: row
+    common._plans.clear()  # they are of the architecture before
     torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()
     try:

@@ -76,6 +76,8 @@ def plant(monkeypatch, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("bugs are planted in the interpreted kernels")
 
+    from fastformer.kernels import common
+
     def plant(module, name, old, new):
         kernel = getattr(module, name)
         source = inspect.getsource(kernel.fn)
@@ -84,6 +86,20 @@ def plant(monkeypatch, tmp_path):
         mutant = source.replace(old, new)
         linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
         monkeypatch.setattr(module, name, kernel)  # remembered, and restored after the test
+        monkeypatch.setattr(common, "_plans", {})  # which hold the kernels
         exec(compile(mutant, path, "exec"), module.__dict__)
 
     return plant
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    from fastformer.kernels import common
+
+    def tiles(*blocks):
+        monkeypatch.setattr(attention, "configuration", lambda *_: attention.Tiles(*blocks, 4, 1))
+        monkeypatch.setattr(common, "_plans", {})
+
+    return tiles

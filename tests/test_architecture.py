@@ -22,6 +22,7 @@ LAYERS = [
     {"training"},
     {"transformer"},
     {"modules"},
+    {"padding"},
     {"functional"},
     {"backends"},
     {"autograd"},

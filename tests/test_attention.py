@@ -1,5 +1,8 @@
 """scaled_dot_product_attention on both backends, against the written-out formula in float64."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
@@ -45,11 +48,217 @@ def masks(device, b=B, h=H, sq=SQ, sk=SK):
     }
 
 
+def biases(device, dtype=torch.float32, b=B, h=H, sq=SQ, sk=SK):
+    """(bias, options) by name: each way to broadcast, in float32 and in the input's dtype."""
+
+    def random(*shape, hidden=0.0, kind=dtype):
+        bias = torch.randn(shape, device=device)
+        return bias.masked_fill(torch.rand(shape, device=device) < hidden, float("-inf")).to(kind)
+
+    every = masks(device, b, h, sq, sk)
+    return {
+        "full": (random(b, h, sq, sk), {}),
+        "of heads": (random(h, sq, sk, kind=torch.float32), {"is_causal": True}),
+        "of batches": (random(b, 1, sq, sk, hidden=0.2), {}),
+        "shared": (random(sq, sk), every["key_mask"]),
+        "of keys": (random(b, 1, 1, sk, hidden=0.2), {}),
+        "of keys and heads": (random(h, 1, sk, kind=torch.float32), every["tile_mask"]),
+        "of keys alone": (random(sk), every["lengths"]),
+        "transposed": (random(b, 1, sk, sq).transpose(2, 3), {}),
+        "together": (random(1, h, sq, sk, hidden=0.1), every["together"]),
+        "keys together": (random(b, h, 1, sk, hidden=0.1), every["together"]),
+    }
+
+
+def bands(device, b=B, h=H, sk=SK):
+    """Windows, alignments, ALiBi and softcap, alone and together."""
+    lengths = torch.tensor([sk, sk // 3], device=device)[:b]
+    slopes = torch.rand(b, h, device=device) / 4
+    bottom = {"causal_alignment": "bottom_right"}
+    return {
+        "window": {"window": (9, 20)},
+        "window to the left": {"window": (9, None)},
+        "window to the right": {"window": (None, 20)},
+        "narrow window": {"window": (1, 0)},
+        "causal window": {"window": (9, 20), "is_causal": True},
+        "wide window": {"window": (2**40, 2**40)},
+        "bottom-right": {**bottom, "is_causal": True},
+        "bottom-right window": {**bottom, "window": (30, 2)},
+        "bottom-right of lengths": {**bottom, "is_causal": True, "key_lengths": lengths},
+        "bottom-right window of lengths": {**bottom, "window": (3, 30), "key_lengths": lengths},
+        "alibi": {"alibi_slopes": slopes[0]},
+        "alibi bottom-right": {**bottom, "alibi_slopes": slopes, "key_lengths": lengths},
+        "softcap": {"softcap": 2.0},
+        "large softcap": {"softcap": 50.0},
+        "together": {
+            **bottom,
+            "window": (20, 4),
+            "alibi_slopes": slopes,
+            "softcap": 5.0,
+            "key_lengths": lengths,
+            "attn_mask": torch.rand(b, 1, 1, sk, device=device) > 0.2,
+            "dropout_p": 0.2,
+            "dropout_seed": 5,
+        },
+    }
+
+
+def masked_rows(out):
+    return out.detach().abs().sum(-1) == 0
+
+
 @pytest.mark.parametrize("case", list(masks("cpu")))
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_every_mask(backend, device, against_oracle, case, dtype):
     x = qkv(dtype=dtype, device=device)
     against_oracle(functional.scaled_dot_product_attention, x, **masks(device)[case])
+
+
+@pytest.mark.parametrize("case", list(biases("cpu")))
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_every_bias(backend, device, against_oracle, case, dtype):
+    bias, options = biases(device, dtype)[case]
+    x = {**qkv(dtype=dtype, device=device), "bias": bias}
+    against_oracle(functional.scaled_dot_product_attention, x, **options)
+
+
+@pytest.mark.parametrize("case", list(bands("cpu")))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_band(backend, device, against_oracle, case, dtype):
+    x = qkv(dtype=dtype, device=device)
+    against_oracle(functional.scaled_dot_product_attention, x, **bands(device)[case])
+
+
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("case", list(bands("cpu")))
+def test_bands_in_tiles(device, against_oracle, tiles, blocks, case):
+    """Skipped, whole and cut tiles; more queries than keys, and fewer."""
+    tiles(*blocks)
+    for sq, sk in ((70, 83), (83, 50)):
+        x = qkv(b=2, h=1, sq=sq, sk=sk, d=16, device=device)
+        with use_backend("triton"):
+            against_oracle(
+                functional.scaled_dot_product_attention, x, **bands(device, 2, 1, sk)[case]
+            )
+
+
+@pytest.mark.parametrize("case", list(biases("cpu")))
+def test_biases_in_tiles(device, against_oracle, tiles, case):
+    tiles(16, 32)
+    bias, options = biases(device, b=2, h=2, sq=40, sk=70)[case]
+    x = {**qkv(b=2, h=2, sq=40, sk=70, d=16, device=device), "bias": bias}
+    with use_backend("triton"):
+        against_oracle(functional.scaled_dot_product_attention, x, **options)
+
+
+def test_a_band_drawn(backend, device):
+    """The masks of the docstring."""
+    q, k = torch.zeros(1, 1, 4, 8, device=device), torch.zeros(1, 1, 6, 8, device=device)
+    v = torch.eye(6, device=device).expand(1, 1, 6, 6)
+
+    def drawn(**options):
+        out = functional.scaled_dot_product_attention(q, k, v, **options)[0, 0]
+        return ["".join("x" if w > 0 else "." for w in row) for row in out]
+
+    bottom = {"causal_alignment": "bottom_right"}
+    assert drawn(is_causal=True) == ["x.....", "xx....", "xxx...", "xxxx.."]
+    assert drawn(is_causal=True, **bottom) == ["xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
+    assert drawn(window=(1, 1)) == ["xx....", "xxx...", ".xxx..", "..xxx."]
+    assert drawn(window=(1, 0), **bottom) == [".xx...", "..xx..", "...xx.", "....xx"]
+    lengths = torch.tensor([5], device=device)
+    short = drawn(is_causal=True, key_lengths=lengths, **bottom)
+    assert short == ["xx....", "xxx...", "xxxx..", "xxxxx."]
+
+
+def test_alibi_by_hand(backend, device):
+    q, k = torch.zeros(1, 1, 3, 8, device=device), torch.zeros(1, 1, 5, 8, device=device)
+    v = torch.eye(5, device=device).expand(1, 1, 5, 5)
+    slopes = torch.tensor([0.5], device=device)
+    options = {"alibi_slopes": slopes, "causal_alignment": "bottom_right"}
+    out = functional.scaled_dot_product_attention(q, k, v, **options)
+    i, j = torch.arange(3, device=device).view(-1, 1), torch.arange(5, device=device)
+    torch.testing.assert_close(out[0, 0], (-0.5 * (i + 2 - j).abs()).softmax(-1))
+
+
+def test_a_floating_mask_is_a_bias(backend, device, against_oracle):
+    x = qkv(sq=20, sk=30, d=16, device=device)
+    mask = torch.zeros(B, 1, 1, 30, device=device)
+    mask[0, ..., 20:] = float("-inf")
+    mask[1, ..., 3] = torch.finfo(torch.float32).min
+    out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
+    kept = functional.scaled_dot_product_attention(**x, attn_mask=mask == 0)
+    torch.testing.assert_close(out, kept)
+    everything = torch.full((20, 30), torch.finfo(torch.float32).min, device=device)
+    assert (functional.scaled_dot_product_attention(**x, attn_mask=everything) == 0).all()
+
+
+def test_a_bias_constant_over_the_keys(backend, device):
+    """It shifts whole rows: the softmax stays, and its gradient is that of lse, exactly."""
+    x = qkv(sq=20, sk=30, d=16, device=device)
+    bias = torch.randn(H, 20, 1, device=device)
+    bias[1, 4] = float("-inf")
+    bias.requires_grad_()
+    out, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+    plain, plain_lse = functional.scaled_dot_product_attention(**x, return_lse=True)
+    seen = bias.isfinite().squeeze(-1).expand(B, H, 20)
+    torch.testing.assert_close(out[seen], plain[seen])
+    torch.testing.assert_close(lse[seen], (plain_lse + bias.squeeze(-1))[seen])
+    assert masked_rows(out)[~seen].all() and (lse[~seen] == float("-inf")).all()
+    weight = torch.randn_like(lse)
+    (grad,) = torch.autograd.grad(lse[seen] @ weight[seen] + 0 * out.sum(), bias)
+    want = (weight * seen).sum(0).unsqueeze(-1)
+    torch.testing.assert_close(grad, want, atol=1e-5, rtol=1e-5)
+    (grad,) = torch.autograd.grad(
+        functional.scaled_dot_product_attention(**x, bias=bias).square().sum(), bias
+    )
+    assert grad.abs().max() < 1e-4
+
+
+def test_an_expanded_bias(backend, device, against_oracle):
+    """Its gradient has the shape of what was passed, whatever its strides."""
+    x = qkv(sq=20, sk=30, d=16, device=device)
+    x["bias"] = torch.randn(1, 1, 1, 30, device=device)
+
+    def expanded(bias, **inputs):
+        bias = bias.expand(B, H, 20, 30)
+        return functional.scaled_dot_product_attention(bias=bias, **inputs)
+
+    against_oracle(expanded, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_sum_exp(backend, device, against_oracle, dtype):
+    """Its value and its gradient, alone and beside the output's; a hidden row's is -inf, without
+    gradient.
+    """
+    lengths = torch.tensor([0, 30], device=device)
+    x = qkv(sq=20, sk=37, d=16, dtype=dtype, device=device)
+    x["bias"] = torch.randn(H, 1, 37, device=device)
+
+    def both(**inputs):
+        out, lse = functional.scaled_dot_product_attention(
+            **inputs, key_lengths=lengths, dropout_p=0.2, dropout_seed=1, return_lse=True
+        )
+        assert lse.dtype == (torch.float64 if out.dtype == torch.float64 else torch.float32)
+        assert (lse[0] == float("-inf")).all()
+        return torch.cat([out[1].flatten(), 3 * lse[1].flatten()])
+
+    def alone(query, key, bias):
+        options = {"bias": bias, "is_causal": True, "return_lse": True}
+        return functional.scaled_dot_product_attention(query, key, key.detach(), **options)[1]
+
+    against_oracle(both, x)
+    against_oracle(alone, {n: t for n, t in x.items() if n != "value"})
+
+
+def test_three_dimensions(backend, device, against_oracle):
+    """[B, S, D]: one head; a mask of three dimensions is [B, Sq, Sk], as in torch."""
+    x = {n: t.squeeze(1) for n, t in qkv(h=1, sq=20, sk=30, d=16, dv=24, device=device).items()}
+    x["bias"] = torch.randn(B, 1, 30, device=device)
+    mask = torch.rand(B, 20, 30, device=device) > 0.3
+    against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+    out, lse = functional.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
+    assert out.shape == (B, 20, 24) and lse.shape == (B, 20)
 
 
 @pytest.mark.parametrize("sq, sk", [(1, 64), (64, 64), (127, 65), (200, 300)])
@@ -73,7 +282,8 @@ def test_one_key(backend, device, sq):
 
 
 @pytest.mark.parametrize(
-    "d, dv", [(8, 8), (16, 64), (64, 64), (72, 72), (96, 40), (128, 128), (256, 256)]
+    "d, dv",
+    [(8, 8), (16, 64), (40, 40), (64, 64), (72, 72), (96, 40), (128, 128), (160, 160), (256, 256)],
 )
 def test_head_dims(backend, device, against_oracle, d, dv):
     x = qkv(b=1, h=1, sq=33, sk=70, d=d, dv=dv, device=device)
@@ -93,6 +303,53 @@ def test_long(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
 
 
+@pytest.mark.parametrize("s", [128, 129, 191, 192, 193, 255])
+def test_every_remainder_of_128(backend, device, against_oracle, s):
+    """pytorch#139298, #196678: NaN in dQ with a mask where S % 128 is 64."""
+    mask = torch.rand(s, s, device=device) > 0.5
+    mask[3] = False
+    x = qkv(b=1, h=1, sq=s, sk=s, d=16, dtype=torch.bfloat16, device=device)
+    against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask, is_causal=True)
+
+
+def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
+    """All of a row's scores near -120: exp of them is 0 in float32 without the row's maximum."""
+    x = qkv(b=1, h=1, sq=40, sk=70, d=16, device=device)
+    bias = torch.zeros(40, 70, device=device)
+    bias[1::2] = -120.0
+    _, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+    assert (lse[..., 1::2] < -104).all() and (lse[..., ::2] > -20).all()
+    against_oracle(functional.scaled_dot_product_attention, x, bias=bias)
+
+
+@pytest.mark.parametrize("far", ["query", "key", "value", "bias", "attn_mask"])
+def test_offsets_past_int32(backend, device, against_oracle, far):
+    """Rows so far apart that the last one stands past 2^31 elements; only the rows are touched."""
+    n, apart = 40, 2**26
+
+    def spread(x):
+        if device.type == "cpu":  # memory that nothing touches is not there
+            kind = np.uint8 if x.dtype == torch.bool else np.uint16
+            flat = torch.from_numpy(np.empty(n * apart, kind)).view(x.dtype)
+        else:
+            flat = torch.empty(n * apart, dtype=x.dtype, device=device)
+        return flat.as_strided(x.shape, (1, 1, apart, 1)).copy_(x)
+
+    x = qkv(b=1, h=1, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+    x["bias"] = torch.randn(1, 1, n, n, device=device).bfloat16()
+    x["attn_mask"] = torch.rand(1, 1, n, n, device=device) > 0.3
+    attend, results = functional.scaled_dot_product_attention, []
+    for inputs in (x, {**x, far: spread(x[far])}):
+        leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
+        for name in leaves.keys() - {"attn_mask"}:
+            leaves[name].requires_grad_()
+        wanted = [t for t in leaves.values() if t.requires_grad]
+        out = attend(**leaves)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), wanted)])
+    for near, spread_out in zip(*results):
+        assert torch.equal(near, spread_out)
+
+
 def test_large_logits(backend, device, against_oracle):
     x = qkv(sq=40, sk=70, d=16, device=device, logits=40.0)  # up to some 120, both ways
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
@@ -103,15 +360,13 @@ def test_scale(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, scale=0.7)
 
 
-@pytest.mark.parametrize("tiles", [(16, 32), (32, 16), (64, 64)], ids=str)
+@pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64)], ids=str)
 @pytest.mark.parametrize("case", ["causal", "lengths", "key_mask", "together"])
-def test_tiles(device, against_oracle, monkeypatch, tiles, case):
+def test_tiles(device, against_oracle, tiles, blocks, case):
     """Several tiles each way, whole ones and cut ones; dropout and masks do not depend on the
     tile.
     """
-    attention = pytest.importorskip("fastformer.kernels.attention")
-    chosen = attention.Tiles(*tiles, 4, 1)
-    monkeypatch.setattr(attention, "configuration", lambda *_: chosen)
+    tiles(*blocks)
     x = qkv(b=2, h=1, sq=70, sk=83, d=16, device=device)
     with use_backend("triton"):
         against_oracle(
@@ -171,88 +426,248 @@ def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
         assert torch.equal(clean, poisoned)
 
 
-@pytest.mark.parametrize("shape", ["batch", "heads", "queries", "keys"])
-def test_empty(backend, device, shape):
-    sizes = {"b": 0} if shape == "batch" else {"h": 0} if shape == "heads" else {}
-    sizes |= {"sq": 0} if shape == "queries" else {"sk": 0} if shape == "keys" else {}
-    x = {n: t.requires_grad_() for n, t in qkv(**sizes, device=device).items()}
+@pytest.mark.parametrize("bias", [None, (1, 1, 1), (1, 1, -1), (1, -2, -1)], ids=str)
+@pytest.mark.parametrize("shape", ["b", "h", "sq", "sk"])
+def test_empty(backend, device, shape, bias):
+    x = qkv(**{shape: 0}, device=device)
+    if bias is not None:
+        sizes = {-1: x["key"].shape[2], -2: x["query"].shape[2], 1: 1}
+        x["bias"] = torch.randn([sizes[n] for n in bias], device=device)
+    x = {n: t.requires_grad_() for n, t in x.items()}
     out = functional.scaled_dot_product_attention(**x)
     assert out.shape == (*x["query"].shape[:3], D) and (out == 0).all()
+    _, lse = functional.scaled_dot_product_attention(**x, return_lse=True)
+    assert lse.shape == x["query"].shape[:3] and (lse == float("-inf")).all()
     for t, g in zip(x.values(), torch.autograd.grad(out.sum(), list(x.values()))):
         assert g.shape == t.shape and (g == 0).all()
 
 
 def test_same_bits_every_time(backend, device):
-    x = {n: t.requires_grad_() for n, t in qkv(h=4, g=2, sq=40, sk=50, device=device).items()}
+    lengths = torch.tensor([40, 17], device=device)
+    x = {n: t.requires_grad_() for n, t in qkv(g=1, sq=40, sk=50, d=16, device=device).items()}
+    x["bias"] = torch.randn(1, 40, 50, device=device, requires_grad=True)
 
     def run():
         out = functional.scaled_dot_product_attention(
-            **x, enable_gqa=True, dropout_p=0.1, dropout_seed=1
+            **x, enable_gqa=True, dropout_p=0.1, dropout_seed=1, key_lengths=lengths
         )
         return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
 
     first = run()
-    for _ in range(50 if device.type == "cuda" else 3):
+    for _ in range(49):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
-def test_gradients_for_some_inputs_only(backend, device, needed):
+SUBSETS = [s for n in range(1, 4) for s in itertools.combinations(range(4), n)]
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30,)], ids=str)
+@pytest.mark.parametrize("needed", SUBSETS, ids=str)
+def test_gradients_for_some_inputs_only(backend, device, needed, shape):
     x = list(qkv(b=1, h=1, sq=20, sk=30, d=16, device=device).values())
+    x.append(torch.randn(shape, device=device))
     every = [t.clone().requires_grad_() for t in x]
     some = [t.clone().requires_grad_(i in needed) for i, t in enumerate(x)]
     full, part = (
-        functional.scaled_dot_product_attention(*y, is_causal=True) for y in (every, some)
+        functional.scaled_dot_product_attention(*y[:3], bias=y[3], is_causal=True)
+        for y in (every, some)
     )
     full.square().sum().backward()
     part.square().sum().backward()
     for i, (a, b) in enumerate(zip(every, some)):
-        assert (b.grad is None) if i not in needed else torch.equal(a.grad, b.grad)
+        if i in needed:  # torch's own op is another one where a bias has a gradient
+            torch.testing.assert_close(b.grad, a.grad, atol=1e-5, rtol=1e-5)
+        else:
+            assert b.grad is None
+
+
+# --------------------------------------------------------------------------------------- weights
+
+
+WEIGHTS = {
+    "plain": {},
+    "key mask": {"attn_mask": (B, 1, 1, SK)},
+    "mask": {"attn_mask": (1, H, SQ, SK), "is_causal": True},
+    "bias": {"bias": (H, SQ, SK), "window": (30, 8), "causal_alignment": "bottom_right"},
+    "lengths": {"key_lengths": True, "scale": 0.1, "softcap": 3.0},
+    "alibi": {"alibi_slopes": (H,), "is_causal": True},
+}
+CHOICES = [
+    (None, None),
+    (slice(3, 60, 7), slice(1, None)),
+    (torch.tensor([64, 0, -2]), torch.tensor([1, 0, 1])),
+]
+
+
+@pytest.mark.parametrize("rows, heads", CHOICES, ids=["all", "slices", "tensors"])
+@pytest.mark.parametrize("case", list(WEIGHTS))
+def test_weights(backend, device, case, rows, heads):
+    """What the fused op weighs the values by: its output with the identity as values."""
+    options = dict(WEIGHTS[case])
+    for name, shape in options.items():
+        if name == "attn_mask":
+            options[name] = torch.rand(shape, device=device) > 0.3
+            options[name][..., 0, :] = False
+        elif name in ("bias", "alibi_slopes"):
+            options[name] = torch.rand(shape, device=device)
+        elif name == "key_lengths":
+            options[name] = torch.tensor([SK, 0], device=device)
+    rows, heads = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (rows, heads))
+    x = qkv(g=1, device=device)
+    eye = torch.eye(SK, device=device).expand(B, 1, SK, SK)
+    want = functional.scaled_dot_product_attention(
+        x["query"], x["key"], eye, enable_gqa=True, **options
+    )
+    have = ff.attention_weights(
+        x["query"], x["key"], enable_gqa=True, rows=rows, heads=heads, **options
+    )
+    want = want if heads is None else want[:, heads]
+    want = want if rows is None else want[:, :, rows]
+    torch.testing.assert_close(have, want, atol=2e-5, rtol=2e-5)
+
+
+def test_gradient_of_the_weights(backend, device, against_oracle):
+    x = {n: t for n, t in qkv(device=device).items() if n != "value"}
+    against_oracle(ff.attention_weights, x, rows=slice(0, 9), is_causal=True)
+
+
+def test_weights_of_a_hidden_key(backend, device):
+    x = qkv(sq=5, sk=7, device=device)
+    x["key"][:, :, 5:] = float("nan")
+    weights = ff.attention_weights(
+        x["query"], x["key"], key_lengths=torch.tensor([5, 5], device=device)
+    )
+    assert (weights[..., 5:] == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(B, H, 5, device=device))
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"rows": 3}, TypeError, "rows is a int; expected a slice or a tensor"),
+        ({"heads": [0]}, TypeError, "heads is a list; expected a slice"),
+        ({"rows": torch.tensor([1.0])}, ValueError, "rows has shape .* and dtype torch.float32"),
+        ({"rows": torch.tensor([[1]])}, ValueError, r"rows has shape \[1, 1\]"),
+        ({"heads": torch.tensor([2])}, IndexError, "heads holds 2 .. 2; there are 2"),
+        ({"query": torch.zeros(2, 4, 8)}, ValueError, "query has shape"),
+        ({"key": torch.zeros(2, 1, 5, 8)}, ValueError, "enable_gqa"),
+        ({"window": (-1, 0)}, ValueError, "window is"),
+    ],
+)
+def test_bad_input_of_the_weights(change, error, words):
+    good = {"query": torch.zeros(2, 2, 4, 8), "key": torch.zeros(2, 2, 5, 8)}
+    with pytest.raises(error, match=words):
+        ff.attention_weights(**{**good, **change})
 
 
 # ------------------------------------------------------------------------------------------ bugs
 
+# name: kernel function, what stands there, what is planted
 BUGS = {
-    "scale off by 5%": ("_forward", "qk_scale = scale * LOG2E", "qk_scale = scale * LOG2E * 1.05"),
-    "backward scale": ("_backward_dq", "dq = dq * scale", "dq = dq"),
-    "mask inverted": ("_visible", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
-    "key mask inverted": ("_key_mask", "mask=j < Sk, other=0) != 0", "mask=j < Sk, other=0) == 0"),
-    "causal off by one": ("_visible", "j <= i", "j < i"),
-    "causal bound": ("_forward", "i0 + BM)", "i0)"),
+    "scale off by 5%": ("_score_scale", "return scale * LOG2E", "return scale * LOG2E * 1.05"),
+    "scale forgotten in dq": ("_backward_dq", "dq = dq * scale", "dq = dq"),
+    "scale forgotten in dk": ("_backward_dkdv", "dk = dk * scale", "dk = dk"),
+    "mask inverted": ("_scores", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
+    "key mask inverted": ("_key_row", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
+    "causal off by one": ("_scores", "j <= i + (shift + right)", "j < i + (shift + right)"),
+    "window off by one": ("_scores", "j >= i + (shift - left)", "j > i + (shift - left)"),
+    "last keys of the band": ("_keys_of_rows", "i0 + BM + shift", "i0 + shift"),
+    "first keys of the band": ("_keys_of_rows", "shift - left, 0)", "shift - left + BN, 0)"),
+    "whole tiles beyond the band": ("_forward", "_clamp(i0 + shift + right + 1", "_clamp(i0 + BN"),
+    "cut tiles taken for whole": ("_forward", "i0 + BM - 1 + shift - left", "i0 + shift - left"),
+    "queries of the band in dk": ("_backward_dkdv", "tl.maximum(n0 - shift", "tl.maximum(n0 + BM"),
+    "last queries of the window": ("_backward_dkdv", "n0 + BN - shift + left", "n0 - shift + left"),
+    "shift of dq": ("_backward_dq", "shift = length - queries", "shift = Sk - queries"),
     "head offset": ("_forward", "b * s_qb + h * s_qh", "b * s_qb"),
     "head offset in dq": ("_backward_dq", "K + b * s_kb + g * s_kg", "K + b * s_kb"),
     "batch offset": ("_backward_dkdv", "V + b * s_vb", "V"),
-    "length ignored": ("_length", "length = tl.minimum", "length = Sk + 0 * tl.minimum"),
+    "key-value head of a group": ("_forward", "g = h // GROUP", "g = h % (H // GROUP)"),
+    "a head of the group lost": ("_backward_dkdv", "tl.range(0, GROUP)", "tl.range(0, 1)"),
+    "length ignored": ("_sequence", "length = _clamp(", "length = Sk + 0 * _clamp("),
     "dropout not rescaled": ("_forward", "(inv_keep / sums)", "(1.0 / sums)"),
+    "dropout in dv not rescaled": ("_backward_dkdv", "dv = dv * inv_keep", "dv = dv"),
     "dropout in dp not rescaled": (
         "_backward_dkdv",
         "tl.where(keep, dp, 0.0) * inv_keep",
         "tl.where(keep, dp, 0.0)",
     ),
-    "dropout of another plane": ("_backward_dq", "seed, plane,", "seed, plane + 1,"),
+    "dropout of another plane": ("_score_gradient", "seed, plane,", "seed, plane + 1,"),
+    "dropout of another tile": ("_forward_tiles", "plane, i0, n0,", "plane, i0, n0 + BN,"),
     "no rescaling of the sum": ("_forward_tiles", "l = l * rescale +", "l = l +"),
+    "no rescaling of the output": ("_forward_tiles", "acc = acc * rescale[:, None]", "acc = acc"),
     "wrong delta": ("_backward_dkdv", "dp - delta[None, :]", "dp"),
+    "dlse forgotten": ("_delta", "delta -= tl.load(", "delta -= 0 * tl.load("),
     "lse in base 2": ("_forward", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
     "a key lost at the edge": ("_forward_tiles", "inside = j < length", "inside = j < length - 1"),
+    "bias in base e": ("_scores", "tile.to(ACC) * LOG2E", "tile.to(ACC)"),
+    "bias of another head": ("_forward", "b * s_bb + h * s_bh", "b * s_bb"),
+    "key bias of another head": ("_backward_dkdv", "b * s_bb + h * s_bh", "b * s_bb"),
+    "bias gradient of one batch": ("_backward_dbias", "own_b + member // over_h", "own_b"),
+    "bias gradient of one head": ("_backward_dbias", "own_h + member % over_h", "own_h"),
+    "bias gradient in another row": (
+        "_backward_dbias",
+        "own_h * s_dbh + first * s_dbm",
+        "own_h * s_dbh",
+    ),
+    "bias gradient outside the band": (
+        "_backward_dbias",
+        "tl.where((n0 >= lo) & (n0 < hi), members, 0)",
+        "1",
+    ),
+    "key bias gradient overwritten": ("_backward_dkdv", "dbias += tl.sum", "dbias = tl.sum"),
+    "softcap's derivative": ("_backward_dkdv", "1.0 - tanh * tanh", "1.0 - tanh"),
+    "softcap's derivative in dq": ("_backward_dq", "ds = ds * (1.0 - tanh * tanh)", "ds = ds"),
+    "alibi without its shift": ("_scores", "tl.abs(i + shift - j)", "tl.abs(i - j)"),
+    "alibi signed": ("_scores", "tl.abs(i + shift - j)", "(i + shift - j)"),
+    "packed queries": ("_forward", "first = q0 + i0", "first = k0 + i0"),
+    "packed keys": ("_backward_dq", "g * s_kg + k0 * s_kn", "g * s_kg"),
+    "packed statistics": ("_row", "q_rows + q0", "q_rows"),
 }
 
 
-@pytest.mark.parametrize("bug", list(BUGS))
-def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
+def with_lse(**inputs):
+    out, lse = functional.scaled_dot_product_attention(**inputs, return_lse=True)
+    return torch.cat([out.flatten(), lse.flatten()])
+
+
+def every_feature(device):
+    """(function, tensors, constants) of calls that use all there is, in several tiles."""
+    sizes = {"sq": 40, "sk": 75}
+    mask, bias = masks(device, **sizes), biases(device, h=4, **sizes)
+    attention = functional.scaled_dot_product_attention
+    yield with_lse, qkv(**sizes, d=16, device=device), {}
+    for case in (mask["key_mask"], mask["together"], bands(device, sk=75)["together"]):
+        yield attention, qkv(**sizes, d=16, device=device), case
+    for name in ("shared", "together", "keys together"):
+        x = {**qkv(h=4, g=2, **sizes, d=16, device=device), "bias": bias[name][0]}
+        options = {n: t for n, t in bias[name][1].items() if n != "attn_mask"}
+        yield attention, x, {**options, "enable_gqa": True}
+    q, k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ((0, 30, 45), (0, 20, 63)))
+    x = qkv(1, 2, 45, 63, 16, g=1, device=device)
+    offsets = {"cu_seqlens_q": q, "cu_seqlens_k": k, "max_q": 30, "max_k": 43}
+    options = {"is_causal": True, "causal_alignment": "bottom_right"}
+    x = {n: t.squeeze(0).transpose(0, 1) for n, t in x.items()}
+    yield functional.packed_attention, x, {**offsets, **options}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(device, against_oracle, tiles, plant, bug):
+    """And without one nothing is."""
     from fastformer.kernels import attention
 
-    chosen = attention.Tiles(32, 32, 4, 1)
-    monkeypatch.setattr(attention, "configuration", lambda *_: chosen)
-    plant(attention, *BUGS[bug])
-    cases = masks(device, sq=40, sk=45)
+    tiles(32, 16)
+    if bug is not None:
+        plant(attention, *BUGS[bug])
 
     def check():
-        for case in ("plain", "key_mask", "together"):
-            x = qkv(sq=40, sk=45, d=16, device=device)
-            against_oracle(functional.scaled_dot_product_attention, x, **cases[case])
+        for function, x, constants in every_feature(device):
+            against_oracle(function, x, **constants)
 
-    with use_backend("triton"), pytest.raises(AssertionError):
-        check()
+    with use_backend("triton"):
+        if bug is None:
+            return check()
+        with pytest.raises(AssertionError):
+            check()
 
 
 # ------------------------------------------------------------------------------------- bad input
@@ -262,9 +677,9 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
     "change, error, words",
     [
         (
-            {"query": torch.zeros(2, 3, 4)},
+            {"query": torch.zeros(2, 3)},
             ValueError,
-            r"query has shape \[2, 3, 4\]; expected four",
+            r"query has shape \[2, 3\]; expected four",
         ),
         (
             {"key": torch.zeros(2, 2, 5, 9)},
@@ -286,7 +701,29 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
         ({"query": torch.zeros(2, 2, 4, 8).int()}, TypeError, "query has dtype torch.int32"),
         ({"value": "v"}, TypeError, "value is a str"),
         ({"attn_mask": torch.zeros(4, 5).int()}, TypeError, "attn_mask has dtype torch.int32"),
-        ({"attn_mask": torch.zeros(4, 5)}, TypeError, "attn_mask has dtype torch.float32"),
+        ({"query": torch.zeros(2, 3, 4)}, ValueError, r"key has shape .*; expected three dimen"),
+        ({"attn_mask": torch.zeros(4, 5).half()}, TypeError, "attn_mask has dtype torch.float16"),
+        ({"attn_mask": "mask"}, TypeError, "attn_mask is a str"),
+        (
+            {"attn_mask": torch.zeros(4, 5), "bias": torch.zeros(4, 5)},
+            ValueError,
+            "attn_mask has dtype torch.float32 and is added",
+        ),
+        ({"attn_mask": torch.zeros(4, 6)}, ValueError, r"bias has shape \[4, 6\]; expected"),
+        ({"bias": torch.zeros(4, 6)}, ValueError, r"bias has shape \[4, 6\]; expected one that"),
+        ({"bias": torch.zeros(4, 5).double()}, TypeError, "bias has dtype torch.float64; expected"),
+        ({"bias": torch.zeros(4, 5).int()}, TypeError, "bias has dtype torch.int32; expected"),
+        ({"bias": 1.0}, TypeError, "bias is a float"),
+        ({"window": (-1, 0)}, ValueError, r"window is \(-1, 0\); expected sides"),
+        ({"window": (1, 2, 3)}, ValueError, r"window is .*; expected \(left, right\)"),
+        ({"window": 3}, ValueError, r"window is 3; expected \(left, right\)"),
+        ({"window": (1.0, None)}, TypeError, "window is .*; expected two ints"),
+        ({"causal_alignment": "middle"}, ValueError, "causal_alignment is 'middle'; expected one"),
+        ({"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes has shape \[3\]; expected"),
+        ({"alibi_slopes": torch.ones(2).int()}, TypeError, "alibi_slopes has dtype torch.int32"),
+        ({"alibi_slopes": [1.0, 2.0]}, TypeError, "alibi_slopes is a list"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected a positive number"),
+        ({"softcap": "30"}, TypeError, "softcap is a str"),
         (
             {"attn_mask": torch.zeros(4, 6) > 0},
             ValueError,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
@@ -31,6 +32,39 @@ ARGUMENTS = {
             "key_lengths": torch.tensor([6], device=r.device),
         },
     ),
+    "scaled_dot_product_attention biased": lambda r: (
+        (r(2, 2, 5, 4), r(2, 2, 7, 4), r(2, 2, 7, 3), torch.rand(5, 7, device=r.device) > 0.2),
+        {
+            "dropout_p": 0.25,
+            "is_causal": True,
+            "causal_alignment": "bottom_right",
+            "bias": r(2, 1, 5, 7),
+            "window": (4, None),
+            "alibi_slopes": torch.rand(2, device=r.device),
+            "softcap": 3.0,
+            "dropout_seed": 1,
+        },
+    ),
+    "scaled_dot_product_attention lse": lambda r: (
+        (
+            r(2, 2, 5, 4),
+            r(2, 2, 7, 4),
+            r(2, 2, 7, 3),
+            torch.rand(2, 1, 1, 7, device=r.device) > 0.2,
+        ),
+        {"bias": r(2, 1, 7), "dropout_p": 0.25, "dropout_seed": 1, "return_lse": True},
+    ),
+    "packed_attention": lambda r: (
+        (
+            r(5, 2, 4),
+            r(7, 1, 4),
+            r(7, 1, 3),
+            *(r.offsets(*n) for n in ((0, 2, 5), (0, 4, 7))),
+            3,
+            4,
+        ),
+        {"dropout_p": 0.25, "is_causal": True, "dropout_seed": 1},
+    ),
     "layer_norm": lambda r: ((r(3, 5), 5, r(5), r(5)), {"eps": 0.1, "unbiased": True}),
     "layer_norm of width 20000": lambda r: ((r(1, 20000), 20000, r(20000), r(20000)), {}),
     "feed_forward": lambda r: (
@@ -46,32 +80,39 @@ SMALL = [name for name in ARGUMENTS if "20000" not in name]
 
 
 class _Random:
-    def __init__(self, device, dtype, requires_grad):
+    def __init__(self, device, dtype):
         self.device, self.options = device, {"device": device, "dtype": dtype}
-        self.requires_grad = requires_grad
 
     def __call__(self, *shape):
-        return torch.randn(shape, **self.options).requires_grad_(self.requires_grad)
+        return torch.randn(shape, **self.options).requires_grad_()
+
+    def offsets(self, *values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def arguments(name, device, dtype=torch.float32, requires_grad=True):
-    args, kwargs = ARGUMENTS[name](_Random(device, dtype, requires_grad))
+def arguments(name, device, dtype=torch.float32):
+    args, kwargs = ARGUMENTS[name](_Random(device, dtype))
     return getattr(ff, name.split()[0]), args, kwargs
 
 
 def over_tensors(function, args, kwargs):
-    """(function of the floating tensors alone, those tensors)."""
-    places = [
-        i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()
-    ]
+    """(function of the tensors that have a gradient alone, those tensors)."""
+    given = dict(enumerate(args)) | kwargs
+    places = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def call(*tensors):
-        full = list(args)
-        for i, t in zip(places, tensors):
-            full[i] = t
-        return function(*full, **kwargs)
+        full = given | dict(zip(places, tensors))
+        positional = [full.pop(i) for i in range(len(args))]
+        return function(*positional, **full)
 
-    return call, [args[i] for i in places]
+    return call, [given[n] for n in places]
+
+
+def joined(result):
+    """One tensor of all that a call returned."""
+    if isinstance(result, torch.Tensor):
+        return result
+    return torch.cat([x.flatten() for x in result])
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -88,6 +129,43 @@ def test_gradcheck(backend, name):
     assert torch.autograd.gradcheck(call, tensors, rtol=1e-5, atol=1e-6, fast_mode=fast)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_forward_mode(backend, name):
+    """A tangent sends the call through the reference: by dual numbers and by torch.func.jvp."""
+    call, tensors = over_tensors(*arguments(name, "cpu", torch.float64))
+    tensors = [x.detach() for x in tensors]
+    tangents = [torch.randn_like(x) for x in tensors]
+    step = 1e-6
+
+    def moved(sign):
+        return joined(call(*(x + sign * step * t for x, t in zip(tensors, tangents))))
+
+    with use_backend("reference"):
+        want = (moved(1) - moved(-1)) / (2 * step)
+    value, have = torch.func.jvp(lambda *x: joined(call(*x)), tuple(tensors), tuple(tangents))
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(value, joined(call(*tensors)), rtol=1e-6, atol=1e-6)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents)]
+        assert torch.allclose(forward_ad.unpack_dual(joined(call(*duals))).tangent, have)
+        assert forward_ad.unpack_dual(joined(call(*tensors))).tangent is None
+
+
+def test_without_a_tangent_the_kernels_run(device, monkeypatch):
+    """A dual level alone, or create_graph without a second derivative, leaves the forward as is."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    launched = []
+    original = attention._run_forward
+    monkeypatch.setattr(attention, "_run_forward", lambda *a: launched.append(a) or original(*a))
+    q = torch.randn(1, 1, 5, 8, device=device, requires_grad=True)
+    with use_backend("triton"), forward_ad.dual_level():
+        out = ff.scaled_dot_product_attention(q, q, q)
+    assert len(launched) == 1
+    with use_backend("triton"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
 def test_double_backward(device, name):
     """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck
@@ -100,7 +178,8 @@ def test_double_backward(device, name):
     results = []
     for backend in ("reference", "triton"):
         with use_backend(backend), reference.written_out():
-            grads = torch.autograd.grad(call(*tensors).sin().sum(), tensors, create_graph=True)
+            out = joined(call(*tensors))
+            grads = torch.autograd.grad(out.sin().sum(), tensors, create_graph=True)
             results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), tensors))
     for want, have in zip(*results):
         assert (have - want).norm() <= 1e-5 * want.norm() and want.norm() > 0
@@ -131,7 +210,7 @@ def test_opcheck(device, name, which):
     try:
         pair.forward, pair.backward = record(forward), record(backward)
         with use_backend("triton"):
-            function(*args, **kwargs).sum().backward()
+            joined(function(*args, **kwargs)).sum().backward()
     finally:
         pair.forward, pair.backward = forward, backward
     detached = [
@@ -148,7 +227,7 @@ def test_compile_fullgraph(backend, device, name, dynamic):
     function, args, kwargs = arguments(name, device)
     call, tensors = over_tensors(function, args, kwargs)
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    want, have = call(*tensors), compiled(*tensors)
+    want, have = joined(call(*tensors)), joined(compiled(*tensors))
     torch.testing.assert_close(have, want)
     for g, h in zip(*(torch.autograd.grad(y.square().sum(), tensors) for y in (want, have))):
         torch.testing.assert_close(h, g)
@@ -234,7 +313,42 @@ def test_a_compiled_function_follows_use_backend(device, monkeypatch):
 @pytest.mark.parametrize("name", SMALL)
 def test_inductor(device, name):
     call, tensors = over_tensors(*arguments(name, device))
-    torch.testing.assert_close(torch.compile(call, fullgraph=True)(*tensors), call(*tensors))
+    compiled = torch.compile(call, fullgraph=True)
+    torch.testing.assert_close(joined(compiled(*tensors)), joined(call(*tensors)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+@pytest.mark.gpu
+def test_cuda_graph(device):
+    """A captured step draws a new dropout mask at each replay, one for forward and backward."""
+    q, k, v = (torch.randn(2, 2, 70, 16, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 70, 70, device=device, requires_grad=True)
+    leaves = [q, k, v, bias]
+
+    def step():
+        out = ff.scaled_dot_product_attention(q, k, v, dropout_p=0.3, bias=bias)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    torch.cuda.manual_seed(4)
+    graph.replay()
+    first = [x.clone() for x in results]
+    graph.replay()
+    assert not torch.equal(first[0], results[0])
+    torch.cuda.manual_seed(4)
+    graph.replay()
+    for a, b in zip(first, results):
+        assert torch.equal(a, b)
+    torch.cuda.manual_seed(4)
+    for a, b in zip(first, step()):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

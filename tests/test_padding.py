@@ -1,0 +1,251 @@
+"""Packed batches: unpad, pad, packed_attention, and an encoder that computes no padding."""
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import functional, use_backend
+
+
+def packed(device, lengths_q=(5, 0, 33, 17), lengths_k=(9, 4, 40, 0), h=2, g=1, d=16, **options):
+    """(inputs, constants) of packed_attention: a sequence without queries, one without keys."""
+    q, k = (torch.tensor(n, device=device) for n in (lengths_q, lengths_k))
+    tokens_q, tokens_k = int(q.sum()), int(k.sum())
+    x = {
+        "query": torch.randn(tokens_q, h, d, device=device) * 3,
+        "key": torch.randn(tokens_k, g, d, device=device),
+        "value": torch.randn(tokens_k, g, d + 8, device=device),
+    }
+    offsets = [torch.cat([n.new_zeros(1), n.cumsum(0)]).int() for n in (q, k)]
+    constants = {
+        "cu_seqlens_q": offsets[0],
+        "cu_seqlens_k": offsets[1],
+        "max_q": max(lengths_q, default=0),
+        "max_k": max(lengths_k, default=0),
+    }
+    return x, {**constants, **options}
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "window": {"window": (3, 7)},
+    "bottom-right window": {"window": (3, None), "causal_alignment": "bottom_right"},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 7, "is_causal": True, "scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", list(OPTIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_packed_attention(backend, device, against_oracle, case, dtype):
+    x, constants = packed(device, **OPTIONS[case])
+    x = {n: t.to(dtype) for n, t in x.items()}
+    against_oracle(functional.packed_attention, x, **constants)
+
+
+@pytest.mark.parametrize("case", list(OPTIONS))
+def test_packed_in_tiles(device, against_oracle, tiles, case):
+    tiles(16, 16)
+    x, constants = packed(device, **OPTIONS[case])
+    with use_backend("triton"):
+        against_oracle(functional.packed_attention, x, **constants)
+
+
+@pytest.mark.parametrize("case", list(OPTIONS))
+def test_packed_equals_padded(backend, device, case):
+    """Sequence by sequence, the dropout mask included, forward and backward."""
+    lengths = (5, 1, 33, 17)
+    x, constants = packed(device, lengths, lengths, **OPTIONS[case])
+    packing = ff.unpad(torch.zeros(4, 40, device=device), torch.tensor(lengths, device=device))[1]
+    leaves = [t.requires_grad_() for t in x.values()]
+    out = functional.packed_attention(*leaves, **constants)
+    q, k, v = (ff.pad(t, packing).transpose(1, 2) for t in leaves)
+    options = dict(OPTIONS[case])
+    if case.startswith("bottom"):  # lengths on both sides are equal: the diagonal is the plain one
+        options.pop("causal_alignment")
+    padded = functional.scaled_dot_product_attention(
+        q, k, v, enable_gqa=True, key_lengths=packing.lengths, **options
+    )
+    again, _ = ff.unpad(padded.transpose(1, 2), packing)
+    torch.testing.assert_close(out, again)
+    weight = torch.randn_like(out)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (out, again))):
+        torch.testing.assert_close(a, b)
+
+
+def test_packed_strided_views_and_some_gradients(backend, device, against_oracle):
+    x, constants = packed(device, (5, 20), (5, 20), g=2)
+    joined = torch.randn(25, 3, 2, 16, device=device)  # one projection for q, k and v
+    x = dict(zip(x, joined.unbind(1)))
+    against_oracle(functional.packed_attention, x, **constants)
+    query = x["query"].clone().requires_grad_()
+    out = functional.packed_attention(query, x["key"], x["value"], **constants)
+    (alone,) = torch.autograd.grad(out.square().sum(), query)
+    leaves = [t.clone().requires_grad_() for t in x.values()]
+    out = functional.packed_attention(*leaves, **constants)
+    assert torch.equal(alone, torch.autograd.grad(out.square().sum(), leaves)[0])
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_packed_empty(backend, device, lengths):
+    x, constants = packed(device, lengths, lengths)
+    leaves = [t.requires_grad_() for t in x.values()]
+    out = functional.packed_attention(*leaves, **constants)
+    assert out.shape == (0, 2, 24)
+    assert all(g.numel() == 0 for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_bad_offsets_stay_inside(device):
+    """What a GPU call does not look at is clamped: it may give nonsense, never reads elsewhere."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    x, constants = packed(device, (5, 20), (5, 20), g=2)
+    bad = torch.tensor([-3, 40, 10_000_000], dtype=torch.int32, device=device)
+    offsets = {**constants, "cu_seqlens_q": bad, "cu_seqlens_k": bad}
+    rest = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0, "causal_alignment": "top_left"}
+    arguments = [*x.values(), *offsets.values(), *rest.values(), None, None]
+    out, lse = attention.packed_forward(*arguments)
+    assert out.shape == (25, 2, 24) and lse.shape == (2, 25)
+    attention.packed_backward(torch.ones_like(out), *arguments, out, lse, [True] * 3)
+
+
+# ------------------------------------------------------------------------------------ unpad and pad
+
+
+def test_unpad_and_pad(device):
+    x = torch.randn(3, 4, 5, device=device, requires_grad=True)
+    lengths = torch.tensor([2, 0, 4], device=device)
+    tokens, packing = ff.unpad(x, lengths)
+    assert torch.equal(tokens, torch.cat([x[0, :2], x[2]]))
+    assert packing.cu_seqlens.tolist() == [0, 2, 2, 6] and packing.cu_seqlens.dtype == torch.int32
+    assert (packing.batch, packing.length, packing.longest) == (3, 4, 4)
+    assert torch.equal(packing.lengths, lengths.int())
+    back = ff.pad(tokens, packing, value=-1.0)
+    assert (
+        torch.equal(back[0, :2], x[0, :2]) and (back[0, 2:] == -1).all() and (back[1] == -1).all()
+    )
+    (grad,) = torch.autograd.grad((back * 3).sum(), x)
+    want = torch.zeros_like(x)
+    want[0, :2], want[2] = 3, 3
+    assert torch.equal(grad, want)
+    ids = torch.arange(12, device=device).view(3, 4)
+    assert ff.unpad(ids, packing)[0].tolist() == [0, 1, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_without_its_padding(backend, device, norm_first):
+    """The same at every token that is not padding, dropout included, and the same gradients."""
+    torch.manual_seed(1)
+    model = ff.make_model(11, 11, N=2, d_model=16, d_ff=32, h=2, dropout=0.0).to(device)
+    for layer in model.encoder.layers:
+        layer.self_attn.dropout.p = (
+            0.3  # the only dropout whose mask does not depend on the padding
+        )
+        for sublayer in layer.sublayer:
+            sublayer.norm_first = norm_first
+    x = torch.randn(3, 9, 16, device=device)
+    lengths = torch.tensor([9, 4, 6], device=device)
+    mask = (torch.arange(9, device=device) < lengths.view(-1, 1)).unsqueeze(1)
+    results = []
+    for packed in (False, True):
+        torch.manual_seed(2)
+        leaf = x.clone().requires_grad_()
+        if packed:
+            tokens, packing = ff.unpad(leaf, lengths)
+            out = ff.pad(model.encoder(tokens, packing), packing)
+        else:
+            out = model.encoder(leaf, mask) * mask.transpose(1, 2)
+        parameters = [leaf, *model.encoder.parameters()]
+        results.append([out, *torch.autograd.grad(out.square().sum(), parameters)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+def test_keep_attention_of_a_packed_batch(backend, device):
+    m = ff.MultiHeadedAttention(2, 16, dropout=0.0).to(device)
+    m.keep_attention = True
+    x, lengths = torch.randn(2, 5, 16, device=device), torch.tensor([5, 3], device=device)
+    m(x, x, x, key_lengths=lengths)
+    padded = m.attn
+    tokens, packing = ff.unpad(x, lengths)
+    m(tokens, tokens, tokens, packing)
+    torch.testing.assert_close(m.attn[0], padded[0])
+    torch.testing.assert_close(m.attn[1, :, :3], padded[1, :, :3])
+    assert (m.attn[1, :, 3:] == 0).all()
+
+
+# ---------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"query": torch.zeros(2, 2, 4, 8)}, ValueError, r"expected \[tokens, heads, D\]"),
+        ({"key": torch.zeros(25, 2, 9)}, ValueError, "expected the head dim"),
+        ({"key": torch.zeros(25, 3, 16)}, ValueError, "expected"),
+        ({"max_q": 4}, ValueError, "max_q is 4; expected at least the longest sequence, 20"),
+        ({"max_k": -1}, ValueError, "max_k is -1; expected 0 or more"),
+        ({"max_k": 4.0}, TypeError, "max_k is a float"),
+        ({"window": (-1, None)}, ValueError, "window is"),
+        ({"causal_alignment": "left"}, ValueError, "causal_alignment is 'left'"),
+        ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0"),
+    ],
+)
+def test_bad_packed_input(backend, change, error, words):
+    x, constants = packed("cpu", (5, 20), (5, 20), g=2)
+    with pytest.raises(error, match=words):
+        ff.packed_attention(**{**x, **constants, **change})
+
+
+@pytest.mark.parametrize(
+    "offsets, error, words",
+    [
+        ([0, 5, 24], ValueError, "goes from 0 to 24; expected from 0 to the tokens of query, 25"),
+        ([1, 5, 25], ValueError, "goes from 1 to 25"),
+        ([0, 30, 25], ValueError, "decreases by 5"),
+        ([0, 25], ValueError, "cu_seqlens_k has shape"),
+        (torch.tensor([0, 5, 25]), TypeError, "cu_seqlens_q has dtype torch.int64; expected"),
+        ([[0, 5, 25]], ValueError, r"cu_seqlens_q has shape \[1, 3\]; expected \[B \+ 1\]"),
+        (None, TypeError, "cu_seqlens_q is a NoneType"),
+    ],
+)
+def test_bad_offsets(backend, offsets, error, words):
+    x, constants = packed("cpu", (5, 20), (5, 20), g=2)
+    constants["max_q"] = 25
+    if isinstance(offsets, list):
+        offsets = torch.tensor(offsets, dtype=torch.int32)
+    with pytest.raises(error, match=words):
+        ff.packed_attention(**{**x, **constants, "cu_seqlens_q": offsets})
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda x, n, p: ff.unpad(x[0, 0], n), ValueError, r"expected \[B, S, ...\]"),
+        (lambda x, n, p: ff.unpad("x", n), TypeError, "x is a str"),
+        (lambda x, n, p: ff.unpad(x, [1, 2]), TypeError, "lengths is a list"),
+        (lambda x, n, p: ff.unpad(x, n.float()), TypeError, "lengths has dtype torch.float32"),
+        (lambda x, n, p: ff.unpad(x, n[:1]), ValueError, r"lengths has shape \[1\]; expected"),
+        (lambda x, n, p: ff.unpad(x, n + 3), ValueError, "lengths holds 7; expected"),
+        (lambda x, n, p: ff.unpad(x, n - 3), ValueError, "lengths holds -1; expected"),
+        (lambda x, n, p: ff.unpad(x[:, :3], p), ValueError, "as it was packed"),
+        (lambda x, n, p: ff.pad(x[0], p), ValueError, "expected the 6 tokens"),
+        (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
+        (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
+    ],
+)
+def test_bad_padding(call, error, words):
+    x, lengths = torch.zeros(2, 4, 3), torch.tensor([2, 4])
+    with pytest.raises(error, match=words):
+        call(x, lengths, ff.unpad(x, lengths)[1])
+
+
+def test_bad_packed_modules():
+    m = ff.MultiHeadedAttention(2, 16)
+    tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
+    with pytest.raises(ValueError, match="bias is given beside a Packing"):
+        m(tokens, tokens, tokens, packing, bias=torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="expected the 6 tokens of the packing"):
+        m(tokens, tokens[1:], tokens, packing)
+    with pytest.raises(ValueError, match=r"expected \[tokens, d_model = 16\]"):
+        m(tokens, tokens[:, :8], tokens, packing)

@@ -1,11 +1,12 @@
 """scaled_dot_product_attention beside torch's own op and the tutorials' formula.
 
-The headline is `padding+dropout`: what training a standard Transformer asks for.
+The headline is `padding+dropout`: what training a standard Transformer asks for; and with a learned
+bias beside them, what no fused peer takes. `packed` is the padded batch without its padding.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
-when causal; only the valid keys when padded, whatever the provider computes.
-Least bytes: forward q and o, and the valid k and v, once; backward q, o, do, dq, dk, dv and the
-valid k and v.
+when causal, the pairs inside of a window; only the valid keys when padded, whatever the provider
+computes. Least bytes: forward q and o, and the valid k and v, once; backward q, o, do, dq, dk, dv
+and the valid k and v; a bias read twice and its gradient written once.
 """
 
 import functools
@@ -26,6 +27,8 @@ class Case(NamedTuple):
     causal: bool = False
     padded: bool = False  # half of the keys are valid: lengths spread evenly around S/2
     dropout_p: float = 0.0
+    bias: bool = False  # [H, S, S], with its gradient
+    window: int = 0  # causal, with so many keys to the left
     dims: tuple[int, ...] = (64,)
 
     def __str__(self):
@@ -37,7 +40,11 @@ CASES = [
     Case("causal", causal=True, dims=(64, 128) if GPU else (64,)),
     Case("padding", padded=True),
     Case("padding+dropout", padded=True, dropout_p=0.1),
+    Case("bias", bias=True),
+    Case("padding+dropout+bias", padded=True, dropout_p=0.1, bias=True),
+    Case("window", causal=True, window=128),
 ]
+SHORT = 256  # on a CPU the cases after the headline end here, without --slow
 # torch's backends, forced one by one: by itself torch has not taken the fastest one on every GPU.
 FORCED = {
     "cudnn": "CUDNN_ATTENTION",
@@ -47,7 +54,7 @@ FORCED = {
 }
 PROVIDERS = ["reference", "torch", "tutorial"]
 if GPU:
-    PROVIDERS = ["reference", "triton", "torch", *FORCED, "flex", "tutorial"]
+    PROVIDERS = ["reference", "triton", "packed", "torch", *FORCED, "flex", "tutorial"]
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -57,10 +64,15 @@ if GPU:
 def test_attention(
     measure, differentiated, request, device, dtype, batch, length, case, dim, mode, provider
 ):
+    slow = request.config.getoption("slow")
+    if not (GPU or slow) and (case.bias or case.window) and length > SHORT:
+        pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
+    if provider == "packed" and (case.bias or not case.padded):
+        pytest.skip("nothing to pack, or a bias, which packed_attention has not")
     if provider == "flex":
         if case.dropout_p:
             pytest.skip("flex_attention has no dropout")
-        if not request.config.getoption("slow"):
+        if not slow:
             pytest.skip("flex_attention compiles for each shape: needs --slow")
     # [B, S, H, D] in memory, as a projection leaves it.
     q, k, v = (
@@ -70,16 +82,21 @@ def test_attention(
         for _ in range(3)
     )
     lengths = torch.linspace(0, length, batch + 2, device=device)[1:-1].int()
-    forward = functools.partial(_forward(provider, case, lengths, length), q, k, v)
+    inputs = [q, k, v]
+    if case.bias:
+        inputs.append(torch.randn(HEADS, length, length, device=device, dtype=dtype))
+        inputs[-1].requires_grad_()
+    forward = functools.partial(_forward(provider, case, lengths, length), *inputs)
 
     valid = int(lengths.sum()) if case.padded else batch * length
-    flops = 4 * HEADS * length * valid * dim / (2 if case.causal else 1)
+    flops = 4 * HEADS * length * valid * dim * _part(case, length)
     queries, keys = (2 * HEADS * dim * n * dtype.itemsize for n in (batch * length, valid))
     nbytes = queries + keys
     if mode == "forward+backward":
         flops, nbytes = 3.5 * flops, nbytes + 3 * queries + keys
+    nbytes += sum(x.nbytes for x in inputs[3:]) * (3 if mode == "forward+backward" else 1)
     measure(
-        differentiated(forward, (q, k, v)),
+        differentiated(forward, inputs),
         group=f"attention {case} d={dim} S={length} {mode}",
         provider=provider,
         dtype=dtype,
@@ -94,46 +111,80 @@ def test_attention(
     )
 
 
-def _forward(provider, case, lengths, length):
-    """(q, k, v) -> the output, as the provider computes the case."""
-    p, causal = case.dropout_p, case.causal
-    if provider in ("reference", "triton"):
-        key_lengths = lengths if case.padded else None
+def _part(case, length):
+    """Of all pairs of a query and a key: what the band leaves."""
+    if case.window:
+        seen = min(case.window + 1, length)
+        return (seen * length - seen * (seen - 1) / 2) / length**2
+    return 0.5 if case.causal else 1
 
-        def forward(q, k, v):
+
+def _forward(provider, case, lengths, length):
+    """(q, k, v, and a bias) -> the output, as the provider computes the case."""
+    p, causal = case.dropout_p, case.causal
+    if provider == "packed":
+        return _packed(p, lengths, length)
+    if provider in ("reference", "triton"):
+        options = {"key_lengths": lengths} if case.padded else {}
+        if case.window:
+            options["window"] = (case.window, None)
+
+        def forward(q, k, v, bias=None):
             with ff.use_backend(provider):
                 return ff.scaled_dot_product_attention(
-                    q, k, v, None, p, causal, key_lengths=key_lengths
+                    q, k, v, None, p, causal, bias=bias, **options
                 )
 
         return forward
 
     positions = torch.arange(length, device=lengths.device)
     mask = (positions < lengths[:, None])[:, None, None] if case.padded else None  # [B,1,1,S]
+    if causal and (case.window or provider == "tutorial"):
+        mask = positions <= positions[:, None]
+        if case.window:
+            mask &= positions >= positions[:, None] - case.window
     if provider == "tutorial":
-        if causal:
-            mask = positions <= positions[:, None]
-        return lambda q, k, v: _tutorial(q, k, v, mask, p)
+        return lambda q, k, v, bias=None: _tutorial(q, k, v, mask, p, bias)
     if provider == "flex":
         return _flex(case, lengths, length)
 
-    def sdpa(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
+    def sdpa(q, k, v, bias=None):
+        if bias is None:
+            return F.scaled_dot_product_attention(q, k, v, mask, p, causal and mask is None)
+        added = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        added = added.expand(len(q), *bias.shape)
+        return F.scaled_dot_product_attention(q, k, v, added, p)
 
     if provider == "torch":
         return sdpa
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def forced(q, k, v):
+    def forced(q, k, v, bias=None):
         with sdpa_kernel(getattr(SDPBackend, FORCED[provider])):
-            return sdpa(q, k, v)
+            return sdpa(q, k, v, bias)
 
     return forced
 
 
-def _tutorial(q, k, v, mask, p):
+def _packed(p, lengths, length):
+    """The tokens alone, taken out and put back, as an encoder would once for all its layers."""
+
+    def forward(q, k, v):
+        with ff.use_backend("triton"):
+            q, packing = ff.unpad(q.transpose(1, 2), lengths)
+            k, v = (ff.unpad(x.transpose(1, 2), packing)[0] for x in (k, v))
+            offsets, longest = packing.cu_seqlens, packing.longest
+            out = ff.packed_attention(q, k, v, offsets, offsets, longest, longest, dropout_p=p)
+            return ff.pad(out, packing).transpose(1, 2)
+
+    return forward
+
+
+def _tutorial(q, k, v, mask, p, bias=None):
     """The Annotated Transformer's `attention`."""
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(mask == 0, -1e9)
     return F.dropout(scores.softmax(-1), p) @ v
@@ -145,9 +196,13 @@ def _flex(case, lengths, length):
     attend, build = torch.compile(flex.flex_attention), torch.compile(flex.create_block_mask)
 
     def visible(b, h, i, j):
+        if case.window:
+            return (j <= i) & (j >= i - case.window)
         return j < lengths[b] if case.padded else j <= i
 
-    def forward(q, k, v):
+    def forward(q, k, v, bias=None):
+        if bias is not None:
+            return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h, i, j])
         if not (case.padded or case.causal):
             return attend(q, k, v)
         mask = build(visible, len(lengths), 1, length, length, device=q.device)  # for all heads

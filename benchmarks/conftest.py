@@ -32,7 +32,7 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 LENGTHS = [2**n for n in range(7, 15)] if HAS_GPU else [128, 256, 512, 1024]
 SLOW_LENGTHS = [] if HAS_GPU else [2048, 4096]
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # the tests take one
-OURS = ("auto", "reference", "triton")
+OURS = ("auto", "reference", "triton", "packed")
 TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batch size follows
 
 SECONDS, SHORTEST = 0.2, 1e-3  # for a measurement, and of one of its rounds
@@ -49,7 +49,8 @@ if HAS_GPU:
 else:
     NOTES += [
         "left out: triton, whose interpreted speed means nothing (auto is reference on a CPU)",
-        "left out: d_model = 1024 and lengths above 1024 without --slow; above 4096 without a GPU",
+        "left out: d_model = 1024, lengths above 1024, and above 256 of attention with a bias or a "
+        "window, without --slow; lengths above 4096 without a GPU",
     ]
 
 

@@ -45,10 +45,12 @@ from .common import (
     dot_precision,
     dropout_arguments,
     dropout_keep,
+    layout,
     next_power_of_2,
     on_device,
-    planned,
+    plans,
     register,
+    remembered,
     unit_stride,
     unsupported_dtype,
 )
@@ -938,6 +940,7 @@ class _Forward(_Plan):
         self.output, self.lse = (output.shape, output.stride()), (lse.shape, lse.stride())
         self.lse_dtype = lse.dtype
         self.add("forward", _forward, self.rows, self.strides(output))
+        self.forward = self.launch["forward"]
 
 
 class _Backward(_Plan):
@@ -1051,14 +1054,61 @@ def _pointers(query, attn_mask, bias, alibi_slopes, lengths, starts, seed) -> tu
     )
 
 
+def _signature(
+    query, key, value, attn_mask, bias, dropout_p, is_causal, scale, window, causal_alignment,
+    alibi_slopes, softcap, lengths, starts, dropout_seed, max_q=0, max_k=0,
+):  # fmt: skip
+    """All that a `_Plan` is made from, as a key: its tensors by their layout."""
+    return (
+        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, query.dtype, query.device,
+        query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        attn_mask if attn_mask is None else layout(attn_mask),
+        bias if bias is None else layout(bias), dropout_p, is_causal, scale, window,
+        causal_alignment, alibi_slopes if alibi_slopes is None else layout(alibi_slopes), softcap,
+        lengths if lengths is None else layout(lengths),
+        starts if starts is None else layout(starts),
+        dropout_seed if dropout_seed is None else dropout_seed.data_ptr() & 15, max_q, max_k,
+    )  # fmt: skip
+
+
 def _run_forward(query, key, value, options, pointers) -> tuple[Tensor, Tensor]:
     """(output, lse), from the arguments of `_Plan` and what `_pointers` made."""
-    plan = planned(_Forward, query, key, value, *options)
+    signature = _signature(query, key, value, *options)
+    plan = plans.get(signature)
+    if plan is None:
+        given = query, key, value
+        query, key, value = map(unit_stride, given)
+        if any(x is not y for x, y in zip(given, (query, key, value))):
+            return _run_forward(query, key, value, options, pointers)
+        plan = remembered(signature, _Forward(query, key, value, *options))
     output = query.new_empty_strided(*plan.output)
     lse = query.new_empty_strided(*plan.lse, dtype=plan.lse_dtype)
     with on_device(query):
-        plan.launch["forward"](query, key, value, output, lse, *pointers)
+        plan.forward(query, key, value, output, lse, *pointers)
     return output, lse
+
+
+def _run_backward(
+    grad_output, grad_lse, output, lse, needs, query, key, value, options, pointers
+) -> list[Tensor]:
+    """[dq, dk, dv, dbias], an unwanted one empty."""
+    signature = (
+        *_signature(query, key, value, *options), layout(grad_output), layout(grad_lse),
+        output.stride(), needs,
+    )  # fmt: skip
+    plan = plans.get(signature)
+    if plan is None:
+        given = grad_output, query, key, value
+        grad_output, query, key, value = map(unit_stride, given)
+        if any(x is not y for x, y in zip(given, (grad_output, query, key, value))):
+            return _run_backward(
+                grad_output, grad_lse, output, lse, needs, query, key, value, options, pointers
+            )
+        made = _Backward(grad_output, grad_lse, output, needs, query, key, value, *options)
+        plan = remembered(signature, made)
+    with on_device(query):
+        return plan.run(grad_output, grad_lse, output, lse, query, key, value, options[1], pointers)
 
 
 _ARGUMENTS = (
@@ -1081,7 +1131,6 @@ def forward(
     window, causal_alignment, alibi_slopes, softcap, dropout_seed, return_lse,
 ):  # fmt: skip
     """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq])."""
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     return _run_forward(
         query, key, value,
         (attn_mask, bias, dropout_p, is_causal, scale, window and tuple(window), causal_alignment,
@@ -1111,18 +1160,13 @@ def backward(
     needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
-    grad_output = unit_stride(grad_output)
-    plan = planned(
-        _Backward, grad_output, grad_lse, output, tuple(needs), query, key, value, attn_mask, bias,
-        dropout_p, is_causal, scale, window and tuple(window), causal_alignment, alibi_slopes,
-        softcap, key_lengths, None, dropout_seed,
+    grads = _run_backward(
+        grad_output, grad_lse, output, lse, tuple(needs), query, key, value,
+        (attn_mask, bias, dropout_p, is_causal, scale, window and tuple(window), causal_alignment,
+         alibi_slopes, softcap, key_lengths, None, dropout_seed),
+        _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
     )  # fmt: skip
-    pointers = _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed)
-    with on_device(query):
-        return tuple(
-            plan.run(grad_output, grad_lse, output, lse, query, key, value, bias, pointers)
-        )
+    return tuple(grads)
 
 
 # ------------------------------------------------------------------------------------------ packed
@@ -1199,16 +1243,15 @@ def packed_backward(
     """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
-    plan = planned(
-        _Backward, grad_output, None, output, (*needs, False), query, key, value,
-        *_packed_options(
-            cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale,
-            causal_alignment, window, dropout_seed,
-        ),
+    options = _packed_options(
+        cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment,
+        window, dropout_seed,
     )  # fmt: skip
     pointers = _pointers(query, None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed)
-    with on_device(query):
-        grads = plan.run(grad_output, None, output, lse, query, key, value, None, pointers)
+    needs = (*needs, False)
+    grads = _run_backward(
+        grad_output, None, output, lse, needs, query, key, value, options, pointers
+    )
     return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads[:3])
 
 

@@ -65,11 +65,12 @@ def next_power_of_2(n: int) -> int:
 class Launch:
     """A kernel with all its arguments but the pointers.
 
-    The first call goes through Triton, which compiles; the others start the compiled kernel, and
-    skip its look at every argument: a `Launch` is for tensors of one dtype and alignment each.
+    The first call goes through Triton, which compiles. The others hand the compiled kernel to the
+    driver and skip Triton's look at every argument, most of what a launch costs on the host: a
+    `Launch` is for tensors of one dtype and one alignment each, on one device.
     """
 
-    __slots__ = ("_grid", "_kernel", "_options", "_start", "_tail")
+    __slots__ = ("_arguments", "_blocks", "_compiled", "_kernel", "_options", "_stream")
 
     def __init__(
         self,
@@ -81,42 +82,47 @@ class Launch:
         stages: int,
     ) -> None:
         names = kernel.arg_names
-        self._kernel, self._grid = kernel, (blocks, 1, 1)
-        self._tail = (*scalars, *(constants[name] for name in names[len(names) - len(constants) :]))
+        constant = (constants[name] for name in names[len(names) - len(constants) :])
+        self._kernel, self._blocks, self._arguments = kernel, blocks, (*scalars, *constant)
         self._options = dict(num_warps=warps, num_stages=stages)
-        self._start: Any = None
+        self._compiled: Any = None
+        self._stream: Any = None
 
     def __call__(self, *pointers: Tensor) -> None:
-        if self._start is not None:
-            self._start(*pointers, *self._tail)
-        elif self._grid[0]:
-            compiled = self._kernel[self._grid](*pointers, *self._tail, **self._options)
-            if compiled is not None:  # the interpreter has none
-                self._start = compiled[self._grid]
+        compiled, runtime = self._compiled, triton.knobs.runtime
+        if compiled is not None and not (
+            runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        ):
+            run, function, metadata, device = compiled
+            run(
+                self._blocks, 1, 1, self._stream(device), function, metadata, None, None, None,
+                *pointers, *self._arguments,
+            )  # fmt: skip
+        elif self._blocks:
+            start = self._kernel[(self._blocks,)]
+            kernel = start(*pointers, *self._arguments, **self._options)
+            if kernel is not None:  # the interpreter has none
+                active = triton.runtime.driver.active
+                self._stream = active.get_current_stream
+                device = active.get_current_device()
+                self._compiled = kernel.run, kernel.function, kernel.packed_metadata, device
 
 
 MOST_PLANS = 4096
-_plans: dict[Any, Any] = {}
+plans: dict[Any, Any] = {}
 
 
-def planned(make: Callable[..., Any], *args: Any) -> Any:
-    """make(*args), remembered for tensors alike in device, dtype, shape, strides and alignment."""
-    key = (
-        make,
-        torch.backends.cuda.matmul.allow_tf32,
-        *[
-            (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-            if isinstance(x, Tensor)
-            else x
-            for x in args
-        ],
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make(*args)
+def remembered(key: Any, plan: Any) -> Any:
+    """Keeps what a call with this key launches, for the next one."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
     return plan
+
+
+def layout(x: Tensor | None) -> Any:
+    """What of a tensor a launch depends on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
 
 
 @functools.cache
@@ -149,10 +155,13 @@ def dot_precision(arch: str) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
+_here = contextlib.nullcontext()
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Launches go to the tensor's own device, whatever the current one is."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _here
     return torch.cuda.device(x.device)
 
 

@@ -266,7 +266,7 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     recorder.driver.target, recorder.records, recorder.large = target, [], set()
     module, call = CALLS[case["op"]]
     module.architecture = lambda device: row
-    common._plans.clear()  # they are of the architecture before
+    common.plans.clear()  # they are of the architecture before
     torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()
     try:

@@ -86,10 +86,11 @@ def plant(monkeypatch, tmp_path):
         mutant = source.replace(old, new)
         linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
         monkeypatch.setattr(module, name, kernel)  # remembered, and restored after the test
-        monkeypatch.setattr(common, "_plans", {})  # which hold the kernels
+        common.plans.clear()  # which hold the kernels
         exec(compile(mutant, path, "exec"), module.__dict__)
 
-    return plant
+    yield plant
+    common.plans.clear()
 
 
 @pytest.fixture
@@ -100,6 +101,7 @@ def tiles(monkeypatch):
 
     def tiles(*blocks):
         monkeypatch.setattr(attention, "configuration", lambda *_: attention.Tiles(*blocks, 4, 1))
-        monkeypatch.setattr(common, "_plans", {})
+        common.plans.clear()
 
-    return tiles
+    yield tiles
+    common.plans.clear()

@@ -174,11 +174,16 @@ def _visible(
     window: Sequence[int] | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None
-    is all. i: the queries, [Sq, 1], counted from the first; shift: what the diagonal is moved by.
+    is all. i: the queries, [Sq, 1], of which a band needs to know; shift: what its diagonal is
+    moved by.
     """
     k_length = key.shape[-2]
-    j = torch.arange(k_length, device=key.device)
     visible, keys = None, None
+    left, right = (-1, -1) if window is None else window
+    if is_causal:
+        right = 0
+    if key_lengths is not None or left >= 0 or right >= 0:
+        j = torch.arange(k_length, device=key.device)
     if key_lengths is not None:
         visible = keys = j < key_lengths.view(-1, 1, 1, 1)
     for mask in (attn_mask, None if bias is None else _left_by(bias.detach())):
@@ -188,15 +193,12 @@ def _visible(
         if mask.shape[-2] == 1 and mask.shape[-1] == k_length:
             keys = mask if keys is None else keys & mask
         visible = mask if visible is None else visible & mask
-    left, right = (-1, -1) if window is None else window
-    if is_causal:
-        right = 0
-    for bounded, inside in (
-        (right >= 0, lambda: j <= i + shift + right),
-        (left >= 0, lambda: j >= i + shift - left),
-    ):
-        if bounded:
-            visible = inside() if visible is None else visible & inside()
+    if right >= 0:
+        inside = j <= i + (shift + right)
+        visible = inside if visible is None else visible & inside
+    if left >= 0:
+        inside = j >= i + (shift - left)
+        visible = inside if visible is None else visible & inside
     return visible, keys
 
 
@@ -282,6 +284,13 @@ def scaled_dot_product_attention(
     batch, heads, q_length, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
     key, value = _grouped(key, heads), _grouped(value, heads)
+    fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
+    fast = fast and not _formula.always and softcap is None and not return_lse
+    fast = fast and query.numel() > 0 and value.numel() > 0
+    plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
+    if fast and plain and not (is_causal and causal_alignment == "bottom_right"):
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
+
     i = torch.arange(q_length, device=query.device).view(-1, 1)
     shift = _shift(query, key, causal_alignment, key_lengths)
     visible, keys = _visible(key, i, shift, attn_mask, bias, is_causal, key_lengths, window)
@@ -290,17 +299,11 @@ def scaled_dot_product_attention(
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     added = _added(bias, alibi_slopes, i, shift, key)
 
-    fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
-    fast = fast and not _formula.always and softcap is None and not return_lse
-    if fast and query.numel() > 0 and value.numel() > 0:
-        others = (attn_mask, key_lengths, window, added)
-        only_causal = (
-            is_causal and causal_alignment == "top_left" and all(x is None for x in others)
-        )
-        mask = None if only_causal else visible
+    if fast:
+        mask = visible
         if added is not None:
             mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
-        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, only_causal, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     else:
         scores = _scores(query, key, scale, softcap, added)
         weights = _softmax(scores, visible, query.dtype)

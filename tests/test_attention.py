@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import functional, use_backend
@@ -456,6 +457,45 @@ def test_same_bits_every_time(backend, device):
     first = run()
     for _ in range(49):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an op inside of it makes, views of `given` apart."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.elements, self.given = 0, {x.data_ptr() for x in given}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor) and x.data_ptr() not in self.given:
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, 300), (300, 1), (300, 300)], ids=str)
+def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
+    """What the launchers allocate, every feature on; a bias gradient of that size alone. Nothing is
+    launched: the interpreter copies what it is given.
+    """
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    monkeypatch.setattr(attention.Launch, "__call__", lambda self, *pointers: None)
+    s, seed = 300, torch.zeros(1, dtype=torch.int64, device=device)
+    q, k, v = qkv(b=1, h=1, sq=s, sk=s, d=16, device=device).values()
+    mask = torch.ones(s, s, dtype=torch.bool, device=device)
+    bias = None if bias_shape is None else torch.zeros(bias_shape, device=device)
+    lengths = torch.tensor([s - 3], device=device)
+    slopes = torch.ones(1, device=device)
+    rest = (bias, lengths, [50, 50], "bottom_right", slopes, 3.0, seed)
+    arguments = (q, k, v, mask, 0.1, True, 0.2, False, *rest)
+    with Largest(mask) as largest:
+        output, lse = attention.forward(*arguments, True)
+        attention.backward(
+            torch.ones_like(output), lse, *arguments, output, lse, [True] * 3 + [bias is not None]
+        )
+    asked_for = bias_shape == (300, 300)
+    assert largest.elements == s * s if asked_for else largest.elements <= s * 16
 
 
 SUBSETS = [s for n in range(1, 4) for s in itertools.combinations(range(4), n)]

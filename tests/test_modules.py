@@ -18,6 +18,7 @@ from fastformer import (
     SublayerConnection,
     attention,
     clones,
+    scaled_dot_product_attention,
     subsequent_mask,
     use_backend,
 )
@@ -297,6 +298,40 @@ def test_query_that_sees_no_key_gives_the_bias(backend, device):
     out.sum().backward()
     assert x.grad.isfinite().all()
     assert (x.grad[1] == 0).all()
+
+
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "bias": {"bias": (H, T, S)},
+    "lengths": {"key_lengths": [S, 3]},
+    "window": {"window": (2, 1), "causal_alignment": "bottom_right"},
+    "alibi": {"alibi_slopes": (H,), "softcap": 4.0},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_attention(case, backend, device):
+    """They reach the fused op, and the weights that are kept beside it."""
+    options = dict(OPTIONS[case])
+    for name, given in options.items():
+        if name in ("bias", "alibi_slopes"):
+            options[name] = torch.rand(given, device=device)
+        if name == "key_lengths":
+            options[name] = torch.tensor(given, device=device)
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    m.keep_attention = True
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    mask = padding().to(device)
+    out = m(query, key, value, mask, **options)
+    q, k, v = (
+        linear(x).view(B, -1, H, 8).transpose(1, 2)
+        for linear, x in zip(m.linears, (query, key, value))
+    )
+    heads = scaled_dot_product_attention(q, k, v, mask.unsqueeze(1) != 0, **options)
+    torch.testing.assert_close(out, m.linears[3](heads.transpose(1, 2).flatten(2)))
+    torch.testing.assert_close(m.attn @ v, heads)
+    plain = m(query, key, value, mask)
+    assert not torch.allclose(plain, out, atol=1e-3)
 
 
 def test_keep_attention(backend, device):

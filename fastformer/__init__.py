@@ -12,9 +12,11 @@ from fastformer.backends import current_backend, explain, use_backend
 from fastformer.decoding import greedy_decode
 from fastformer.functional import (
     attention_weights,
+    dropout_add_layer_norm,
     feed_forward,
     layer_norm,
     packed_attention,
+    rms_norm,
     scaled_dot_product_attention,
 )
 from fastformer.modules import (
@@ -69,6 +71,7 @@ __all__ = [
     "attention_weights",
     "clones",
     "current_backend",
+    "dropout_add_layer_norm",
     "explain",
     "feed_forward",
     "greedy_decode",
@@ -78,6 +81,7 @@ __all__ = [
     "packed_attention",
     "pad",
     "rate",
+    "rms_norm",
     "run_epoch",
     "scaled_dot_product_attention",
     "subsequent_mask",

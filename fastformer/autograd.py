@@ -10,9 +10,12 @@ their schemas say all there is to know:
 An output `x` with a `grad_x` argument is differentiable and is what the caller gets - where the op
 has an argument `return_x`, if that is true - the others are saved for the backward, as every other
 argument that it names is. An optional `grad_x` is None where nothing depends on x. `needs` says, in
-the order of the returns, which gradients are wanted; an unwanted one comes back empty. Under
-create_graph=True the gradient is taken through the reference instead, so that it can be
-differentiated again, and so is the whole call where an input carries a forward-mode tangent.
+the order of the returns, which gradients are wanted; an unwanted one comes back empty.
+
+Under create_graph=True the gradient is taken through the reference instead, so that it can be
+differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does
+without some of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
+reference where an input carries a forward-mode tangent.
 """
 
 from __future__ import annotations
@@ -105,7 +108,10 @@ class _Kernel(torch.autograd.Function):
 def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
-    """The gradients as a differentiable function of the inputs: those of the reference."""
+    """The gradients as a differentiable function of what is saved: those of the reference."""
+    backward = getattr(reference, pair.op + "_backward", None)
+    if backward is not None:
+        return list(backward(*incoming, *saved, needs))
     arguments = {pair.arguments[i]: x for i, x in zip(pair.from_arguments, saved, strict=False)}
     for name, grad in zip(pair.outputs, incoming):
         if "return_" + name in pair.arguments:

@@ -30,6 +30,11 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         *(16, 16),
     ),
     "layer_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
+    "rms_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
+    "dropout_add_layer_norm": lambda d: (
+        *(torch.zeros(1, 16, device=d),) * 2,
+        *(torch.zeros(16, device=d),) * 2,
+    ),
     "feed_forward": lambda d: (
         torch.zeros(1, 16, device=d),
         *(torch.zeros(16, 16, device=d), None) * 2,

@@ -31,9 +31,11 @@ MAX_HEAD_DIM = 256
 
 __all__ = [
     "attention_weights",
+    "dropout_add_layer_norm",
     "feed_forward",
     "layer_norm",
     "packed_attention",
+    "rms_norm",
     "scaled_dot_product_attention",
 ]
 
@@ -672,14 +674,136 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
     harvardnlp/annotated-transformer.
     """
+    shape = _require_rows(input, normalized_shape, weight, bias)
+    _require_spread(unbiased, shape)
+    _require_eps(eps)
+    return _run(
+        "layer_norm",
+        input,
+        input=input,
+        normalized_shape=shape,
+        weight=weight,
+        bias=bias,
+        eps=float(eps),
+        unbiased=bool(unbiased),
+    )
+
+
+@backends.operation(kernel="layer_norm")
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), over the trailing dimensions.
+
+    Args:
+        input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
+        normalized_shape: an int or a sequence of ints.
+        weight: `normalized_shape`, of the input's dtype or float32; None leaves the factor out.
+        eps: added to the mean of the squares; None for the machine epsilon of float32 (of float64
+            for float64), in which the mean is taken, as in torch.
+
+    Returns:
+        The shape and the dtype of the input.
+
+    Raises:
+        ValueError: shapes that do not fit, a negative eps, several devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+    shape = _require_rows(input, normalized_shape, weight, None)
+    if eps is None:
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps
+    _require_eps(eps)
+    return _run(
+        "rms_norm", input, input=input, normalized_shape=shape, weight=weight, eps=float(eps)
+    )
+
+
+@backends.operation(kernel="layer_norm")
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+    dropout_seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(residual_out), residual_out), residual_out = residual + dropout(input), in one
+    pass.
+
+    What a Transformer computes between two sublayers: the end of one and the norm of the next.
+
+    Args:
+        input: [..., *weight.shape], float32, float16, bfloat16 or float64: a sublayer's output.
+        residual: of the shape and the dtype of input.
+        weight: of the norm; its shape is what is normalized over. bias: the same, or None. Of the
+            input's dtype or float32.
+        dropout_p: probability in [0, 1] that an element of input is dropped; the others are scaled
+            by 1/(1 - dropout_p).
+        eps, unbiased: as in `layer_norm`.
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
+            (row, column).
+
+    Returns:
+        normalized and residual_out, each with the shape and the dtype of the input, and with a
+        gradient each. The sum is rounded to that dtype before it is normalized.
+
+    Raises:
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], unbiased=True over a single
+            feature, several devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
+    """
+    if _autocast_dtype(input) is not None:  # the sum is taken in the wider dtype of the two
+        wide = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(wide), residual.to(wide)
+    _require_floating(input=input, residual=residual)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}; expected a tensor")
+    shape = _require_rows(input, list(weight.shape), weight, bias)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual has shape {_shape(residual)}; expected that of input, {_shape(input)}"
+        )
+    _require_spread(unbiased, shape)
+    _require_eps(eps)
+    p = _require_probability("dropout_p", dropout_p)
+    return _run(
+        "dropout_add_layer_norm",
+        input,
+        input=input,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        dropout_p=p,
+        eps=float(eps),
+        unbiased=bool(unbiased),
+        dropout_seed=_seed(dropout_seed, p, input.device),
+    )
+
+
+def _require_rows(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> list[int]:
+    """Checks what a norm takes; normalized_shape as a list."""
     _require_floating(input=input)
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if not shape or list(input.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"input has shape {_shape(input)}; expected it to end with normalized_shape {shape}"
         )
-    if unbiased and math.prod(shape) < 2:
-        raise ValueError(f"normalized_shape is {shape}; unbiased=True needs two features or more")
     for name, x in (("weight", weight), ("bias", bias)):
         if x is None:
             continue
@@ -692,18 +816,17 @@ def layer_norm(
         if list(x.shape) != shape:
             raise ValueError(f"{name} has shape {_shape(x)}; expected normalized_shape {shape}")
         _require_device(name, x, "input", input)
+    return shape
+
+
+def _require_spread(unbiased: bool, shape: list[int]) -> None:
+    if unbiased and math.prod(shape) < 2:
+        raise ValueError(f"normalized_shape is {shape}; unbiased=True needs two features or more")
+
+
+def _require_eps(eps: float) -> None:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or eps < 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
-    return _run(
-        "layer_norm",
-        input,
-        input=input,
-        normalized_shape=shape,
-        weight=weight,
-        bias=bias,
-        eps=float(eps),
-        unbiased=bool(unbiased),
-    )
 
 
 # ----------------------------------------------------------------------------------- feed-forward

@@ -466,3 +466,61 @@ class SublayerConnection(nn.Module):
 
     def extra_repr(self) -> str:
         return "" if self.norm_first else "norm_first=False"
+
+
+def _plain(*modules: nn.Module) -> bool:
+    """Whether the modules do what their classes say: no hooks, no forward on the instance."""
+    return not any(
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or "forward" in m.__dict__
+        for m in modules
+    )
+
+
+class _Stream:
+    """The residual stream of a stack of sublayers: x, and a sublayer's output not yet added to it.
+
+    The sum waits for the norm that follows, and is taken in one kernel with it.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.waiting: tuple[Tensor, nn.Dropout] | None = None
+
+    def run(self, connection: Any, sublayer: Callable[[Tensor], Tensor]) -> None:
+        """x = connection(x, sublayer), of a SublayerConnection."""
+        norm, dropout = connection.norm, connection.dropout
+        known = type(connection) is SublayerConnection and type(dropout) is nn.Dropout
+        if not (known and _plain(connection, dropout)):
+            self.x = connection(self.value(), sublayer)
+        elif connection.norm_first:
+            normalized = self.normalized(norm)
+            self.waiting = sublayer(normalized), dropout
+        else:
+            x = self.value()
+            self.waiting = sublayer(x), dropout
+            self.x = self.normalized(norm)
+
+    def normalized(self, norm: nn.Module) -> Tensor:
+        """norm(x)"""
+        if self.waiting is None or not (type(norm) is LayerNorm and _plain(norm)):
+            return norm(self.value())
+        out, dropout = self.waiting
+        if out.dtype != self.x.dtype and functional._autocast_dtype(out) is None:
+            return norm(self.value())
+        p = dropout.p if dropout.training else 0.0
+        normalized, self.x = functional.dropout_add_layer_norm(
+            out, self.x, norm.weight, norm.bias, p, norm.eps, unbiased=norm.unbiased
+        )
+        self.waiting = None
+        return normalized
+
+    def value(self) -> Tensor:
+        """x, with what waits added to it."""
+        if self.waiting is not None:
+            out, dropout = self.waiting
+            self.x, self.waiting = self.x + dropout(out), None
+        return self.x

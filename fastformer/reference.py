@@ -106,20 +106,62 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
     return torch.ops.fastformer.dropped(seed, planes, rows, columns, p)
 
 
+def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
+    """True where dropout removes an element of a matrix: a boolean [rows, columns].
+
+    Element (i, j) reads word j % 4 of counter (j // 4, i's low word, its high word, 1), in the
+    order in which a kernel that owns whole rows holds them.
+    """
+    if readable(seed):
+        return _dropped_rows(seed, rows, columns, p)
+    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p)
+
+
+def _dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
+    quarter, threshold = -(-columns // 4), dropout_threshold(p)
+    if seed.device.type == "cpu":
+        mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold)
+    else:
+        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold)
+    return mask.view(rows, quarter * 4)[:, :columns]
+
+
+def _dropped_rows_by_numpy(seed: int, rows: int, quarter: int, threshold: int) -> Tensor:
+    mask = np.empty((rows, quarter, 4), np.bool_)
+    j = np.arange(quarter, dtype=np.uint64)
+    step = max(1, _CHUNK // max(1, quarter))
+    for first in range(0, rows, step):
+        i = np.arange(first, min(first + step, rows), dtype=np.uint64).reshape(-1, 1)
+        for n, word in enumerate(philox(j, i & _WORD, i >> 32, 1, seed)):
+            np.less(word, threshold, out=mask[first : first + step, :, n])
+    return torch.from_numpy(mask)
+
+
+def _dropped_rows_by_torch(seed: Tensor, rows: int, quarter: int, threshold: int) -> Tensor:
+    i, j = (torch.arange(n, device=seed.device) for n in (rows, quarter))
+    i = i.view(-1, 1)
+    words = philox(j, i & _WORD, i >> 32, 1, seed)
+    return torch.stack([word < threshold for word in words], -1)
+
+
 def _dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     threshold = dropout_threshold(p)
     if seed.device.type == "cpu":
         mask = _dropped_by_numpy(int(seed), planes, tiles_i, tiles_j, threshold)
     else:
-        plane, i, j = (
-            torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8)
-        )
-        words = philox(j, i.view(-1, 1), plane.view(-1, 1, 1), 0, seed)
-        mask = torch.stack([word < threshold for word in words])
-        mask = mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
+        mask = _dropped_by_torch(seed, planes, tiles_i, tiles_j, threshold)
     mask = mask.reshape(planes, tiles_i * 16, tiles_j * 16)
     return mask[:, :rows, :columns].contiguous()
+
+
+def _dropped_by_torch(
+    seed: Tensor, planes: int, tiles_i: int, tiles_j: int, threshold: int
+) -> Tensor:
+    plane, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
+    words = philox(j, i.view(-1, 1), plane.view(-1, 1, 1), 0, seed)
+    mask = torch.stack([word < threshold for word in words])
+    return mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
 
 
 def _dropped_by_numpy(seed: int, planes: int, tiles_i: int, tiles_j: int, threshold: int) -> Tensor:
@@ -147,6 +189,20 @@ _library.impl("dropped", _dropped, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fastformer::dropped",
     lambda seed, planes, rows, columns, p: seed.new_empty(planes, rows, columns, dtype=torch.bool),
+    lib=_library,
+)
+
+
+_library.define(
+    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl(
+    "dropped_rows", lambda *args: _dropped_rows(*args).contiguous(), "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "fastformer::dropped_rows",
+    lambda seed, rows, columns, p: seed.new_empty(rows, columns, dtype=torch.bool),
     lib=_library,
 )
 
@@ -441,6 +497,78 @@ def layer_norm(
     if bias is not None:
         y = y + bias
     return y.to(input.dtype)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    mixed = weight is not None and weight.dtype != input.dtype
+    if not mixed and input.dtype != torch.float64 and not _formula.always:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    x = input if input.dtype == torch.float64 else input.float()
+    features = tuple(range(-len(normalized_shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = x * (x.square().mean(features, keepdim=True) + eps).rsqrt()
+    return (y if weight is None else y * weight).to(input.dtype)
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+    dropout_seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = list(weight.shape)
+    kept = _masked(input, shape, dropout_p, dropout_seed)
+    residual_out = torch.add(residual, kept, alpha=_dropout_scale(dropout_p))
+    return layer_norm(residual_out, shape, weight, bias, eps, unbiased=unbiased), residual_out
+
+
+def _masked(x: Tensor, shape: list[int], p: float, seed: Tensor | None) -> Tensor:
+    """x [.., *shape] with zeros where dropout by rows removes an element."""
+    if p == 0:
+        return x
+    assert seed is not None
+    columns = math.prod(shape)
+    drop = dropped_rows(seed, x.numel() // columns if columns else 0, columns, p)
+    return torch.where(drop.view(x.shape), 0.0, x)
+
+
+def dropout_add_layer_norm_backward(
+    grad_normalized: Tensor,
+    grad_residual_out: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    eps: float,
+    unbiased: bool,
+    dropout_seed: Tensor | None,
+    residual_out: Tensor,
+    mean: Tensor,
+    reciprocal: Tensor,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """The gradients, differentiable: of residual_out as an input of its own, and through it."""
+    shape = list(weight.shape)
+    total = residual_out.view_as(residual_out)
+    w, b = weight.view_as(weight), None if bias is None else bias.view_as(bias)
+    with written_out():
+        normalized = layer_norm(total, shape, w, b, eps, unbiased=unbiased)
+    wanted = [total, w] if b is None else [total, w, b]
+    grad, *rest = torch.autograd.grad(normalized, wanted, grad_normalized, create_graph=True)
+    if grad_residual_out is not None:
+        grad = grad + grad_residual_out
+    kept = _masked(grad, shape, dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+    grads = [kept, grad, *rest, None]
+    return [g if need else None for g, need in zip(grads, needs)]
 
 
 # ----------------------------------------------------------------------------------- feed-forward

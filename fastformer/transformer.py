@@ -14,7 +14,8 @@ harvardnlp/annotated-transformer, whose state dicts load.
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,13 @@ from fastformer.modules import (
     PositionalEncoding,
     PositionwiseFeedForward,
     SublayerConnection,
+    _plain,
     _Renamed,
     _require_size,
+    _Stream,
     clones,
 )
+from fastformer.padding import Packing
 
 __all__ = [
     "Decoder",
@@ -49,6 +53,23 @@ def subsequent_mask(size: int) -> Tensor:
     return torch.ones(1, size, size, dtype=torch.bool).tril()
 
 
+def _stack(
+    layers: Iterable[nn.Module],
+    kind: type[EncoderLayer] | type[DecoderLayer],
+    norm: nn.Module,
+    x: Tensor,
+    *context: Any,
+) -> Tensor:
+    """norm(the layers one after the other); a layer's last sum is taken with the norm after it."""
+    stream = _Stream(x)
+    for layer in layers:
+        if type(layer) is kind and _plain(layer):
+            layer._through(stream, *context)
+        else:  # of another class, or with hooks: called as it is
+            stream = _Stream(layer(stream.value(), *context))
+    return stream.normalized(norm)
+
+
 class EncoderLayer(nn.Module):
     """Self-attention and the feed-forward, each in a SublayerConnection.
 
@@ -59,6 +80,7 @@ class EncoderLayer(nn.Module):
         dropout: of the two sublayers' outputs.
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
+    Or without padding, x [tokens, size] and mask its `Packing`.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
     """
@@ -72,9 +94,14 @@ class EncoderLayer(nn.Module):
         self.sublayer = clones(SublayerConnection(size, dropout), 2)
         self.size = size
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
-        return self.sublayer[1](x, self.feed_forward)
+    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+        stream = _Stream(x)
+        self._through(stream, mask)
+        return stream.value()
+
+    def _through(self, stream: _Stream, mask: Tensor | Packing | None) -> None:
+        stream.run(self.sublayer[0], lambda x: self.self_attn(x, x, x, mask))
+        stream.run(self.sublayer[1], self.feed_forward)
 
 
 class DecoderLayer(nn.Module):
@@ -110,9 +137,16 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
-        x = self.sublayer[1](x, lambda x: self.src_attn(x, memory, memory, src_mask))
-        return self.sublayer[2](x, self.feed_forward)
+        stream = _Stream(x)
+        self._through(stream, memory, src_mask, tgt_mask)
+        return stream.value()
+
+    def _through(
+        self, stream: _Stream, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> None:
+        stream.run(self.sublayer[0], lambda x: self.self_attn(x, x, x, tgt_mask))
+        stream.run(self.sublayer[1], lambda x: self.src_attn(x, memory, memory, src_mask))
+        stream.run(self.sublayer[2], self.feed_forward)
 
 
 class Encoder(nn.Module):
@@ -126,10 +160,8 @@ class Encoder(nn.Module):
         self.layers = clones(layer, N)
         self.norm = LayerNorm(layer.size)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x)
+    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+        return _stack(self.layers, EncoderLayer, self.norm, x, mask)
 
 
 class Decoder(nn.Module):
@@ -146,9 +178,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, memory, src_mask, tgt_mask)
-        return self.norm(x)
+        return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
 
 
 class Generator(_Renamed):

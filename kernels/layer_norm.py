@@ -1,22 +1,25 @@
 """LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), in the biased form and in the
-Annotated Transformer's.
+Annotated Transformer's; RMSNorm (Zhang and Sennrich 2019); and residual + dropout + LayerNorm.
 
 Forward, per row:
-    mean = sum(x) / N
-    r = 1 / sqrt(sum((x - mean)^2) / N + eps)
-        unbiased: r = 1 / (s + eps), s = sqrt(sum((x - mean)^2) / (N - 1))
-    y = weight * xhat + bias, xhat = (x - mean) * r
-Backward, with g = weight * dy:
-    dx = r * (g - sum(g) / N - xhat * c)
+    s = x, or residual + Z x with Z = keep / (1 - p), rounded to the dtype of the residual
+    mean = sum(s) / N                       rms: 0
+    r = 1 / sqrt(sum((s - mean)^2) / N + eps)
+        unbiased: r = 1 / (std + eps), std = sqrt(sum((s - mean)^2) / (N - 1))
+    y = weight * xhat + bias, xhat = (s - mean) * r
+Backward, with g = weight * dy, and ds the gradient of s itself:
+    ds + r * (g - sum(g) / N - xhat * c)    rms: without sum(g) / N
     c = sum(g * xhat) / N
-        unbiased: c = sum(g * xhat) / ((N - 1) * s * r), s * r = 1 - eps * r
+        unbiased: c = sum(g * xhat) / ((N - 1) * std * r), std * r = 1 - eps * r
+    is the gradient of x, or of the residual, and times Z that of x
     dweight = sum over rows of dy * xhat, dbias = sum over rows of dy
 
-Shapes: input [..., N], weight and bias [N], mean and r [M] for M rows. Any dtype in and out,
-statistics and sums in float32 (float64 for float64). Saved: input, weight, bias, mean, r.
-Recomputed: xhat. Least bytes: x and y once forward; x, dy and dx once backward. Rows up to 8192
-features stay in registers; wider ones, up to 65536, are walked in blocks. The weight gradients are
-summed in two stages, each program over a fixed run of rows: no atomics, the same bits every time.
+Shapes: x and residual [..., N], weight and bias [N], mean and r [M] for M rows. Any dtype in and
+out, statistics and sums in float32 (float64 for float64). Saved: s, weight, mean, r. Recomputed:
+xhat and the dropout mask, a function of (seed, row, column). Least bytes: x and y once forward; s,
+dy and dx once backward; with a residual its s and its ds once more. Rows up to 8192 features stay
+in registers; wider ones, up to 65536, are walked in blocks. The weight gradients are summed in two
+stages, each program over a fixed run of rows: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from torch import Tensor
 
 from .common import (
     INTERPRETED,
+    PHILOX_ROUNDS,
     architecture,
+    dropout_arguments,
     next_power_of_2,
     on_device,
     register,
@@ -107,10 +112,48 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 
 @triton.jit
+def _keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of rows [BM] and columns o .. o + BLOCK - 1 dropout keeps: word j % 4 of
+    counter (j // 4, row low, row high, 1).
+    """
+    j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
+    low = rows[:, None].to(tl.uint32)
+    high = (rows >> 32)[:, None].to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, j, low, high, low * 0 + 1, PHILOX_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BM, BLOCK)
+    return words >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _sum(
+    X, RES, rows, s_x, s_res, columns, o, M, N, seed, threshold, inv_keep,
+    BM: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """s, as it is stored: [BM, BLOCK]."""
+    x = _tile(X, rows, s_x, columns, M, N, ACC)
+    if DROPOUT:
+        x = tl.where(_keep(seed, rows, o, threshold, BM, BLOCK), x * inv_keep, 0.0)
+    if RESIDUAL:
+        x = x + _tile(RES, rows, s_res, columns, M, N, ACC)
+        x = x.to(RES.dtype.element_ty).to(ACC)
+    return x
+
+
+@triton.jit
+def _mean(total, N, RMS: tl.constexpr):
+    if RMS:
+        return total * 0.0
+    else:
+        return total / N
+
+
+@triton.jit
 def _forward(
-    X, W, B, Y, MEAN, R, s_x, M, N, eps,
+    X, RES, W, B, Y, S, MEAN, R, SEED, s_x, s_res, M, N, eps, threshold, inv_keep,
     BM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, UNBIASED: tl.constexpr,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
+    RMS: tl.constexpr, RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_W: tl.constexpr,
+    HAS_B: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BM rows: in registers if ONE, else in three walks, of which two hit the
     cache.
@@ -118,26 +161,47 @@ def _forward(
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = i.to(tl.int64)
     c = tl.arange(0, BLOCK)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(SEED)
     if ONE:
-        x = _tile(X, rows, s_x, c, M, N, ACC)
-        mean = tl.sum(x, 1) / N
+        x = _sum(
+            X, RES, rows, s_x, s_res, c, 0, M, N, seed, threshold, inv_keep, BM, BLOCK, RESIDUAL,
+            DROPOUT, ACC,
+        )  # fmt: skip
+        if RESIDUAL:
+            _store_tile(S, rows, N, c, M, N, x)
+        mean = _mean(tl.sum(x, 1), N, RMS)
         x = tl.where((c < N)[None, :], x - mean[:, None], 0.0)
         r = _reciprocal(tl.sum(x * x, 1), N, eps, UNBIASED)
         y = _affine(x * r[:, None], W, B, c, N, HAS_W, HAS_B, ACC)
         _store_tile(Y, rows, N, c, M, N, y)
     else:
         total = tl.zeros([BM, BLOCK], ACC)
-        for o in tl.range(0, N, BLOCK):
-            total += _tile(X, rows, s_x, o + c, M, N, ACC)
-        mean = tl.sum(total, 1) / N
+        if not RMS:
+            for o in tl.range(0, N, BLOCK):
+                total += _sum(
+                    X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
+                    RESIDUAL, DROPOUT, ACC,
+                )  # fmt: skip
+        mean = _mean(tl.sum(total, 1), N, RMS)
         total = tl.zeros([BM, BLOCK], ACC)
         for o in tl.range(0, N, BLOCK):
-            x = _tile(X, rows, s_x, o + c, M, N, ACC) - mean[:, None]
-            x = tl.where((o + c < N)[None, :], x, 0.0)
+            x = _sum(
+                X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
+                RESIDUAL, DROPOUT, ACC,
+            )  # fmt: skip
+            x = tl.where((o + c < N)[None, :], x - mean[:, None], 0.0)
             total += x * x
         r = _reciprocal(tl.sum(total, 1), N, eps, UNBIASED)
         for o in tl.range(0, N, BLOCK):
-            xhat = (_tile(X, rows, s_x, o + c, M, N, ACC) - mean[:, None]) * r[:, None]
+            x = _sum(
+                X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
+                RESIDUAL, DROPOUT, ACC,
+            )  # fmt: skip
+            if RESIDUAL:
+                _store_tile(S, rows, N, o + c, M, N, x)
+            xhat = (x - mean[:, None]) * r[:, None]
             y = _affine(xhat, W, B, o + c, N, HAS_W, HAS_B, ACC)
             _store_tile(Y, rows, N, o + c, M, N, y)
     tl.store(MEAN + i, mean, mask=i < M)
@@ -162,9 +226,27 @@ def _scaled(dy, W, columns, N, HAS_W: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
+def _store_gradients(
+    DX, DIN, DS, dx, rows, s_ds, columns, o, M, N, seed, threshold, inv_keep,
+    BM: tl.constexpr, BLOCK: tl.constexpr, HAS_DS: tl.constexpr, RESIDUAL: tl.constexpr,
+    DROPOUT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dx + ds, which is the residual's gradient, and times Z the input's."""
+    if HAS_DS:
+        dx += _tile(DS, rows, s_ds, columns, M, N, ACC)
+    _store_tile(DX, rows, N, columns, M, N, dx)
+    if RESIDUAL:
+        if DROPOUT:
+            dx = tl.where(_keep(seed, rows, o, threshold, BM, BLOCK), dx * inv_keep, 0.0)
+        _store_tile(DIN, rows, N, columns, M, N, dx)
+
+
+@triton.jit
 def _backward(
-    X, W, DY, DX, DW, DB, MEAN, R, s_x, s_dy, M, N, eps, rows_per_program,
-    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
+    X, W, DY, DS, DX, DIN, DW, DB, MEAN, R, SEED, s_x, s_dy, s_ds, M, N, eps, threshold, inv_keep,
+    rows_per_program,
+    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, RMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_DS: tl.constexpr, HAS_W: tl.constexpr,
     NEED_X: tl.constexpr, NEED_W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a fixed run of rows, dx of each and the sums of dweight and dbias over all
@@ -175,6 +257,9 @@ def _backward(
     c = tl.arange(0, BLOCK)
     dw = tl.zeros([BLOCK], ACC)
     db = tl.zeros([BLOCK], ACC)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(SEED)
     for o in tl.range(0, rows_per_program, BM):
         i = first + o + tl.arange(0, BM)
         rows = i.to(tl.int64)
@@ -185,8 +270,11 @@ def _backward(
         if NEED_X:
             g = _scaled(dy, W, c, N, HAS_W, ACC)  # zero past N, whatever xhat is there
             coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, UNBIASED)
-            dx = (g - tl.sum(g, 1)[:, None] / N - xhat * coefficient) * r
-            _store_tile(DX, rows, N, c, end, N, dx)
+            dx = (g - _mean(tl.sum(g, 1), N, RMS)[:, None] - xhat * coefficient) * r
+            _store_gradients(
+                DX, DIN, DS, dx, rows, s_ds, c, 0, end, N, seed, threshold, inv_keep, BM, BLOCK,
+                HAS_DS, RESIDUAL, DROPOUT, ACC,
+            )  # fmt: skip
         if NEED_W:
             dw += tl.sum(dy * xhat, 0)
             db += tl.sum(dy, 0)
@@ -198,8 +286,9 @@ def _backward(
 
 @triton.jit
 def _backward_wide_dx(
-    X, W, DY, DX, MEAN, R, s_x, s_dy, M, N, eps,
-    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, HAS_W: tl.constexpr,
+    X, W, DY, DS, DX, DIN, MEAN, R, SEED, s_x, s_dy, s_ds, M, N, eps, threshold, inv_keep,
+    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, RMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_DS: tl.constexpr, HAS_W: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BM rows wider than a block: one walk for the two sums, one for dx."""
@@ -208,6 +297,9 @@ def _backward_wide_dx(
     mean = tl.load(MEAN + i, mask=i < M, other=0.0)[:, None]
     r = tl.load(R + i, mask=i < M, other=0.0)[:, None]
     c = tl.arange(0, BLOCK)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(SEED)
     products = tl.zeros([BM, BLOCK], ACC)
     sums = tl.zeros([BM, BLOCK], ACC)
     for o in tl.range(0, N, BLOCK):
@@ -215,11 +307,14 @@ def _backward_wide_dx(
         products += g * (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
         sums += g
     coefficient = _coefficient(tl.sum(products, 1)[:, None], r, N, eps, UNBIASED)
-    shift = tl.sum(sums, 1)[:, None] / N
+    shift = _mean(tl.sum(sums, 1), N, RMS)[:, None]
     for o in tl.range(0, N, BLOCK):
         g = _scaled(_tile(DY, rows, s_dy, o + c, M, N, ACC), W, o + c, N, HAS_W, ACC)
         xhat = (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
-        _store_tile(DX, rows, N, o + c, M, N, (g - shift - xhat * coefficient) * r)
+        _store_gradients(
+            DX, DIN, DS, (g - shift - xhat * coefficient) * r, rows, s_ds, o + c, o, M, N, seed,
+            threshold, inv_keep, BM, BLOCK, HAS_DS, RESIDUAL, DROPOUT, ACC,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -258,9 +353,111 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _fake(input, normalized_shape, weight, bias, eps, unbiased):
+def _run_forward(
+    x: Tensor, residual: Tensor | None, n: int, weight: Tensor | None, bias: Tensor | None,
+    eps: float, unbiased: bool, rms: bool, dropout_p: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, s, mean [M], r [M]); s is empty where there is no residual."""
+    y, s = x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
+    mean = x.new_empty(x.numel() // n if n else 0, dtype=_accumulator(x))
+    reciprocal = torch.empty_like(mean)
+    if x.numel() == 0:
+        return y, s, mean, reciprocal
+    rows = _rows(x, n)
+    other = rows if residual is None else _rows(residual, n)
+    tiles = configuration(n, architecture(x.device))
+    with on_device(x):
+        _forward[(triton.cdiv(rows.shape[0], tiles.BM),)](
+            rows, other, x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(), y, s, mean, reciprocal,
+            x if seed is None else seed, rows.stride(0), other.stride(0), rows.shape[0], n, eps,
+            *dropout_arguments(dropout_p), BM=tiles.BM, BLOCK=tiles.BLOCK, ONE=n <= tiles.BLOCK,
+            UNBIASED=unbiased, RMS=rms, RESIDUAL=residual is not None, DROPOUT=dropout_p > 0,
+            HAS_W=weight is not None, HAS_B=bias is not None,
+            ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps,
+        )  # fmt: skip
+    return y, s, mean, reciprocal
+
+
+def _run_backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, n: int, weight: Tensor | None, eps: float,
+    unbiased: bool, rms: bool, residual: bool, dropout_p: float, seed: Tensor | None,
+    mean: Tensor, reciprocal: Tensor, need_x: bool, need_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(the gradient of x or of the residual, that of the input beside a residual, the sums for
+    weight and bias [2, N]); what is not needed is empty.
+    """
+    dx = x.new_empty(x.shape if need_x else 0)
+    din = x.new_empty(x.shape if need_x and residual else 0)
+    if x.numel() == 0:
+        return dx, din, mean.new_zeros(2, n)
+    rows, dy = _rows(x, n), _rows(grad, n)
+    ds = dy if grad_sum is None else _rows(grad_sum, n)
+    tiles = configuration(n, architecture(x.device))
+    per_program = max(tiles.BM, triton.cdiv(rows.shape[0], PARTIAL_SUMS))
+    runs = triton.cdiv(rows.shape[0], per_program)
+    partial = mean.new_empty(2, runs if need_weights else 0, n)
+    w = x if weight is None else weight.contiguous()
+    constants = dict(ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps)
+    flags = dict(
+        UNBIASED=unbiased, RMS=rms, RESIDUAL=residual, DROPOUT=dropout_p > 0,
+        HAS_DS=grad_sum is not None, HAS_W=weight is not None,
+    )  # fmt: skip
+    strides = rows.stride(0), dy.stride(0), ds.stride(0)
+    dropout = dropout_arguments(dropout_p)
+    statistics = mean, reciprocal, x if seed is None else seed
+    with on_device(x):
+        if n <= tiles.BLOCK:
+            _backward[(runs,)](
+                rows, w, dy, ds, dx, din, partial[0], partial[1], *statistics, *strides,
+                rows.shape[0], n, eps, *dropout, per_program, BM=tiles.BM, BLOCK=tiles.BLOCK,
+                NEED_X=need_x, NEED_W=need_weights, **flags, **constants,
+            )  # fmt: skip
+        else:
+            if need_x:
+                _backward_wide_dx[(triton.cdiv(rows.shape[0], tiles.BM),)](
+                    rows, w, dy, ds, dx, din, *statistics, *strides, rows.shape[0], n, eps,
+                    *dropout, BM=tiles.BM, BLOCK=tiles.BLOCK, **flags, **constants,
+                )  # fmt: skip
+            if need_weights:
+                _backward_wide_weights[(runs, triton.cdiv(n, 256))](
+                    rows, dy, partial[0], partial[1], mean, reciprocal, *strides[:2],
+                    rows.shape[0], n, per_program, BM=8, BLOCK=256, ACC=constants["ACC"],
+                    num_warps=4,
+                )  # fmt: skip
+    return dx, din, partial.sum(1)
+
+
+def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
+    """An empty gradient of `like`, in its dtype, or nothing."""
+    return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
+
+
+def _as(sums: Tensor, needed: bool, like: Tensor | None) -> Tensor:
+    """A weight's gradient from its sums [N]."""
+    if not needed or like is None:
+        return sums.new_empty(0)
+    return sums.view(like.shape).to(like.dtype, copy=True)
+
+
+def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
+    """Why the kernels cannot run this call, or None."""
+    n = math.prod(weight.shape if normalized_shape is None else normalized_shape)
+    if n > MAX_FEATURES:
+        return f"a row has {n} features; the kernels take up to {MAX_FEATURES}"
+    return unsupported_dtype(input)
+
+
+# --------------------------------------------------------------------------------------- LayerNorm
+
+
+def _statistics(input: Tensor, normalized_shape: list[int]) -> Tensor:
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
-    statistics = input.new_empty(rows, dtype=_accumulator(input))
+    return input.new_empty(rows, dtype=_accumulator(input))
+
+
+def _fake(input, normalized_shape, *_):
+    statistics = _statistics(input, normalized_shape)
     return input.new_empty(input.shape), statistics, torch.empty_like(statistics)
 
 
@@ -273,31 +470,15 @@ def _fake(input, normalized_shape, weight, bias, eps, unbiased):
 def forward(input, normalized_shape, weight, bias, eps, unbiased):
     """Launches the forward: (output, mean [M], r [M])."""
     n = math.prod(normalized_shape)
-    output, mean, reciprocal = _fake(input, normalized_shape, None, None, eps, unbiased)
-    if input.numel() == 0:
-        return output, mean.zero_(), reciprocal.zero_()
-    x = _rows(input, n)
-    tiles = configuration(n, architecture(input.device))
-    with on_device(input):
-        _forward[(triton.cdiv(x.shape[0], tiles.BM),)](
-            x, x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), output, mean, reciprocal,
-            x.stride(0), x.shape[0], n, eps, BM=tiles.BM, BLOCK=tiles.BLOCK,
-            ONE=n <= tiles.BLOCK, UNBIASED=unbiased, HAS_W=weight is not None,
-            HAS_B=bias is not None, ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps,
-        )  # fmt: skip
-    return output, mean, reciprocal
+    y, _, mean, r = _run_forward(input, None, n, weight, bias, eps, unbiased, False, 0.0, None)
+    return y, mean, r
 
 
 def _fake_backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
-    none = input.new_empty(0)
-    return (
-        input.new_empty(input.shape) if needs[0] else none,
-        weight.new_empty(weight.shape) if needs[1] else none.clone(),
-        bias.new_empty(bias.shape) if needs[2] else none.clone(),
-    )
+    likes = zip(needs, (input, weight, bias))
+    return tuple(_or_nothing(need, like, input) for need, like in likes)
 
 
 @register(
@@ -311,51 +492,106 @@ def backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
     """Launches dx and the first stage of the weight gradients, and sums their partial sums."""
+    dx, _, sums = _run_backward(
+        grad_output, None, input, math.prod(normalized_shape), weight, eps, unbiased, False, False,
+        0.0, None, mean, reciprocal, needs[0], needs[1] or needs[2],
+    )  # fmt: skip
+    return dx, _as(sums[0], needs[1], weight), _as(sums[1], needs[2], bias)
+
+
+# ----------------------------------------------------------------------------------------- RMSNorm
+
+
+def _fake_rms(input, normalized_shape, *_):
+    return input.new_empty(input.shape), _statistics(input, normalized_shape)
+
+
+@register(
+    "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
+    "-> (Tensor output, Tensor reciprocal)",
+    _fake_rms,
+)
+def rms_forward(input, normalized_shape, weight, eps):
+    """Launches the forward: (output, r [M])."""
     n = math.prod(normalized_shape)
-    dx, dw, db = _fake_backward(
-        grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
+    y, _, _, r = _run_forward(input, None, n, weight, None, eps, False, True, 0.0, None)
+    return y, r
+
+
+def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
+    return _or_nothing(needs[0], input, input), _or_nothing(needs[1], weight, input)
+
+
+@register(
+    "rms_norm_backward(Tensor grad_output, Tensor input, SymInt[] normalized_shape, "
+    "Tensor? weight, float eps, Tensor reciprocal, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_weight)",
+    _fake_rms_backward,
+)
+def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
+    """As `backward`, with a mean of zero."""
+    dx, _, sums = _run_backward(
+        grad_output, None, input, math.prod(normalized_shape), weight, eps, False, True, False,
+        0.0, None, torch.zeros_like(reciprocal), reciprocal, needs[0], needs[1],
+    )  # fmt: skip
+    return dx, _as(sums[0], needs[1], weight)
+
+
+# ------------------------------------------------------------------- residual, dropout, LayerNorm
+
+_ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed"
+
+
+def _fake_add(input, residual, weight, *_):
+    statistics = _statistics(input, list(weight.shape))
+    return (
+        input.new_empty(input.shape),
+        input.new_empty(input.shape),
+        statistics,
+        torch.empty_like(statistics),
     )
-    if input.numel() == 0:
-        return dx, dw.zero_(), db.zero_()
-    x, dy = _rows(input, n), _rows(grad_output, n)
-    rows = x.shape[0]
-    tiles = configuration(n, architecture(input.device))
-    per_program = max(tiles.BM, triton.cdiv(rows, PARTIAL_SUMS))
-    runs = triton.cdiv(rows, per_program)
-    need_weights = needs[1] or needs[2]
-    partial = mean.new_empty(2, runs if need_weights else 0, n)
-    w = x if weight is None else weight.contiguous()
-    constants = dict(ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps)
-    flags = dict(UNBIASED=unbiased, HAS_W=weight is not None)
-    strides = (x.stride(0), dy.stride(0))
-    with on_device(input):
-        if n <= tiles.BLOCK:
-            _backward[(runs,)](
-                x, w, dy, dx, partial[0], partial[1], mean, reciprocal, *strides, rows, n, eps,
-                per_program, BM=tiles.BM, BLOCK=tiles.BLOCK, NEED_X=needs[0], NEED_W=need_weights,
-                **flags, **constants,
-            )  # fmt: skip
-        else:
-            if needs[0]:
-                _backward_wide_dx[(triton.cdiv(rows, tiles.BM),)](
-                    x, w, dy, dx, mean, reciprocal, *strides, rows, n, eps, BM=tiles.BM,
-                    BLOCK=tiles.BLOCK, **flags, **constants,
-                )  # fmt: skip
-            if need_weights:
-                _backward_wide_weights[(runs, triton.cdiv(n, 256))](
-                    x, dy, partial[0], partial[1], mean, reciprocal, *strides, rows, n,
-                    per_program, BM=8, BLOCK=256, ACC=constants["ACC"], num_warps=4,
-                )  # fmt: skip
-    if needs[1]:
-        dw.copy_(partial[0].sum(0).view(dw.shape))
-    if needs[2]:
-        db.copy_(partial[1].sum(0).view(db.shape))
-    return dx, dw, db
 
 
-def supports(input, normalized_shape, weight, bias, eps, unbiased) -> str | None:
-    """Why the kernels cannot run this call, or None."""
-    n = math.prod(normalized_shape)
-    if n > MAX_FEATURES:
-        return f"a row has {n} features; the kernels take up to {MAX_FEATURES}"
-    return unsupported_dtype(input)
+@register(
+    "dropout_add_layer_norm(Tensor input, Tensor residual, Tensor weight, Tensor? bias, "
+    f"{_ARGUMENTS}) "
+    "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
+    _fake_add,
+)
+def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed):
+    """Launches the forward: (normalized, residual_out, mean [M], r [M])."""
+    return _run_forward(
+        input, residual, weight.numel(), weight, bias, eps, unbiased, False, dropout_p,
+        dropout_seed,
+    )  # fmt: skip
+
+
+def _fake_add_backward(
+    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, dropout_seed,
+    residual_out, mean, reciprocal, needs,
+):  # fmt: skip
+    likes = zip(needs, (residual_out, residual_out, weight, bias))
+    x = needs[0] or needs[1]
+    return tuple(
+        _or_nothing(x if like is residual_out else need, like, residual_out) for need, like in likes
+    )
+
+
+@register(
+    "dropout_add_layer_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
+    f"Tensor weight, Tensor? bias, {_ARGUMENTS}, Tensor residual_out, Tensor mean, "
+    "Tensor reciprocal, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+    _fake_add_backward,
+)
+def add_backward(
+    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, dropout_seed,
+    residual_out, mean, reciprocal, needs,
+):  # fmt: skip
+    """One pass for both gradients and the first stage of the weights', as in `backward`."""
+    dx, din, sums = _run_backward(
+        grad_normalized, grad_residual_out, residual_out, weight.numel(), weight, eps, unbiased,
+        False, True, dropout_p, dropout_seed, mean, reciprocal, needs[0] or needs[1],
+        needs[2] or needs[3],
+    )  # fmt: skip
+    return din, dx, _as(sums[0], needs[2], weight), _as(sums[1], needs[3], bias)

@@ -67,6 +67,11 @@ ARGUMENTS = {
     ),
     "layer_norm": lambda r: ((r(3, 5), 5, r(5), r(5)), {"eps": 0.1, "unbiased": True}),
     "layer_norm of width 20000": lambda r: ((r(1, 20000), 20000, r(20000), r(20000)), {}),
+    "rms_norm": lambda r: ((r(3, 5), 5, r(5)), {"eps": 0.1}),
+    "dropout_add_layer_norm": lambda r: (
+        (r(3, 5), r(3, 5), r(5), r(5), 0.25),
+        {"eps": 0.1, "unbiased": True, "dropout_seed": 1},
+    ),
     "feed_forward": lambda r: (
         (r(3, 4), r(6, 4), r(6), r(5, 6), r(5), "gelu", 0.25),
         {"dropout_seed": 1},

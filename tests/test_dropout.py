@@ -44,6 +44,17 @@ def test_known_answer():
         assert drop[plane, i, j] == (word < round(0.4 * 2**32))
 
 
+def test_numpy_and_torch_draw_the_same():
+    """The reference's two ways, one for a CPU and one for a GPU."""
+    seed, threshold = -(2**62) - 5, 2**31
+    tensor = torch.tensor([seed])
+    a = reference._dropped_by_numpy(seed, 3, 2, 5, threshold).reshape(3, 32, 80)
+    assert torch.equal(a, reference._dropped_by_torch(tensor, 3, 2, 5, threshold).reshape(a.shape))
+    a = reference._dropped_rows_by_numpy(seed, 70, 9, threshold)
+    assert torch.equal(a, reference._dropped_rows_by_torch(tensor, 70, 9, threshold))
+    assert 0.4 < a.float().mean() < 0.6
+
+
 def test_published_philox():
     """Random123's known-answer test of Philox4x32-10: the rounds themselves."""
     ones = torch.tensor([M32])
@@ -94,13 +105,17 @@ def test_feed_forward_draws_plane_zero(backend, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_fraction_and_independence(p):
-    """2 million elements: the fraction within five standard deviations; neighbours, planes and
-    seeds uncorrelated.
+    """2 million elements: fraction and variance within five standard deviations; neighbours, planes
+    and seeds uncorrelated.
     """
     seeds = torch.tensor([11]), torch.tensor([12])
     a, b = (reference.dropped(s, 8, 512, 512, p).float() for s in seeds)
     n = a.numel()
     assert abs(a.mean() - p) < 5 * (p * (1 - p) / n) ** 0.5
+
+    for dim in (1, 2):  # counts over rows and columns are binomial: 8 * 512 of them
+        counts = a.sum(dim)
+        assert abs(counts.var() / (512 * p * (1 - p)) - 1) < 5 * (2 / counts.numel()) ** 0.5
 
     def correlation(x, y):
         return ((x - p) * (y - p)).mean() / (p * (1 - p))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import functional, reference, use_backend
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -126,18 +126,162 @@ def test_same_bits_every_time(backend, device):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
+# ---------------------------------------------------------------------------------------- RMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("shape, n", [((1, 5), 5), ((37, 64), 64), ((2, 3, 100), (3, 100))])
+@pytest.mark.parametrize("weight", [True, False])
+def test_rms_norm(backend, device, against_oracle, dtype, shape, n, weight):
+    x = inputs(*shape, n=n if isinstance(n, tuple) else (n,), dtype=dtype, device=device)
+    x = {"input": x["input"], "weight": x["weight"] if weight else None}
+    against_oracle(functional.rms_norm, x, normalized_shape=n, eps=1e-3)
+
+
+@pytest.mark.parametrize("n", [8193, 20000])
+def test_wide_rms_norm(backend, device, against_oracle, n):
+    x = {k: t for k, t in inputs(3, n, device=device).items() if k != "bias"}
+    against_oracle(functional.rms_norm, x, normalized_shape=n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
+def test_rms_norm_is_that_of_torch(backend, device, dtype):
+    """Its default eps included: rows so small that it decides."""
+    if dtype == torch.float64 and device.type == "cuda" and backend == "triton":
+        pytest.skip("float64 kernels run in the interpreter only")
+    x = (torch.randn(4, 40, device=device) * 3e-4).to(dtype)
+    torch.testing.assert_close(functional.rms_norm(x, 40), F.rms_norm(x, (40,)))
+
+
+# ------------------------------------------------------------------- residual, dropout, LayerNorm
+
+
+def added(*shape, dtype=torch.float32, device="cpu", **options):
+    x = inputs(*shape, dtype=dtype, device=device, **options)
+    return {
+        "input": torch.randn(shape, device=device).to(dtype),
+        "residual": x["input"],
+        "weight": x["weight"],
+        "bias": x["bias"],
+    }
+
+
+def joined_sum(**inputs):
+    """Both outputs in one tensor, for one cotangent."""
+    inputs.setdefault("dropout_seed", 2**40 + 5)
+    return torch.cat(functional.dropout_add_layer_norm(**inputs))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5), (3, 63), (37, 64), (600, 100), (2, 3, 40)], ids=str)
+def test_dropout_add_layer_norm(backend, device, against_oracle, shape, dtype, dropout_p):
+    x = added(*shape, dtype=dtype, device=device)
+    against_oracle(joined_sum, x, dropout_p=dropout_p, eps=1e-3)
+
+
+@pytest.mark.parametrize("n", [8193, 20000])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_wide_dropout_add_layer_norm(backend, device, against_oracle, n, unbiased):
+    against_oracle(joined_sum, added(3, n, device=device), dropout_p=0.3, unbiased=unbiased)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_its_outputs(backend, device, against_oracle, which):
+    def one(**inputs):
+        out = functional.dropout_add_layer_norm(**inputs, dropout_p=0.4, dropout_seed=1)[which]
+        return out if which == 0 else out + 0 * (inputs["weight"] + inputs["bias"])
+
+    against_oracle(one, added(40, 70, device=device, bias=True))
+
+
+def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
+    x = added(6, 40, device=device, bias=False)
+    x["input"] = torch.randn(6, 80, device=device)[:, ::2]
+    x["residual"] = torch.randn(40, 6, device=device).t()
+    against_oracle(joined_sum, x, dropout_p=0.1)
+
+
+def test_the_sum_by_its_parts(backend, device):
+    x = added(2, 5, 16, device=device)
+    normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.5, dropout_seed=3)
+    drop = reference.dropped_rows(torch.tensor([3], device=device), 10, 16, 0.5).view(2, 5, 16)
+    torch.testing.assert_close(total, x["residual"] + torch.where(drop, 0.0, x["input"]) * 2)
+    want = F.layer_norm(total, (16,), x["weight"], x["bias"])
+    torch.testing.assert_close(normalized, want)
+    ones = {**x, "input": torch.ones(2, 5, 16, device=device), "residual": torch.zeros_like(total)}
+    _, kept = ff.dropout_add_layer_norm(**ones, dropout_p=1.0)
+    assert (kept == 0).all()
+
+
+def test_the_words_of_a_row():
+    """Single elements against the rule worked out in Python integers."""
+    seed = -0x123456789ABCDEF
+    drop = reference.dropped_rows(torch.tensor([seed]), 7, 50, 0.4)
+    for i, j in [(0, 0), (0, 1), (3, 2), (6, 49), (5, 35)]:
+        words = reference.philox(j // 4, i, 0, 1, seed % 2**64)
+        assert drop[i, j] == (words[j % 4] < round(0.4 * 2**32))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 3), (1, 2)], ids=str)
+def test_gradients_of_the_sum_for_some(backend, device, needed):
+    x = list(added(9, 40, device=device).values())
+    every = [t.clone().requires_grad_() for t in x]
+    some = [t.clone().requires_grad_(i in needed) for i, t in enumerate(x)]
+    for y in (every, some):
+        joined_sum(
+            **dict(zip(("input", "residual", "weight", "bias"), y))
+        ).square().sum().backward()
+    for i, (a, b) in enumerate(zip(every, some)):
+        assert torch.equal(a.grad, b.grad) if i in needed else b.grad is None
+
+
+def test_empty_sum(backend, device):
+    x = {n: t.requires_grad_() for n, t in added(0, 16, device=device).items()}
+    normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.1)
+    assert normalized.shape == total.shape == (0, 16)
+    grads = torch.autograd.grad(normalized.sum() + total.sum(), list(x.values()))
+    assert all((g == 0).all() for g in grads) and grads[2].shape == (16,)
+
+
+def test_what_the_sum_saves(device):
+    """Not its inputs: the sum itself, the statistics and the parameters."""
+    x = {n: t.requires_grad_() for n, t in added(9, 40, device=device).items()}
+    saved = []
+    with (
+        use_backend("triton"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t),
+    ):
+        ff.dropout_add_layer_norm(**x, dropout_p=0.1)
+    assert sorted(saved) == sorted([(9, 40), (9,), (9,), (40,), (40,), (1,)])
+
+
+# ------------------------------------------------------------------------------------------- bugs
+
 BUGS = {
     "biased variance for unbiased": ("_reciprocal", "(N - 1)", "N"),
     "unbiased variance for biased": ("_reciprocal", "squares / N + eps", "squares / (N - 1) + eps"),
     "eps left out": ("_reciprocal", "squares / N + eps", "squares / N"),
     "wrong c": ("_coefficient", "((N - 1) *", "(N *"),
-    "no mean of g": ("_backward", "g - tl.sum(g, 1)[:, None] / N -", "g -"),
+    "no mean of g": ("_backward", "g - _mean(tl.sum(g, 1), N, RMS)[:, None] -", "g -"),
     "no c": ("_backward_wide_dx", "- xhat * coefficient", "- 0.0 * coefficient"),
     "a run of rows lost": ("_backward", "dw += tl.sum(dy", "dw = tl.sum(dy"),
     "bias gradient not summed": ("_backward", "db += tl.sum(dy", "db = tl.sum(dy"),
     "wide weights not summed": ("_backward_wide_weights", "dw += dy", "dw = dy"),
     "stale mean": ("_backward", "tl.load(MEAN + i,", "tl.load(MEAN + i * 0,"),
-    "row offset": ("_forward", "x = _tile(X, rows, s_x, c,", "x = _tile(X, rows, N, c,"),
+    "row offset": ("_sum", "x = _tile(X, rows, s_x,", "x = _tile(X, rows, M,"),
+    "residual forgotten": ("_sum", "x + _tile(RES,", "x + 0.0 * _tile(RES,"),
+    "dropout not rescaled": ("_sum", "x * inv_keep, 0.0", "x, 0.0"),
+    "dropout of another column": ("_keep", "o // 4 + tl.arange", "o // 4 + 1 + tl.arange"),
+    "dropout of another row": ("_keep", "j, low, high,", "j, high, high,"),
+    "gradient of the sum forgotten": ("_store_gradients", "dx += _tile(DS", "dx += 0.0 * _tile(DS"),
+    "gradient not dropped": (
+        "_store_gradients",
+        "threshold, BM, BLOCK), dx",
+        "threshold * 0, BM, BLOCK), dx",
+    ),
+    "gradient not rescaled": ("_store_gradients", "dx * inv_keep, 0.0", "dx, 0.0"),
+    "a mean in rms": ("_mean", "total * 0.0", "total / N"),
 }
 
 
@@ -154,6 +298,9 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
             x = {**inputs(*shape, device=device), "input": wide[:, : shape[1]]}
             rule = {"normalized_shape": shape[1], "eps": 1e-2, "unbiased": unbiased}
             against_oracle(functional.layer_norm, x, **rule)
+            against_oracle(joined_sum, added(*shape, device=device), dropout_p=0.3, eps=1e-2)
+            x.pop("bias")
+            against_oracle(functional.rms_norm, x, normalized_shape=shape[1], eps=1e-2)
 
     with use_backend("triton"), pytest.raises(AssertionError):
         check()
@@ -195,6 +342,42 @@ def test_bad_input(backend, change, error, words):
     good = {**inputs(2, 8), "normalized_shape": 8}
     with pytest.raises(error, match=words):
         ff.layer_norm(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (
+            {"residual": torch.zeros(2, 7)},
+            ValueError,
+            r"residual has shape \[2, 7\]; expected that",
+        ),
+        ({"residual": torch.zeros(2, 8).half()}, TypeError, "residual has dtype torch.float16"),
+        ({"weight": None}, TypeError, "weight is a NoneType"),
+        ({"weight": torch.zeros(7)}, ValueError, "input has shape .*; expected it to end with"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\]"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
+        ({"eps": "1"}, ValueError, "eps is '1'"),
+    ],
+)
+def test_bad_input_of_the_sum(backend, change, error, words):
+    with pytest.raises(error, match=words):
+        ff.dropout_add_layer_norm(**{**added(2, 8), **change})
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"input": torch.zeros(2, 7)}, ValueError, "expected it to end with"),
+        ({"input": torch.zeros(2, 8).int()}, TypeError, "input has dtype torch.int32"),
+        ({"weight": torch.zeros(7)}, ValueError, r"weight has shape \[7\]"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0"),
+    ],
+)
+def test_bad_input_of_rms_norm(backend, change, error, words):
+    good = {"input": torch.zeros(2, 8), "normalized_shape": 8, "weight": torch.ones(8)}
+    with pytest.raises(error, match=words):
+        ff.rms_norm(**{**good, **change})
 
 
 def test_too_wide_for_the_kernels(device):

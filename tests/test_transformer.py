@@ -18,6 +18,7 @@ from fastformer import (
     MultiHeadedAttention,
     PositionwiseFeedForward,
     SublayerConnection,
+    functional,
     make_model,
     subsequent_mask,
     use_backend,
@@ -401,3 +402,95 @@ def test_compiled_dropout_is_the_eager_one():
         outputs.append(run(x, x, x, subsequent_mask(5)))
     torch.testing.assert_close(*outputs)
     torch.compiler.reset()
+
+
+# ------------------------------------------------------------------------------- the fused stack
+
+
+def stack(device, norm_first, N=2, dropout=0.0):
+    """An encoder in which no parameter is zero or one, its input and its mask."""
+    encoder = small_model(device, N, dropout).encoder
+    for layer in encoder.layers:
+        for connection in layer.sublayer:
+            connection.norm_first = norm_first
+    mask = torch.ones(2, 1, 7, device=device)
+    mask[1, 0, 5:] = 0
+    return encoder, torch.randn(2, 7, 16, device=device, requires_grad=True), mask
+
+
+def results(encoder, x, mask):
+    out = encoder(x, mask)
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *encoder.parameters()])]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_fused_stack_computes_the_plain_one(backend, device, norm_first):
+    """A hook on a part of a connection sends it through the plain path."""
+    encoder, x, mask = stack(device, norm_first)
+    fused = results(encoder, x, mask)
+    called = []
+    for layer in encoder.layers:
+        for connection in layer.sublayer:
+            connection.dropout.register_forward_hook(lambda *_: called.append(1))
+    for a, b in zip(fused, results(encoder, x, mask)):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert len(called) == 4
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_each_sum_is_taken_with_a_norm(device, monkeypatch, norm_first):
+    """2 N sums with the norms after them; alone is the first norm, or after post-norm the last."""
+    encoder, x, mask = stack(device, norm_first)
+    calls = []
+    for name in ("layer_norm", "dropout_add_layer_norm"):
+        original = getattr(functional, name)
+
+        def counted(*args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(functional, name, counted)
+    encoder(x, mask)
+    assert calls.count("dropout_add_layer_norm") == 4 and calls.count("layer_norm") == 1
+    assert calls.index("layer_norm") == (0 if norm_first else 4)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("where", ["layer", "connection", "norm", "dropout", "last norm"])
+def test_hooks_of_the_stack_are_called(device, where, norm_first):
+    encoder, x, mask = stack(device, norm_first)
+    want, called = encoder(x, mask), []
+    connection = encoder.layers[1].sublayer[1]
+    module = {
+        "layer": encoder.layers[1],
+        "connection": connection,
+        "norm": connection.norm,
+        "dropout": connection.dropout,
+        "last norm": encoder.norm,
+    }[where]
+    module.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(encoder(x, mask), want)
+    assert called == [1]
+
+
+def test_a_layer_of_another_class_is_called(device):
+    class Doubled(EncoderLayer):
+        def forward(self, x, mask):
+            return 2 * super().forward(x, mask)
+
+    encoder, x, mask = stack(device, True)
+    layers = list(encoder.layers)
+    layers[1].__class__ = Doubled
+    want = layers[0](x, mask)
+    want = encoder.norm(2 * EncoderLayer.forward(layers[1], want, mask))
+    torch.testing.assert_close(encoder(x, mask), want)
+
+
+def test_dropout_of_the_stack(backend, device):
+    """Every sublayer's output is dropped in training: at p = 1 the stream passes unchanged."""
+    encoder, x, mask = stack(device, True, dropout=1.0)
+    torch.testing.assert_close(encoder(x, mask), encoder.norm(x))
+    for layer in encoder.layers:
+        torch.testing.assert_close(layer(x, mask), x)
+    encoder.eval()
+    assert not torch.allclose(encoder(x, mask), encoder.norm(x), atol=1e-2)

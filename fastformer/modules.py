@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
@@ -59,6 +60,18 @@ def _require_features(name: str, x: Tensor, features: int) -> None:
 
 def _dropout(p: float) -> nn.Dropout:
     return nn.Dropout(functional._require_probability("dropout", p))
+
+
+def _plain(*modules: nn.Module) -> bool:
+    """Whether the modules do what their classes say: no hooks, no forward on the instance."""
+    return not any(
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or "forward" in m.__dict__
+        for m in modules
+    )
 
 
 class _Renamed(nn.Module):
@@ -338,9 +351,23 @@ class MultiHeadedAttention(_Renamed):
         return self.linears[3](out.flatten(1))
 
     def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """query, key and value through their linear layers, [.., h, d_k]."""
-        layers = zip(self.linears, inputs.values(), strict=False)
-        return [linear(x).unflatten(-1, (self.h, self.d_k)) for linear, x in layers]
+        """query, key and value through their linear layers, [.., h, d_k]: those of one input in one
+        GEMM, with their weights side by side.
+        """
+        query, key, value = inputs.values()
+        layers: list[Any] = list(self.linears)[:3]
+        joined = 3 if query is key is value else 2 if key is value else 0
+        together = layers[3 - joined :]
+        if not all(type(x) is nn.Linear and _plain(x) and x.bias is not None for x in together):
+            joined = 0
+        alone = zip(layers[: 3 - joined], inputs.values())
+        out = [linear(x).unflatten(-1, (self.h, self.d_k)) for linear, x in alone]
+        if joined:
+            weight = torch.cat([x.weight for x in together])
+            bias = torch.cat([x.bias for x in together])
+            heads = F.linear(value, weight, bias).unflatten(-1, (joined, self.h, self.d_k))
+            out += heads.unbind(-3)
+        return out
 
     def _dropout_p(self) -> float:
         return self.dropout.p if self.dropout.training else 0.0
@@ -466,18 +493,6 @@ class SublayerConnection(nn.Module):
 
     def extra_repr(self) -> str:
         return "" if self.norm_first else "norm_first=False"
-
-
-def _plain(*modules: nn.Module) -> bool:
-    """Whether the modules do what their classes say: no hooks, no forward on the instance."""
-    return not any(
-        m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or "forward" in m.__dict__
-        for m in modules
-    )
 
 
 class _Stream:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fastformer import (
@@ -298,6 +299,30 @@ def test_query_that_sees_no_key_gives_the_bias(backend, device):
     out.sum().backward()
     assert x.grad.isfinite().all()
     assert (x.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("inputs, gemms", [("xxx", 2), ("xyy", 3), ("xyz", 4), ("hooked", 4)])
+def test_one_gemm_for_what_one_input_is_projected_to(device, monkeypatch, inputs, gemms):
+    """q, k and v of self-attention, k and v of cross-attention, and the output's; not beside a
+    hook. The result and every gradient are those of the layers one by one.
+    """
+    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
+    x = torch.randn(B, S, D, device=device, requires_grad=True)
+    y = x if inputs in ("xxx", "hooked") else torch.randn_like(x)
+    z = torch.randn_like(x) if inputs == "xyz" else y
+    called = []
+    if inputs == "hooked":
+        m.linears[1].register_forward_hook(lambda *_: called.append("hook"))
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *a: called.append("gemm") or linear(*a))
+    leaves = [x, *m.parameters()]
+    have = m(x, y, z)
+    have = [have, *torch.autograd.grad(have.square().sum(), leaves)]
+    assert called.count("gemm") == gemms and ("hook" in called) == (inputs == "hooked")
+    want = m(x, y.clone(), z.clone())
+    want = [want, *torch.autograd.grad(want.square().sum(), leaves)]
+    for a, b in zip(have, want):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 OPTIONS = {

@@ -10,7 +10,8 @@ their schemas say all there is to know:
 An output `x` with a `grad_x` argument is differentiable and is what the caller gets - where the op
 has an argument `return_x`, if that is true - the others are saved for the backward, as every other
 argument that it names is. An optional `grad_x` is None where nothing depends on x. `needs` says, in
-the order of the returns, which gradients are wanted; an unwanted one comes back empty.
+the order of the returns, which gradients are wanted; an unwanted one comes back empty. A forward
+that takes `needs` as its last argument, beside the public ones, is told the same beforehand.
 
 Under create_graph=True the gradient is taken through the reference instead, so that it can be
 differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does
@@ -38,6 +39,9 @@ class _Pair:
         self.forward = getattr(torch.ops.fastformer, op).default
         self.backward = getattr(torch.ops.fastformer, op + "_backward").default
         self.arguments = [a.name for a in self.forward._schema.arguments]
+        self.told = self.arguments[-1] == "needs"
+        if self.told:
+            self.arguments.pop()
         outputs = [r.name for r in self.forward._schema.returns]
         wanted = [a.name for a in self.backward._schema.arguments]
         grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
@@ -99,7 +103,7 @@ class _Kernel(torch.autograd.Function):
         else:
             results = pair.backward(*incoming, *saved, needs)
             results = results if isinstance(results, tuple) else (results,)
-        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments))
+        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + pair.told)
         for i, result, need in zip(pair.grads, results, needs, strict=True):
             gradients[1 + i] = result if need else None
         return tuple(gradients)
@@ -131,6 +135,10 @@ def _through_reference(
     return [next(results) if need else None for need in needs]
 
 
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
 def _has_tangent(values: Sequence[Any]) -> bool:
     """Whether forward-mode differentiation goes through one of the tensors."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
@@ -150,10 +158,10 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values):
-        outputs = _Kernel.apply(op, *values)
-    else:
-        outputs = _Kernel.forward(op, *values)
+    needs = [torch.is_grad_enabled() and _requires_grad(values[i]) for i in pair.grads]
+    if pair.told:
+        values.append(needs)
+    outputs = _Kernel.apply(op, *values) if any(needs) else _Kernel.forward(op, *values)
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
     )

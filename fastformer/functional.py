@@ -31,9 +31,11 @@ MAX_HEAD_DIM = 256
 
 __all__ = [
     "attention_weights",
+    "cross_entropy",
     "dropout_add_layer_norm",
     "feed_forward",
     "layer_norm",
+    "linear_cross_entropy",
     "packed_attention",
     "rms_norm",
     "scaled_dot_product_attention",
@@ -902,3 +904,165 @@ def feed_forward(
         dropout_p=p,
         dropout_seed=_seed(dropout_seed, p, input.device),
     )
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+REDUCTIONS = ("mean", "sum", "none")
+SMOOTHINGS = ("uniform", "kl")
+
+
+@backends.operation(kernel="cross_entropy")
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    """-sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
+
+    `linear_cross_entropy` computes the logits as well, and never holds them all.
+
+    Args:
+        logits: [..., V], float32, float16, bfloat16 or float64, any strides.
+        target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
+        reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
+        ignore_index: rows with this target have loss and gradient 0. It may be a class.
+        label_smoothing: e in [0, 1].
+        smoothing: "uniform", torch's: q_c = e/V, and 1 - e more at the target. "kl", the loss of
+            the Annotated Transformer's LabelSmoothing: q_c = e/(V-2) at every class but the target,
+            where it is 1 - e, and the padding class ignore_index, where it is 0; the loss is the
+            Kullback-Leibler divergence, which is the above less the entropy of q.
+
+    Returns:
+        A scalar, or [...] for "none", in float32 (float64 for float64). The mean is nan where every
+        target is ignored, as in torch.
+
+    Raises:
+        ValueError: shapes that do not fit; a target outside of the classes; label_smoothing outside
+            [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or with an ignore_index that
+            is no class.
+        TypeError: logits that are not floating, a target that is not int64.
+
+    Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
+    section 7; "kl": harvardnlp/annotated-transformer.
+    """
+    _require_floating(logits=logits)
+    if logits.dim() < 1:
+        raise ValueError("logits is a scalar; expected [..., V]")
+    options = _loss_options(
+        target, logits, logits.shape[-1], reduction, ignore_index, label_smoothing, smoothing
+    )
+    return _run("cross_entropy", logits, logits=logits, target=target, **options)
+
+
+@backends.operation(kernel="cross_entropy")
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    """cross_entropy(input linear_weight^T + linear_bias, target), without holding all the logits.
+
+    A chunk of tokens at a time: torch's own GEMM makes its logits, one kernel their losses, and for
+    "mean" and "sum", where gradients are wanted, a second one writes the logits' gradient in their
+    place, from which two GEMMs take those of input and weight. The backward then multiplies only;
+    for "none" it computes the logits again.
+
+    Args:
+        input: [..., N], float32, float16, bfloat16 or float64.
+        linear_weight: [V, N], as nn.Linear stores it. linear_bias: [V] or None.
+        target: [...] int64, 0 .. V - 1, or ignore_index.
+        reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
+
+    Returns:
+        A scalar, or [...] for "none", in float32 (float64 for float64), summed in it, as the
+        gradients of weight and bias are.
+
+    Raises:
+        ValueError: as `cross_entropy`; a weight of another width.
+        TypeError: dtypes that differ or are not floating, a target that is not int64.
+
+    Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
+    """
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    _require_floating(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+    if input.dim() < 1:
+        raise ValueError("input is a scalar; expected [..., N]")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"linear_weight has shape {_shape(linear_weight)}; "
+            f"expected [V, N] with N = {input.shape[-1]}"
+        )
+    classes = linear_weight.shape[0]
+    if linear_bias is not None and linear_bias.shape != (classes,):
+        raise ValueError(f"linear_bias has shape {_shape(linear_bias)}; expected [V] = [{classes}]")
+    options = _loss_options(
+        target, input, classes, reduction, ignore_index, label_smoothing, smoothing
+    )
+    return _run(
+        "linear_cross_entropy",
+        input,
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        **options,
+    )
+
+
+def _loss_options(
+    target: Tensor,
+    rows: Tensor,
+    classes: int,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    smoothing: str,
+) -> dict[str, Any]:
+    """Checks what both losses take; by name, in their order."""
+    if not isinstance(target, Tensor):
+        raise TypeError(f"target is a {type(target).__name__}; expected an int64 tensor")
+    if target.dtype != torch.int64:
+        raise TypeError(f"target has dtype {target.dtype}; expected torch.int64")
+    if target.shape != rows.shape[:-1]:
+        raise ValueError(
+            f"target has shape {_shape(target)}; "
+            f"expected {list(rows.shape[:-1])}, one class for each row"
+        )
+    _require_device("target", target, "the rows", rows)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
+    if smoothing not in SMOOTHINGS:
+        raise ValueError(f"smoothing is {smoothing!r}; expected one of {', '.join(SMOOTHINGS)}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index is a {type(ignore_index).__name__}; expected an int")
+    e = _require_probability("label_smoothing", label_smoothing)
+    if classes < 1:
+        raise ValueError("there are no classes; expected V of 1 or more")
+    if smoothing == "kl" and classes < 3:
+        raise ValueError(f"there are {classes} classes; expected 3 or more with smoothing='kl'")
+    if smoothing == "kl" and not 0 <= ignore_index < classes:
+        raise ValueError(
+            f"ignore_index is {ignore_index}; "
+            f"expected the padding class, 0 .. {classes - 1}, with smoothing='kl'"
+        )
+    if _readable(target):
+        kept = target[target != ignore_index]
+        if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
+            bad = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
+            raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
+    return {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": e,
+        "smoothing": smoothing,
+    }

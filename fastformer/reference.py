@@ -601,3 +601,46 @@ def feed_forward(
     kept = _dropout_scale(dropout_p)  # here it costs least: d_out is smaller than d_ff
     out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
     return out.view(*input.shape[:-1], w_2.shape[0])
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    v = logits.shape[-1]
+    x, flat = logits.reshape(-1, v), target.reshape(-1)
+    x = x if x.dtype == torch.float64 else x.float()
+    if smoothing == "uniform":
+        loss = F.cross_entropy(x, flat, None, None, ignore_index, None, reduction, label_smoothing)
+        return loss.view(target.shape) if reduction == "none" else loss
+    logp = x.log_softmax(-1)
+    off, on = label_smoothing / (v - 2), 1 - label_smoothing
+    kept = flat != ignore_index
+    constant = sum(n * p * math.log(p) for n, p in ((1, on), (v - 2, off)) if p > 0)
+    true = logp.gather(1, flat.unsqueeze(1)).squeeze(1)
+    others = logp.sum(1) - logp[:, ignore_index] - true
+    rows = torch.where(kept, constant - on * true - off * others, 0.0)
+    if reduction == "none":
+        return rows.view(target.shape)
+    return rows.sum() if reduction == "sum" else rows.sum() / kept.sum()
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    logits = F.linear(input, linear_weight, linear_bias)
+    return cross_entropy(logits, target, reduction, ignore_index, label_smoothing, smoothing)

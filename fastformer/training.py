@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer import functional
-from fastformer.modules import _require_size
-from fastformer.transformer import subsequent_mask
+from fastformer.modules import _plain, _require_size
+from fastformer.transformer import Generator, subsequent_mask
 
 __all__ = [
     "Batch",
@@ -223,7 +223,9 @@ class SimpleLossCompute:
             `LabelSmoothing`.
 
     Called with x [B, T, d_model], y [B, T] and norm, the number of tokens (0 counts as 1), it
-    returns a scalar to differentiate.
+    returns a scalar to differentiate. A `Generator` and a `LabelSmoothing` without hooks are not
+    called: `linear_cross_entropy` computes the same loss from their parameters, and never holds the
+    log-probabilities.
     """
 
     def __init__(
@@ -235,9 +237,33 @@ class SimpleLossCompute:
         self.criterion = criterion
 
     def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
-        x = self.generator(x)
-        loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
+        loss = self._fused(x, y)
+        if loss is None:
+            x = self.generator(x)
+            loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
         return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
+
+    def _fused(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The sum without the logits of all tokens, where both parts are what they seem."""
+        generator, criterion = self.generator, self.criterion
+        if not (type(generator) is Generator and type(criterion) is LabelSmoothing):
+            return None
+        proj = generator.proj
+        if type(proj) is not nn.Linear or not _plain(generator, proj, criterion):
+            return None
+        if proj.out_features != criterion.size or y.dtype != torch.int64:
+            return None
+        criterion._target = y.reshape(-1)
+        return functional.linear_cross_entropy(
+            x,
+            proj.weight,
+            y,
+            linear_bias=proj.bias,
+            reduction="sum",
+            ignore_index=criterion.padding_idx,
+            label_smoothing=criterion.smoothing,
+            smoothing="kl",
+        )
 
 
 def run_epoch(

@@ -1,0 +1,345 @@
+"""Cross-entropy over V classes with smoothed labels, on logits that are given, or on those of a
+linear layer, a part of the tokens at a time.
+
+Forward, per row of logits x with target t:
+    lse = max + log sum_c exp(x_c - max), kept as two numbers: their sum would lose digits
+    loss = constant + lse - (on - off) x_t - off sum_{c != pad} x_c
+Backward, from g, the gradient of the row's loss:
+    dx_c = g (exp(x_c - lse) - (on - off) [c = t] - off [c != pad])
+    linear: x = input w^T + b      dinput = dx w      dw = dx^T input      db = sum dx
+The target distribution has `on` at t and `off` at every other class but pad; its sum is 1:
+    uniform (torch): off = e / V, on = 1 - e + off, no pad, constant 0
+    kl (the tutorials): off = e / (V - 2), on = 1 - e, pad = ignore_index, and the constant is its
+        negative entropy, on log on + (V - 2) off log off
+A row whose target is ignore_index has loss and gradient 0; mean divides by the others.
+
+Shapes: logits [M, V], target [M] int64, loss [M], lse [M, 2]; input [M, N], w [V, N], b [V]. Any
+dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64). The linear form
+holds CHUNK rows of logits at a time and never all of them; for mean and sum it takes the gradients
+in the forward (three GEMMs, torch's own), for none it saves lse and computes the logits again.
+FLOPs: 2 M N V each GEMM; least bytes beside them: each logit read twice and written once.
+Deterministic: each gradient has one owner, and the chunks are summed in order.
+Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7, for the smoothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    INTERPRETED,
+    LOG2E,
+    architecture,
+    next_power_of_2,
+    on_device,
+    register,
+    unit_stride,
+    unsupported_dtype,
+)
+
+__all__ = ["INTERPRETED", "supports"]
+
+CHUNK = 2048  # rows of logits that the linear form holds
+
+
+def configuration(v: int, arch: str) -> tuple[int, int]:
+    """(classes at a time, warps)."""
+    most = 65536 if arch == "interpreter" else 4096
+    block = max(16, min(next_power_of_2(v), most))
+    return block, 8 if block >= 2048 else 4
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _loss(
+    X, T, LOSS, LSE, s_x, V, ignore_index, pad, on, off, constant, classes,
+    BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One program owns a row: its log-sum-exp online, and its loss."""
+    i = tl.program_id(0)
+    t = tl.load(T + i)
+    base = X + i.to(tl.int64) * s_x
+    c = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], float("-inf"), ACC)
+    l = tl.zeros([BLOCK], ACC)
+    total = tl.zeros([BLOCK], ACC)
+    for o in tl.range(0, V, BLOCK):
+        inside = o + c < V
+        x = tl.load(base + o + c, mask=inside, other=float("-inf")).to(ACC)
+        m_new = tl.maximum(m, x)
+        seen = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.math.exp2((m - seen) * LOG2E) + tl.math.exp2((x - seen) * LOG2E)
+        m = m_new
+        if SMOOTH:
+            total += tl.where(inside & (o + c != pad), x, 0.0)
+    top = tl.max(m, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
+    kept = t != ignore_index
+    known = kept & (t >= 0) & (t < V)  # a bad target never reads out of bounds
+    x_t = tl.load(base + t, mask=known, other=0.0).to(ACC)
+    loss = constant + log_sum - (on - off) * (x_t - shift)
+    if SMOOTH:
+        loss -= off * (tl.sum(total, 0) - classes * shift)
+    tl.store(LOSS + i, tl.where(kept, loss, 0.0))
+    tl.store(LSE + 2 * i, shift)
+    tl.store(LSE + 2 * i + 1, log_sum)
+
+
+@triton.jit
+def _gradient(
+    X, T, LSE, G, DX, s_x, s_g, s_dx, V, ignore_index, pad, on, off,
+    BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK classes of a row; DX may be X."""
+    i = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.load(T + i)
+    g = tl.load(G + i * s_g).to(ACC)
+    shift = tl.load(LSE + 2 * i)
+    log_sum = tl.load(LSE + 2 * i + 1)
+    x = tl.load(X + i.to(tl.int64) * s_x + c, mask=c < V, other=0.0).to(ACC)
+    dx = tl.math.exp2((x - shift - log_sum) * LOG2E) - tl.where(c == t, on - off, 0.0)
+    if SMOOTH:
+        dx -= tl.where(c != pad, off, 0.0)
+    dx = tl.where(t != ignore_index, dx * g, 0.0)
+    tl.store(DX + i.to(tl.int64) * s_dx + c, dx.to(DX.dtype.element_ty), mask=c < V)
+
+
+# --------------------------------------------------------------------------------------- launchers
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Labels:
+    """The target distribution of a call, and the launches that depend on it."""
+
+    def __init__(self, v: int, ignore_index: int, smoothing: float, kind: str) -> None:
+        self.v, self.ignore_index, self.smoothing = v, ignore_index, smoothing
+        self.pad, self.constant = -1, 0.0
+        if kind == "uniform":
+            self.off = smoothing / v
+            self.on = 1 - smoothing + self.off
+        else:
+            self.pad, self.off, self.on = ignore_index, smoothing / (v - 2), 1 - smoothing
+            self.constant = sum(
+                n * p * math.log(p) for n, p in ((1, self.on), (v - 2, self.off)) if p > 0
+            )
+
+    def _options(self, x: Tensor) -> dict[str, Any]:
+        block, warps = configuration(self.v, architecture(x.device))
+        kind = tl.float64 if x.dtype == torch.float64 else tl.float32
+        return dict(BLOCK=block, SMOOTH=self.off > 0, ACC=kind, num_warps=warps)
+
+    def loss(self, x: Tensor, target: Tensor, loss: Tensor, lse: Tensor) -> None:
+        """Fills loss and lse of the rows of logits x."""
+        if len(x):
+            _loss[(len(x),)](
+                x, target, loss, lse, x.stride(0), self.v, self.ignore_index, self.pad, self.on,
+                self.off, self.constant, float(self.v - (self.pad >= 0)), **self._options(x),
+            )  # fmt: skip
+
+    def gradient(self, x: Tensor, target: Tensor, lse: Tensor, g: Tensor, dx: Tensor) -> None:
+        """Fills dx, which may be x. g: [M], or one for all rows."""
+        options = self._options(x)
+        if len(x):
+            _gradient[(len(x), triton.cdiv(self.v, options["BLOCK"]))](
+                x, target, lse, g, dx, x.stride(0), g.stride(0) if g.numel() > 1 else 0,
+                dx.stride(0), self.v, self.ignore_index, self.pad, self.on, self.off, **options,
+            )  # fmt: skip
+
+
+def _share(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
+    """What a row's loss counts for in the whole: [1]."""
+    if reduction == "mean":
+        return (target != ignore_index).sum().to(dtype).reciprocal().view(1)
+    return torch.ones(1, dtype=dtype, device=target.device)
+
+
+def _reduced(loss: Tensor, share: Tensor, shape: Any, reduction: str) -> Tensor:
+    if reduction == "none":
+        return loss.view(shape)
+    total = loss.sum()
+    # 0 / 0 where every target is ignored: nan, as in torch
+    return total if reduction == "sum" else total / share.squeeze(0).reciprocal()
+
+
+def supports(*tensors: Tensor, **named: Any) -> str | None:
+    """Why the kernels cannot run this call, or None."""
+    return unsupported_dtype(named["logits"] if "logits" in named else named["input"])
+
+
+# ------------------------------------------------------------------------------- on given logits
+
+_OPTIONS = "str reduction, int ignore_index, float label_smoothing, str smoothing"
+
+
+def _fake(logits, target, reduction, *_):
+    dtype = _accumulator(logits)
+    shape = target.shape if reduction == "none" else ()
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(target.numel(), 2, dtype=dtype)
+
+
+@register(
+    f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse)", _fake
+)
+def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing):
+    """Launches the forward: (loss, lse [M, 2])."""
+    v = logits.shape[-1]
+    x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
+    rows = logits.new_empty(len(x), dtype=_accumulator(logits))
+    lse = rows.new_empty(len(x), 2)
+    with on_device(logits):
+        _Labels(v, ignore_index, label_smoothing, smoothing).loss(x, flat, rows, lse)
+    share = _share(flat, ignore_index, reduction, rows.dtype)
+    return _reduced(rows, share, target.shape, reduction), lse
+
+
+def _fake_backward(grad_loss, logits, *_):
+    return logits.new_empty(logits.shape)
+
+
+@register(
+    f"cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, {_OPTIONS}, "
+    "Tensor lse, bool[] needs) -> (Tensor grad_logits)",
+    _fake_backward,
+)
+def backward(
+    grad_loss, logits, target, reduction, ignore_index, label_smoothing, smoothing, lse, needs
+):
+    """One pass over the logits."""
+    v = logits.shape[-1]
+    x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
+    dx = logits.new_empty(logits.shape)
+    g = grad_loss.reshape(-1).to(lse.dtype)
+    if reduction != "none":
+        g = g * _share(flat, ignore_index, reduction, lse.dtype)
+    with on_device(logits):
+        _Labels(v, ignore_index, label_smoothing, smoothing).gradient(
+            x, flat, lse, g, dx.view(-1, v)
+        )
+    return dx
+
+
+# ---------------------------------------------------------------------------- of a linear layer
+
+
+def _logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, w, b)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b, summed and returned in `dtype`."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _gradients(input, weight, bias, wanted) -> list[Tensor]:
+    """Where the sums go: dinput in its dtype, dw and db in the accumulator's; [0] if unwanted."""
+    wide = _accumulator(input)
+    like = ((input, input.dtype), (weight, wide), (bias, wide))
+    return [
+        x.new_zeros(x.shape, dtype=dtype) if want and x is not None else input.new_zeros(0)
+        for want, (x, dtype) in zip(wanted, like)
+    ]
+
+
+def _accumulate(dx, x, weight, sums, wanted, part) -> None:
+    """Adds what a chunk's dx gives to the three sums."""
+    dinput, dw, db = sums
+    if wanted[0]:
+        torch.mm(dx, weight, out=dinput.view(-1, dinput.shape[-1])[part])
+    if wanted[1]:
+        dw += _wide_product(dx.t(), x, dw.dtype)
+    if wanted[2]:
+        db += dx.sum(0, dtype=db.dtype)
+
+
+def _fake_linear(
+    input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, smoothing,
+    needs,
+):  # fmt: skip
+    dtype = _accumulator(input)
+    shape = target.shape if reduction == "none" else ()
+    saved = [want and reduction != "none" for want in needs]
+    sums = _gradients(input, linear_weight, linear_bias, saved)
+    lse = input.new_empty(target.numel(), 2, dtype=dtype)
+    return input.new_empty(shape, dtype=dtype), lse, *sums
+
+
+_LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, {_OPTIONS}"
+
+
+@register(
+    f"linear_cross_entropy({_LINEAR}, bool[] needs) "
+    "-> (Tensor loss, Tensor lse, Tensor sum_input, Tensor sum_weight, Tensor sum_bias)",
+    _fake_linear,
+)
+def linear_forward(
+    input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, smoothing,
+    needs,
+):  # fmt: skip
+    """A chunk of tokens at a time: (loss, lse, and for mean and sum the gradients wanted)."""
+    v, n = linear_weight.shape
+    labels = _Labels(v, ignore_index, label_smoothing, smoothing)
+    x, flat = input.reshape(-1, n), target.reshape(-1).contiguous()
+    rows = input.new_empty(len(x), dtype=_accumulator(input))
+    lse = rows.new_empty(len(x), 2)
+    wanted = [want and reduction != "none" for want in needs]
+    sums = _gradients(input, linear_weight, linear_bias, wanted)
+    share = _share(flat, ignore_index, reduction, rows.dtype)
+    with on_device(input):
+        for first in range(0, len(x), CHUNK):
+            part = slice(first, first + CHUNK)
+            logits = _logits(x[part], linear_weight, linear_bias)
+            labels.loss(logits, flat[part], rows[part], lse[part])
+            if any(wanted):
+                labels.gradient(logits, flat[part], lse[part], share, logits)
+                _accumulate(logits, x[part], linear_weight, sums, wanted, part)
+    return _reduced(rows, share, target.shape, reduction), lse, *sums
+
+
+def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, *rest):
+    likes = zip(rest[-1], (input, linear_weight, linear_bias))
+    return tuple(x.new_empty(x.shape) if need else input.new_empty(0) for need, x in likes)
+
+
+@register(
+    f"linear_cross_entropy_backward(Tensor grad_loss, {_LINEAR}, Tensor lse, Tensor sum_input, "
+    "Tensor sum_weight, Tensor sum_bias, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_linear_bias)",
+    _fake_linear_backward,
+)
+def linear_backward(
+    grad_loss, input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing,
+    smoothing, lse, sum_input, sum_weight, sum_bias, needs,
+):  # fmt: skip
+    """What the forward took times grad_loss; for reduction none the chunks once more."""
+    sums = [sum_input, sum_weight, sum_bias]
+    if reduction != "none":
+        sums = [x * grad_loss if need else x for x, need in zip(sums, needs)]
+    else:
+        v, n = linear_weight.shape
+        labels = _Labels(v, ignore_index, label_smoothing, smoothing)
+        x, flat = input.reshape(-1, n), target.reshape(-1).contiguous()
+        g = grad_loss.reshape(-1).to(lse.dtype).contiguous()
+        sums = _gradients(input, linear_weight, linear_bias, needs)
+        with on_device(input):
+            for first in range(0, len(x), CHUNK):
+                part = slice(first, first + CHUNK)
+                logits = _logits(x[part], linear_weight, linear_bias)
+                labels.gradient(logits, flat[part], lse[part], g[part], logits)
+                _accumulate(logits, x[part], linear_weight, sums, needs, part)
+    likes = zip(sums, (input, linear_weight, linear_bias), needs)
+    return tuple(total.to(x.dtype) if need else input.new_empty(0) for total, x, need in likes)

@@ -1,0 +1,312 @@
+"""cross_entropy and linear_cross_entropy on both backends, against the written-out formula in
+float64, and against torch's own and the tutorials' loss.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+from fastformer import functional, use_backend
+
+LOW = [torch.float16, torch.bfloat16]
+
+
+def targets(*shape, classes, device="cpu", ignored=(), every=5):
+    """Random classes; each `every`-th is an ignored one."""
+    target = torch.randint(0, classes, shape, device=device)
+    for i, index in enumerate(ignored):
+        target.view(-1)[i::every] = index
+    return target
+
+
+def logits(*shape, dtype=torch.float32, device="cpu"):
+    return {"logits": (torch.randn(shape, device=device) * 4).to(dtype)}
+
+
+def linear(m, n, v, dtype=torch.float32, device="cpu", bias=True):
+    return {
+        "input": torch.randn(m, n, device=device).to(dtype),
+        "linear_weight": (torch.randn(v, n, device=device) / n**0.5 * 3).to(dtype),
+        "linear_bias": torch.randn(v, device=device).to(dtype) if bias else None,
+    }
+
+
+CASES = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "ignored": {"ignore_index": -1},
+    "a class ignored": {"ignore_index": 2, "reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1},
+    "smoothed, ignored": {"label_smoothing": 0.3, "ignore_index": 2, "reduction": "sum"},
+    "all smoothing": {"label_smoothing": 1.0},
+    "kl": {"smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1, "reduction": "sum"},
+    "kl of the last class": {"smoothing": "kl", "ignore_index": 36, "label_smoothing": 0.4},
+    "kl, none": {
+        "smoothing": "kl",
+        "ignore_index": 3,
+        "label_smoothing": 0.2,
+        "reduction": "none",
+    },
+    "kl without smoothing": {"smoothing": "kl", "ignore_index": 3},
+}
+
+
+def target_of(case, *shape, classes, device):
+    index = CASES[case].get("ignore_index")
+    return targets(
+        *shape, classes=classes, device=device, ignored=() if index is None else (index,)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("case", list(CASES))
+def test_given_logits(backend, device, against_oracle, case, dtype):
+    target = target_of(case, 23, classes=37, device=device)
+    x = logits(23, 37, dtype=dtype, device=device)
+    against_oracle(functional.cross_entropy, x, target=target, **CASES[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("case", list(CASES))
+def test_linear(backend, device, against_oracle, case, dtype):
+    target = target_of(case, 23, classes=37, device=device)
+    x = linear(23, 24, 37, dtype=dtype, device=device)
+    against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+
+
+@pytest.mark.parametrize("case", ["smoothed, ignored", "kl, none"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
+    """Several chunks of tokens, the last one cut, and several blocks of classes."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "CHUNK", 8)
+    monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
+    target = target_of(case, 21, classes=37, device=device)
+    x = linear(21, 24, 37, device=device, bias=bias)
+    with use_backend("triton"):
+        against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+
+
+@pytest.mark.parametrize("m, v", [(1, 1), (3, 2), (2, 5000), (0, 7)])
+def test_shapes(backend, device, m, v):
+    x = logits(m, v, device=device)["logits"].requires_grad_()
+    target = targets(m, classes=v, device=device)
+    for reduction in ("sum", "none"):
+        loss = ff.cross_entropy(x, target, reduction)
+        torch.testing.assert_close(loss, F.cross_entropy(x, target, reduction=reduction))
+        want = torch.autograd.grad(F.cross_entropy(x, target, reduction="sum"), x)[0]
+        have = torch.autograd.grad(loss.sum(), x)[0]
+        torch.testing.assert_close(have, want)
+
+
+def test_views_and_more_dimensions(backend, device, against_oracle):
+    wide = torch.randn(2, 3, 40, device=device)
+    for view in (wide[..., ::2], wide[..., :20], wide.transpose(0, 1)[..., 3:23]):
+        target = targets(*view.shape[:2], classes=20, device=device)
+        options = {"target": target, "reduction": "none", "label_smoothing": 0.1}
+        against_oracle(functional.cross_entropy, {"logits": view}, **options)
+    x = linear(6, 8, 20, device=device)
+    x["input"] = torch.randn(3, 2, 8, device=device).transpose(0, 1)
+    target = targets(2, 3, classes=20, device=device)
+    for reduction in ("mean", "none"):
+        against_oracle(functional.linear_cross_entropy, x, target=target, reduction=reduction)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_uniform_is_torch(backend, device, reduction, smoothing, dtype):
+    x = linear(23, 24, 37, dtype=dtype, device=device)
+    target = targets(23, classes=37, device=device, ignored=(-100,))
+    want = F.cross_entropy(
+        F.linear(x["input"].double(), x["linear_weight"].double(), x["linear_bias"].double()),
+        target,
+        reduction=reduction,
+        label_smoothing=smoothing,
+    )
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    have = ff.linear_cross_entropy(**x, target=target, **options)
+    assert have.dtype == torch.float32
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.01}
+    torch.testing.assert_close(have.double(), want, **close)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_kl_is_the_loss_of_the_tutorials(backend, device, smoothing):
+    """Through Generator and LabelSmoothing, and from the parameters at once: one loss."""
+    generator = ff.Generator(24, 11).to(device)
+    criterion = ff.LabelSmoothing(11, 0, smoothing)
+    x = torch.randn(2, 7, 24, device=device, requires_grad=True)
+    y = targets(2, 7, classes=11, device=device, ignored=(0,))
+    want = criterion(generator(x).view(14, 11), y.view(14))
+    have = ff.SimpleLossCompute(generator, criterion)(x, y, 1)
+    torch.testing.assert_close(have, want)
+    leaves = [x, *generator.parameters()]
+    for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in (have, want))):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert criterion.true_dist.shape == (14, 11)
+
+
+def test_a_hook_takes_the_long_way(device):
+    generator, criterion = ff.Generator(24, 11).to(device), ff.LabelSmoothing(11, 0, 0.1)
+    x = torch.randn(2, 7, 24, device=device)
+    y = targets(2, 7, classes=11, device=device)
+    want, called = ff.SimpleLossCompute(generator, criterion)(x, y, 3), []
+    generator.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(ff.SimpleLossCompute(generator, criterion)(x, y, 3), want)
+    assert called == [1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_target_ignored(backend, device, reduction):
+    """nan for the mean, as in torch; no gradient."""
+    x = linear(4, 8, 5, device=device)
+    leaves = [t.requires_grad_() for t in x.values()]
+    target = torch.full((4,), -100, device=device)
+    loss = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
+    want = F.cross_entropy(torch.zeros(4, 5, device=device), target, reduction=reduction)
+    torch.testing.assert_close(loss, want, equal_nan=True)
+    if reduction != "mean":
+        assert all((g == 0).all() for g in torch.autograd.grad(loss.sum(), leaves))
+
+
+def test_large_and_hidden_logits(backend, device):
+    """Large ones do not overflow; a class at -inf has no probability."""
+    x = torch.tensor([[1e4, 0.0, -1e4], [-1e4, -1e4, float("-inf")]], device=device)
+    target = torch.tensor([1, 0], device=device)
+    have = ff.cross_entropy(x, target, "none")
+    torch.testing.assert_close(have, F.cross_entropy(x, target, reduction="none"))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(ff.cross_entropy(x, target, "sum"), x)
+    want = torch.tensor([[1.0, -1.0, 0.0], [-0.5, 0.5, 0.0]], device=device)
+    torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_some_gradients(backend, device, reduction, needed):
+    x = linear(9, 8, 12, device=device)
+    target = targets(9, classes=12, device=device)
+    every = {n: t.clone().requires_grad_() for n, t in x.items()}
+    some = {n: t.clone().requires_grad_(i in needed) for i, (n, t) in enumerate(x.items())}
+    for y in (every, some):
+        loss = ff.linear_cross_entropy(**y, target=target, reduction=reduction)
+        loss.square().sum().backward()
+    for i, name in enumerate(x):
+        if i in needed:
+            torch.testing.assert_close(some[name].grad, every[name].grad)
+        else:
+            assert some[name].grad is None
+
+
+def test_the_logits_are_never_there(device, monkeypatch):
+    """The largest tensor that forward and backward make holds a chunk of them."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "CHUNK", 8)
+    seen = []
+    logits = kernels._logits
+    monkeypatch.setattr(kernels, "_logits", lambda *a: seen.append(logits(*a).shape) or logits(*a))
+    x = {n: t.requires_grad_() for n, t in linear(50, 8, 40, device=device).items()}
+    target = targets(50, classes=40, device=device)
+    with use_backend("triton"):
+        loss = ff.linear_cross_entropy(**x, target=target)
+        assert len(seen) == 7 and max(s[0] for s in seen) == 8
+        loss.backward()
+        assert len(seen) == 7  # nothing is computed again
+        with torch.no_grad():
+            ff.linear_cross_entropy(**x, target=target)
+
+
+def test_same_bits_every_time(backend, device):
+    x = {n: t.requires_grad_() for n, t in linear(60, 24, 37, device=device).items()}
+    target = targets(60, classes=37, device=device)
+
+    def run():
+        loss = ff.linear_cross_entropy(**x, target=target, label_smoothing=0.1)
+        return [loss, *torch.autograd.grad(loss, list(x.values()))]
+
+    first = run()
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+# ------------------------------------------------------------------------------------------- bugs
+
+BUGS = {
+    "no rescaling": ("_loss", "l = l * tl.math.exp2((m - seen) * LOG2E) +", "l = l +"),
+    "target of another row": ("_loss", "x_t = tl.load(base + t", "x_t = tl.load(X + t"),
+    "padding column counts": ("_loss", "inside & (o + c != pad)", "inside"),
+    "constant forgotten": ("_loss", "loss = constant + log_sum", "loss = log_sum"),
+    "smoothing at the target": ("_loss", "(on - off) * (x_t", "on * (x_t"),
+    "ignored rows count": ("_loss", "tl.where(kept, loss, 0.0)", "loss"),
+    "lse in base 2": ("_loss", "tl.math.log(tl.sum", "tl.math.log2(tl.sum"),
+    "gradient of ignored rows": ("_gradient", "tl.where(t != ignore_index, dx * g, 0.0)", "dx * g"),
+    "gradient not scaled": ("_gradient", "dx * g", "dx"),
+    "gradient of one row's g": ("_gradient", "G + i * s_g", "G"),
+    "gradient of the padding column": ("_gradient", "tl.where(c != pad, off, 0.0)", "off"),
+    "gradient at the target": ("_gradient", "on - off, 0.0", "on, 0.0"),
+    "classes past the first block": ("_gradient", "tl.program_id(1) * BLOCK", "0"),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
+    from fastformer.kernels import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
+    if bug is not None:
+        plant(cross_entropy, *BUGS[bug])
+
+    def check():
+        for case in ("kl", "kl, none", "smoothed, ignored"):
+            target = target_of(case, 9, classes=37, device=device)
+            x = linear(9, 8, 37, device=device)
+            against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+
+    with use_backend("triton"):
+        if bug is None:
+            return check()
+        with pytest.raises(AssertionError):
+            check()
+
+
+# -------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"target": torch.tensor([0, 5])}, ValueError, "target holds 5; expected classes"),
+        ({"target": torch.tensor([-1, 0])}, ValueError, "target holds -1"),
+        ({"target": torch.tensor([0])}, ValueError, r"target has shape \[1\]; expected \[2\]"),
+        ({"target": torch.tensor([0, 1]).int()}, TypeError, "target has dtype torch.int32"),
+        ({"target": [0, 1]}, TypeError, "target is a list"),
+        ({"reduction": "max"}, ValueError, "reduction is 'max'; expected one of mean"),
+        ({"smoothing": "l2"}, ValueError, "smoothing is 'l2'; expected one of uniform"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5"),
+        ({"ignore_index": 1.0}, TypeError, "ignore_index is a float"),
+        ({"smoothing": "kl"}, ValueError, "ignore_index is -100; expected the padding class"),
+        (
+            {
+                "linear_weight": torch.zeros(2, 8),
+                "linear_bias": torch.zeros(2),
+                "smoothing": "kl",
+            },
+            ValueError,
+            "there are 2 classes; expected 3 or more",
+        ),
+        ({"linear_weight": torch.zeros(5, 7)}, ValueError, r"expected \[V, N\] with N = 8"),
+        ({"linear_bias": torch.zeros(4)}, ValueError, r"linear_bias has shape \[4\]"),
+        ({"linear_weight": torch.zeros(5, 8).half()}, TypeError, "linear_weight has dtype"),
+        ({"input": torch.zeros(2, 8).int()}, TypeError, "input has dtype torch.int32"),
+    ],
+)
+def test_bad_input(backend, change, error, words):
+    good = {**linear(2, 8, 5), "target": torch.tensor([0, 1])}
+    with pytest.raises(error, match=words):
+        ff.linear_cross_entropy(**{**good, **change})
+    if not any(name.startswith(("linear", "input")) for name in change):
+        with pytest.raises(error, match=words):
+            ff.cross_entropy(**{"logits": torch.zeros(2, 5), "target": good["target"], **change})

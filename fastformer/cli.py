@@ -35,6 +35,11 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         *(torch.zeros(1, 16, device=d),) * 2,
         *(torch.zeros(16, device=d),) * 2,
     ),
+    "embed": lambda d: (
+        torch.zeros(1, 16, dtype=torch.int64, device=d),
+        torch.zeros(16, 16, device=d),
+        None,
+    ),
     "cross_entropy": lambda d: (
         torch.zeros(1, 16, device=d),
         torch.zeros(1, dtype=torch.int64, device=d),

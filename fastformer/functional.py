@@ -33,6 +33,7 @@ __all__ = [
     "attention_weights",
     "cross_entropy",
     "dropout_add_layer_norm",
+    "embed",
     "feed_forward",
     "layer_norm",
     "linear_cross_entropy",
@@ -903,6 +904,96 @@ def feed_forward(
         activation=activation,
         dropout_p=p,
         dropout_seed=_seed(dropout_seed, p, input.device),
+    )
+
+
+# -------------------------------------------------------------------------------------- embedding
+
+
+@backends.operation(kernel="embedding")
+def embed(
+    tokens: Tensor,
+    weight: Tensor,
+    positional: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    dropout_seed: int | Tensor | None = None,
+) -> Tensor:
+    """dropout(scale * weight[tokens] + positional[0 .. S-1]).
+
+    Args:
+        tokens: [..., S] integers, the rows of weight.
+        weight: [V, N], float32, float16, bfloat16 or float64, as nn.Embedding stores it.
+        positional: [at least S, N], of weight's dtype or float32, shared by all sequences; None
+            leaves the term out.
+        dropout_p: probability in [0, 1] that an element is dropped; the others are scaled by
+            1/(1 - dropout_p).
+        scale: the factor on the embedding; sqrt(N) by default.
+        padding_idx: the token whose row gets no gradient.
+        dropout_seed: as in `dropout_add_layer_norm`.
+
+    Returns:
+        [..., S, N] in the dtype of weight.
+
+    Raises:
+        ValueError: shapes that do not fit, more than the positions there are, a token outside of
+            [0, V), dropout_p outside [0, 1], several devices.
+        TypeError: tokens that are not integers, parameters that are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.4, 3.5 and 5.4.
+    """
+    _require_floating(weight=weight)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight has shape {_shape(weight)}; expected [V, N]")
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"tokens is a {type(tokens).__name__}; expected an integer tensor")
+    if tokens.dtype not in _INTEGERS:
+        raise TypeError(f"tokens has dtype {tokens.dtype}; expected integers")
+    if tokens.dim() < 1:
+        raise ValueError("tokens is a scalar; expected [..., S]")
+    _require_device("tokens", tokens, "weight", weight)
+    classes, width = weight.shape
+    if positional is not None:
+        _require_floating(positional=positional)
+        if positional.dtype not in (weight.dtype, torch.float32):
+            raise TypeError(
+                f"positional has dtype {positional.dtype}; "
+                f"expected the dtype of weight, {weight.dtype}, or float32"
+            )
+        if positional.dim() != 2 or positional.shape[1] != width:
+            raise ValueError(
+                f"positional has shape {_shape(positional)}; expected [positions, {width}]"
+            )
+        if tokens.shape[-1] > positional.shape[0]:
+            raise ValueError(
+                f"tokens has {tokens.shape[-1]} positions; "
+                f"expected at most the {positional.shape[0]} of positional"
+            )
+        _require_device("positional", positional, "weight", weight)
+    if padding_idx is not None and not -classes <= padding_idx < classes:
+        raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {classes}")
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
+        raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
+    if _readable(tokens) and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= classes:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"tokens holds the token id {wrong}; expected ids from 0 to {classes - 1}"
+            )
+    p = _require_probability("dropout_p", dropout_p)
+    return _run(
+        "embed",
+        weight,
+        tokens=tokens,
+        weight=weight,
+        positional=positional,
+        dropout_p=p,
+        scale=math.sqrt(width) if scale is None else float(scale),
+        padding_idx=padding_idx,
+        dropout_seed=_seed(dropout_seed, p, weight.device),
     )
 
 

@@ -603,6 +603,28 @@ def feed_forward(
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 
+# -------------------------------------------------------------------------------------- embedding
+
+
+def embed(
+    tokens: Tensor,
+    weight: Tensor,
+    positional: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    scale = weight.shape[1] ** 0.5 if scale is None else scale
+    out = F.embedding(tokens.long(), weight, padding_idx) * scale
+    if positional is not None:
+        out = out + positional[: tokens.shape[-1]].to(out.dtype)
+    if dropout_p == 0:
+        return out
+    return _masked(out, [weight.shape[1]], dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+
+
 # ------------------------------------------------------------------------------------------- loss
 
 

@@ -14,12 +14,14 @@ harvardnlp/annotated-transformer, whose state dicts load.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fastformer import functional
 from fastformer.modules import (
     Embeddings,
     LayerNorm,
@@ -227,13 +229,34 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """src [B, S] -> memory [B, S, d_model]."""
-        return self.encoder(self.src_embed(src), src_mask)
+        return self.encoder(_embedded(self.src_embed, src), src_mask)
 
     def decode(
         self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
     ) -> Tensor:
         """memory [B, S, d_model], tgt [B, T] -> [B, T, d_model]."""
-        return self.decoder(self.tgt_embed(tgt), memory, src_mask, tgt_mask)
+        return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
+
+
+def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
+    """embed(tokens); Embeddings then PositionalEncoding in one kernel."""
+    parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
+    if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
+        return embed(tokens)
+    embeddings, position = parts
+    lut, dropout = embeddings.lut, position.dropout
+    plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
+    plain = plain and not lut.sparse and type(dropout) is nn.Dropout
+    if not (plain and _plain(embed, embeddings, position, lut, dropout)):
+        return embed(tokens)
+    return functional.embed(
+        tokens,
+        lut.weight,
+        position.pe[0].to(lut.weight.dtype),
+        dropout.p if dropout.training else 0.0,
+        scale=math.sqrt(embeddings.d_model),
+        padding_idx=lut.padding_idx,
+    )
 
 
 def make_model(

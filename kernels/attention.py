@@ -77,7 +77,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "sm_90 sm_100": ((128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
         "sm_80 sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
-        "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
+        "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
     },
     ("forward", 32): {
         "sm_90": ((64, 32, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
@@ -97,7 +97,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "sm_90 sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 4, 2), (16, 16, 8, 2)),
         "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2), (16, 16, 8, 2)),
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
-        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+        "other": ((16, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
     ("dq", 16): {
         "sm_90": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
@@ -105,29 +105,43 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "sm_80": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
         "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    ("dbias", 16): {
-        "sm_90 sm_100": ((64, 64, 8, 1), (64, 64, 8, 1), (64, 64, 8, 1), (32, 64, 8, 1)),
-        "sm_80 sm_86": ((64, 64, 8, 1), (64, 64, 8, 1), (64, 64, 8, 1), (32, 32, 8, 1)),
-        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    ("dbias", 32): {
-        "sm_90 sm_100 sm_80 sm_86": (
-            (32, 32, 4, 1),
-            (32, 32, 4, 1),
-            (16, 32, 4, 1),
-            (16, 16, 8, 1),
-        ),
-        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
-        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)),
     },
     ("dq", 32): {
         "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 8, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
         "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
         "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+    ("dbias", 16): {
+        "sm_90 sm_100": ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+        "sm_80 sm_86": ((32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    ("dbias", 32): {
+        "sm_90 sm_100": ((64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    # In the place of those above where a mask or a bias of queries and keys is read.
+    ("forward full", 16): {
+        "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
+    },
+    ("dkdv full", 16): {
+        "sm_90": ((64, 128, 8, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
+    },
+    ("dkdv full", 32): {
+        "sm_90": ((32, 64, 8, 1), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 2)),
+        "sm_86": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+    ("dq full", 16): {
+        "sm_90": ((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    ("dq full", 32): {
+        "sm_90": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
     },
 }
 CONFIGURATIONS = {
@@ -139,17 +153,28 @@ CONFIGURATIONS = {
 
 
 def configuration(
-    kernel: str, arch: str, dtype: torch.dtype, head_block: int, q_length: int, k_length: int
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    head_block: int,
+    q_length: int,
+    k_length: int,
+    full: bool,
 ) -> Tiles:
-    """The tiles of a kernel: a function of architecture, dtype, padded head dim and lengths."""
+    """The tiles of a kernel: a function of architecture, dtype, padded head dim, lengths, and
+    whether a mask or a bias of queries and keys is read.
+    """
     if arch == "interpreter":  # few programs, no larger than the work: an operation's cost is fixed
         BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
         return Tiles(BM, BN, 4, 1)
     if kernel == "delta":  # 16 elements a thread
         return Tiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
-    tiles = CONFIGURATIONS.get((kernel, bits, arch)) or CONFIGURATIONS[kernel, bits, "other"]
-    return tiles[max(0, (head_block - 1).bit_length() - 5)]
+    arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
+    row = CONFIGURATIONS[kernel, bits, arch]
+    if full:
+        row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
+    return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
 # ----------------------------------------------------------------------------------------- helpers
@@ -612,31 +637,35 @@ def _backward_dkdv(
 
 
 @triton.jit
-def _score_gradient(
-    q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm, s_mn,
-    bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk, plane, seed,
-    threshold, inv_keep, BM: tl.constexpr, BN: tl.constexpr,
+def _probabilities(
+    s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale,
+    softcap, slope, length, shift, left, right, Sk,
     MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    ACC: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """(dS, tanh of the softcap) of the tile at (i0, n0): [BM, BN] each."""
+    """(P, tanh of the softcap) from s = q . k: [BM, BN] each."""
     if BIAS == 1:
         key_bias = key_bias[None, :]
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s, tanh = _scores(
         s, i[:, None], rows[None, :], r[:, None], key_ok[None, :], key_bias, mask_base, s_mm, s_mn,
         bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
         MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
     )  # fmt: skip
-    p = tl.math.exp2(s - lse[:, None])
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    return tl.math.exp2(s - lse[:, None]), tanh
+
+
+@triton.jit
+def _score_gradient(
+    p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """dS of the tile at (i0, n0) from P and dp = do . v: [BM, BN]."""
     if DROPOUT:
         keep = dropout_keep(seed, plane, i0, n0, threshold, BM, BN)
         dp = tl.where(keep, dp, 0.0) * inv_keep
     if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden key or value may hold anything
         dp = tl.where(key_ok[None, :], dp, 0.0)
-    return p * (dp - delta[:, None]), tanh
+    return p * (dp - delta[:, None])
 
 
 @triton.jit
@@ -700,11 +729,16 @@ def _backward_dq(
         key_ok, key_bias = _key_row(
             mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
         )
-        ds, tanh = _score_gradient(
-            q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm,
-            s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
-            plane, seed, threshold, inv_keep, BM, BN, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT,
-            DROPOUT, PRECISION, ACC,
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p, tanh = _probabilities(
+            s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
+            qk_scale, softcap, slope, length, shift, left, right, Sk,
+            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = _score_gradient(
+            p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM, BN,
+            MASK, BIAS, DROPOUT,
         )  # fmt: skip
         if SOFTCAP:
             ds = ds * (1.0 - tanh * tanh)
@@ -713,6 +747,24 @@ def _backward_dq(
         dq = tl.dot(ds.to(k.dtype), k, dq, PRECISION, out_dtype=ACC)
     dq = dq * scale
     _store_rows(DQ + b * s_dqb + h * s_dqh + first * s_dqm, r, s_dqm, ok, dq, D, BD)
+
+
+@triton.jit
+def _product(
+    x_base, x_rows, s_x, x_ok, y_base, y_rows, s_y, y_ok, D: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times rows of y, zero where `y_ok` is False; 128 elements of a row at a time, 32 in
+    float32, whose tf32 parts would fill the registers.
+    """
+    SINGLE: tl.constexpr = x_base.dtype.element_ty == tl.float32
+    WIDTH: tl.constexpr = min(BD, 32 if SINGLE else 128)
+    s = tl.zeros([x_rows.shape[0], y_rows.shape[0]], ACC)
+    for d in tl.static_range(0, BD, WIDTH):
+        x = _load_rows(x_base + d, x_rows, s_x, x_ok, min(D - d, WIDTH), WIDTH, False)
+        y = _load_rows(y_base + d, y_rows, s_y, y_ok, min(D - d, WIDTH), WIDTH, True)
+        s = tl.dot(x, tl.trans(y), s, PRECISION, out_dtype=ACC)
+    return s
 
 
 @triton.jit
@@ -771,10 +823,12 @@ def _backward_dbias(
         if BOTTOM:
             shift = length - Sq
         inside = j < length
-        q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, ok, D, BD, False)
-        do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, ok, DV, BDV, False)
-        k = _load_rows(K + b * s_kb + g * s_kg + column * s_kn, c, s_kn, inside, D, BD, True)
-        v = _load_rows(V + b * s_vb + g * s_vg + column * s_vn, c, s_vn, inside, DV, BDV, True)
+        q_base = Q + b * s_qb + h * s_qh + first * s_qm
+        do_base = DO + b * s_db + h * s_dh + first * s_dm
+        k_base = K + b * s_kb + g * s_kg + column * s_kn
+        v_base = V + b * s_vb + g * s_vg + column * s_vn
+        s = _product(q_base, r, s_qm, ok, k_base, c, s_kn, inside, D, BD, PRECISION, ACC)
+        dp = _product(do_base, r, s_dm, ok, v_base, c, s_vn, inside, DV, BDV, PRECISION, ACC)
         lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, ok)
         mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
         bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
@@ -782,13 +836,15 @@ def _backward_dbias(
         key_ok, key_bias = _key_row(
             mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
         )
-        ds, _ = _score_gradient(
-            q, do, k, v, lse, delta, i, r, i0, j, rows, n0, key_ok, key_bias, mask_base, s_mm,
-            s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
-            plane, seed, threshold, inv_keep, BM, BN, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT,
-            DROPOUT, PRECISION, ACC,
+        p, _ = _probabilities(
+            s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
+            qk_scale, softcap, slope, length, shift, left, right, Sk,
+            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
         )  # fmt: skip
-        dbias += ds
+        dbias += _score_gradient(
+            p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM, BN,
+            MASK, BIAS, DROPOUT,
+        )  # fmt: skip
     base = DBIAS + own_b * s_dbb + own_h * s_dbh + first * s_dbm + column
     pointers = base + (tl.arange(0, BM)[:, None].to(tl.int64) * s_dbm + tl.arange(0, BN)[None, :])
     mask = ok[:, None] & (j < Sk)[None, :]
@@ -914,7 +970,8 @@ class _Plan:
 
     def tiles(self, kernel: str) -> Tiles:
         lengths = self.q_length, self.k_length
-        return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths)
+        full = 2 in (self.constants["MASK"], self.constants["BIAS"])
+        return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
 
     def rows(self, tiles: Tiles) -> int:
         """Programs that own the queries of a head."""

@@ -38,6 +38,19 @@ def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.conste
     return words.reshape(BM, BN) >= threshold.to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of rows [BM] and columns o .. o + BLOCK - 1 dropout keeps: word j % 4 of
+    counter (j // 4, row low, row high, 1).
+    """
+    j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
+    low = rows[:, None].to(tl.uint32)
+    high = (rows >> 32)[:, None].to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, j, low, high, low * 0 + 1, PHILOX_ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BM, BLOCK)
+    return words >= threshold.to(tl.uint32, bitcast=True)
+
+
 INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 

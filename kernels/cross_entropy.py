@@ -52,7 +52,7 @@ def configuration(v: int, arch: str) -> tuple[int, int]:
     """(classes at a time, warps)."""
     most = 65536 if arch == "interpreter" else 4096
     block = max(16, min(next_power_of_2(v), most))
-    return block, 8 if block >= 2048 else 4
+    return block, max(1, min(8, block // 512))
 
 
 # ----------------------------------------------------------------------------------------- kernels

@@ -34,12 +34,12 @@ from torch import Tensor
 
 from .common import (
     INTERPRETED,
-    PHILOX_ROUNDS,
     architecture,
     dropout_arguments,
     next_power_of_2,
     on_device,
     register,
+    row_dropout_keep,
     unit_stride,
     unsupported_dtype,
 )
@@ -112,19 +112,6 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def _keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of rows [BM] and columns o .. o + BLOCK - 1 dropout keeps: word j % 4 of
-    counter (j // 4, row low, row high, 1).
-    """
-    j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
-    low = rows[:, None].to(tl.uint32)
-    high = (rows >> 32)[:, None].to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, j, low, high, low * 0 + 1, PHILOX_ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BM, BLOCK)
-    return words >= threshold.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def _sum(
     X, RES, rows, s_x, s_res, columns, o, M, N, seed, threshold, inv_keep,
     BM: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
@@ -133,7 +120,7 @@ def _sum(
     """s, as it is stored: [BM, BLOCK]."""
     x = _tile(X, rows, s_x, columns, M, N, ACC)
     if DROPOUT:
-        x = tl.where(_keep(seed, rows, o, threshold, BM, BLOCK), x * inv_keep, 0.0)
+        x = tl.where(row_dropout_keep(seed, rows, o, threshold, BM, BLOCK), x * inv_keep, 0.0)
     if RESIDUAL:
         x = x + _tile(RES, rows, s_res, columns, M, N, ACC)
         x = x.to(RES.dtype.element_ty).to(ACC)
@@ -237,7 +224,7 @@ def _store_gradients(
     _store_tile(DX, rows, N, columns, M, N, dx)
     if RESIDUAL:
         if DROPOUT:
-            dx = tl.where(_keep(seed, rows, o, threshold, BM, BLOCK), dx * inv_keep, 0.0)
+            dx = tl.where(row_dropout_keep(seed, rows, o, threshold, BM, BLOCK), dx * inv_keep, 0.0)
         _store_tile(DIN, rows, N, columns, M, N, dx)
 
 

@@ -52,6 +52,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "softcap, causal": {"softcap": 50.0, "causal": True},
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
+    "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
@@ -77,6 +78,12 @@ def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[b
             CASES[name] = dict(arch=arch, op="layer_norm", dtype=dtype, n=n, unbiased=u)
 
 
+def _rows(op: str, arch: str, dtype: str, widths: tuple[int, ...], size: str = "n") -> None:
+    for n in widths:
+        name = f"{arch} {op} {dtype} {size.upper()}={n}"
+        CASES[name] = {"arch": arch, "op": op, "dtype": dtype, size: n}
+
+
 def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[bool]) -> None:
     for activation in activations:
         for drop in dropout:
@@ -95,6 +102,7 @@ _EVERY = "2-D mask, 2-D bias, causal, lengths"
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
 _attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
+_attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
 _attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
 _attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
 _attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
@@ -102,6 +110,12 @@ _attention("sm_90", "fp32", (64, 128), ["causal"], [False])
 _layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
 _layer_norm("sm_90", "bf16", (512, 16384), [True])
 _layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
+_rows("rms_norm", "sm_90", "bf16", (512, 16384))
+_rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
+_rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
+_rows("embed", "sm_90", "bf16", (512, 4096))
+_rows("cross_entropy", "sm_90", "bf16", (512, 32768), "v")
+_rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
 _feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
 _feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
 for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
@@ -111,15 +125,32 @@ for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     _attention(_arch, "bf16", (64, 128, 256), [_EVERY], [True])
     _attention(_arch, "fp32", (64, 128, 256), [_EVERY], [True])
     _layer_norm(_arch, "bf16", (8192, 16384), [False])
+    _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
+    _rows("embed", _arch, "bf16", (512,))
+    _rows("cross_entropy", _arch, "bf16", (32768,), "v")
     _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
     _feed_forward(_arch, "fp32", ["gelu"], [True])
 
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
-#   bf16 at D=256: two or four registers, against half the queries in a tile.
+#   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
+#   bf16 at D=256: a few registers, stored before the loop and loaded after it, against half the
+#   queries in a tile.
 KNOWN_SPILLS = (
+    ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
     ("attention fp32 D=256", "", 900),
-    ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv", 16),
+    ("sm_90 attention bf16 D=256", "backward_dkdv", 24),
+    ("dropout_add_layer_norm bf16 N=8192", "backward", 56),
+    ("dropout_add_layer_norm fp32 N=8192", "backward", 8),
+)
+# Serialised wgmma that are known and stay: part of a case's name, of a kernel's. Two stages and a
+# 16-bit bias that comes by ldmatrix; one stage would clear them, and wait for every load.
+KNOWN_SERIALISED = (
+    ("sm_90 attention bf16 D=16 2-D mask, 2-D bias", "backward_dq"),
+    ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dq"),
+    ("sm_90 attention bf16 D=64 2-D bias", "backward_dq"),
+    ("sm_90 attention bf16 D=64 2-D bias", "backward_dkdv"),
+    ("sm_90 attention bf16 D=128 2-D bias", "backward_dkdv"),
 )
 
 
@@ -135,10 +166,13 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         def say(text: str, kernel: str = kernel) -> None:
             found.append(f"{kernel}: {text}")
 
+        # Rows of a mask or a bias that are not 16-aligned: what it costs stands in the table alone.
+        unaligned = case["op"] == "attention" and case["length"] % 16 > 0
         known = [n for part, of_kernel, n in KNOWN_SPILLS if part in name and of_kernel in kernel]
-        if record["spill"] > max(known, default=0):
+        if record["spill"] > max(known, default=0) and not unaligned:
             say(f"{record['spill']} bytes of spill")
-        if record["serialised"]:
+        known = [k for part, k in KNOWN_SERIALISED if part in name and k in kernel]
+        if record["serialised"] and not (known or unaligned):
             say(f"wgmma is serialised, {' '.join(record['serialised'])}")
         if record["shared"] > answer["limit"]:
             say(f"{record['shared']} bytes of shared memory, the limit is {answer['limit']}")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import triton
-from fastformer.kernels import attention, common, feed_forward, layer_norm
+from fastformer.kernels import attention, common, cross_entropy, embedding, feed_forward, layer_norm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -235,6 +235,40 @@ def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
     layer_norm.backward(torch.empty_like(output), *arguments, mean, reciprocal, [True] * 3)
 
 
+def call_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    arguments = (empty(4096, n, dtype=dtype), (n,), empty(n, dtype=dtype), 1e-5)
+    output, reciprocal = layer_norm.rms_forward(*arguments)
+    layer_norm.rms_backward(torch.empty_like(output), *arguments, reciprocal, [True] * 2)
+
+
+def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
+    parameters = empty(n, dtype=dtype), empty(n, dtype=dtype)
+    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64))
+    output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
+    gradients = torch.empty_like(output), torch.empty_like(output)
+    layer_norm.add_backward(*gradients, *parameters, *options, *saved, [True] * 4)
+
+
+def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
+    v, dtype = case["v"], DTYPES[case["dtype"]]
+    logits, target = empty(4096, v, dtype=dtype), empty(4096, dtype=torch.int64)
+    options = ("mean", 0, 0.1, "kl")
+    loss, lse = cross_entropy.forward(logits, target, *options)
+    cross_entropy.backward(loss, logits, target, *options, lse, [True])
+
+
+def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
+    tokens = empty(8, 512, dtype=torch.int64)
+    arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64))
+    output = embedding.forward(*arguments)
+    embedding.backward(torch.empty_like(output), *arguments, [True, False])
+
+
 def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     d, width, dtype = case["d"], 4 * case["d"], DTYPES[case["dtype"]]
     x, w_1, b_1 = (
@@ -252,6 +286,10 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
 CALLS = {
     "attention": (attention, call_attention),
     "layer_norm": (layer_norm, call_layer_norm),
+    "rms_norm": (layer_norm, call_rms_norm),
+    "dropout_add_layer_norm": (layer_norm, call_dropout_add_layer_norm),
+    "cross_entropy": (cross_entropy, call_cross_entropy),
+    "embed": (embedding, call_embed),
     "feed_forward": (feed_forward, call_feed_forward),
 }
 

@@ -87,7 +87,10 @@ def plant(monkeypatch, tmp_path):
         linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
         monkeypatch.setattr(module, name, kernel)  # remembered, and restored after the test
         common.plans.clear()  # which hold the kernels
-        exec(compile(mutant, path, "exec"), module.__dict__)
+        own = kernel.fn.__globals__ is module.__dict__  # or imported from another module
+        names = module.__dict__ if own else dict(kernel.fn.__globals__)
+        exec(compile(mutant, path, "exec"), names)
+        setattr(module, name, names[name])
 
     yield plant
     common.plans.clear()

@@ -72,6 +72,10 @@ ARGUMENTS = {
         (r(3, 5), r(3, 5), r(5), r(5), 0.25),
         {"eps": 0.1, "unbiased": True, "dropout_seed": 1},
     ),
+    "embed": lambda r: (
+        (r.classes(4, 2, 0, 4).view(2, 2), r(6, 5), r(3, 5), 0.25),
+        {"dropout_seed": 1, "padding_idx": 5},
+    ),
     "cross_entropy": lambda r: ((r(3, 5), r.classes(4, 2, 0)), {"label_smoothing": 0.2}),
     "linear_cross_entropy": lambda r: (
         (r(1, 3, 5), r(6, 5), r.classes(4, 2, 0).view(1, 3)),

@@ -272,8 +272,12 @@ BUGS = {
     "row offset": ("_sum", "x = _tile(X, rows, s_x,", "x = _tile(X, rows, M,"),
     "residual forgotten": ("_sum", "x + _tile(RES,", "x + 0.0 * _tile(RES,"),
     "dropout not rescaled": ("_sum", "x * inv_keep, 0.0", "x, 0.0"),
-    "dropout of another column": ("_keep", "o // 4 + tl.arange", "o // 4 + 1 + tl.arange"),
-    "dropout of another row": ("_keep", "j, low, high,", "j, high, high,"),
+    "dropout of another column": (
+        "row_dropout_keep",
+        "o // 4 + tl.arange",
+        "o // 4 + 1 + tl.arange",
+    ),
+    "dropout of another row": ("row_dropout_keep", "j, low, high,", "j, high, high,"),
     "gradient of the sum forgotten": ("_store_gradients", "dx += _tile(DS", "dx += 0.0 * _tile(DS"),
     "gradient not dropped": (
         "_store_gradients",

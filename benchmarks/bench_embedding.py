@@ -1,0 +1,47 @@
+"""embed beside torch's embedding, addition and dropout: the first layer of a Transformer.
+
+Least bytes: forward the output and its rows of the table once; backward the output's gradient and
+the table's.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+
+GPU = torch.cuda.is_available()
+VOCAB, WIDTH = 37000 if GPU else 4096, 512
+PROVIDERS = ["reference", *(["triton"] if GPU else []), "torch"]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_embed(measure, differentiated, device, dtype, batch, length, mode, provider):
+    weight = torch.randn(VOCAB, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    positional = torch.randn(length, WIDTH, device=device, dtype=dtype)
+    tokens = torch.randint(0, VOCAB, (batch, length), device=device)
+    forward = functools.partial(_torch if provider == "torch" else _ours, provider)
+    nbytes = 2 * batch * length * WIDTH * dtype.itemsize
+    if mode == "forward+backward":
+        nbytes += nbytes // 2 + weight.nbytes
+    measure(
+        differentiated(lambda: forward(tokens, weight, positional), (weight,)),
+        group=f"embed S={length} {mode}",
+        provider=provider,
+        dtype=dtype,
+        nbytes=nbytes,
+        batch=batch,
+        length=length,
+        width=WIDTH,
+    )
+
+
+def _ours(backend, tokens, weight, positional):
+    with ff.use_backend(backend):
+        return ff.embed(tokens, weight, positional, 0.1)
+
+
+def _torch(_, tokens, weight, positional):
+    return F.dropout(F.embedding(tokens, weight) * WIDTH**0.5 + positional, 0.1)

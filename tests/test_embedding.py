@@ -1,0 +1,176 @@
+"""embed on both backends, against the formula in float64, and the model that runs on it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+from fastformer import functional, reference, use_backend
+
+V, N = 23, 40
+
+
+def inputs(dtype=torch.float32, device="cpu", positions=9, n=N, v=V):
+    return {
+        "weight": torch.randn(v, n, device=device).to(dtype),
+        "positional": torch.randn(positions, n, device=device).to(dtype),
+    }
+
+
+def ids(*shape, device="cpu", v=V):
+    return torch.randint(0, v, shape, device=device)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape, n", [((1, 1), 5), ((3, 7), 63), ((2, 9), 512), ((2, 3, 9), 40)])
+def test_shapes(backend, device, against_oracle, shape, n, dtype, dropout_p):
+    x = inputs(dtype, device, n=n)
+    options = {"tokens": ids(*shape, device=device), "dropout_p": dropout_p, "dropout_seed": 3}
+    against_oracle(functional.embed, x, **options)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 1.0])
+def test_by_its_parts(backend, device, scale):
+    x, tokens = inputs(device=device), ids(2, 7, device=device)
+    out = ff.embed(tokens, **x, dropout_p=0.25, scale=scale, dropout_seed=5)
+    drop = reference.dropped_rows(torch.tensor([5], device=device), 14, N, 0.25).view(2, 7, N)
+    want = F.embedding(tokens, x["weight"]) * (N**0.5 if scale is None else scale)
+    want = torch.where(drop, 0.0, want + x["positional"][:7]) / 0.75
+    torch.testing.assert_close(out, want)
+
+
+def test_without_positions_and_in_views(backend, device, against_oracle):
+    tokens = ids(7, 4, device=device).t()
+    weight = torch.randn(N, V, device=device).t()
+    against_oracle(functional.embed, {"weight": weight}, tokens=tokens, positional=None)
+    x = {"weight": weight, "positional": torch.randn(9, 2 * N, device=device)[:, ::2]}
+    against_oracle(functional.embed, x, tokens=tokens.int(), scale=1.0)
+
+
+def test_mixed_positions(backend, device):
+    x = inputs(torch.bfloat16, device)
+    x["positional"] = torch.randn(9, N, device=device)
+    out = ff.embed(ids(2, 9, device=device), **x)
+    assert out.dtype == torch.bfloat16
+
+
+def test_the_padding_token_gets_no_gradient(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(device=device).items()}
+    tokens = torch.tensor([[3, 4, 3], [4, 3, 5]], device=device)
+    for padding_idx in (3, 3 - V):
+        out = ff.embed(tokens, **x, padding_idx=padding_idx)
+        grad, positions = torch.autograd.grad(out.sum(), list(x.values()))
+        assert (grad[3] == 0).all() and torch.allclose(
+            grad[4], torch.full_like(grad[4], 2 * N**0.5)
+        )
+        assert (positions[:3] == 2).all() and (positions[3:] == 0).all()
+
+
+@pytest.mark.parametrize("needed", ["weight", "positional"])
+def test_one_gradient(backend, device, needed):
+    x, tokens = inputs(device=device), ids(3, 7, device=device)
+    every = {n: t.clone().requires_grad_() for n, t in x.items()}
+    some = {n: t.clone().requires_grad_(n == needed) for n, t in x.items()}
+    for y in (every, some):
+        ff.embed(tokens, **y, dropout_p=0.2, dropout_seed=1).square().sum().backward()
+    torch.testing.assert_close(some[needed].grad, every[needed].grad)
+    assert all(t.grad is None for n, t in some.items() if n != needed)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_empty(backend, device, shape):
+    x = {n: t.requires_grad_() for n, t in inputs(device=device).items()}
+    out = ff.embed(ids(*shape, device=device), **x, dropout_p=0.1)
+    assert out.shape == (*shape, N)
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), list(x.values())))
+
+
+def test_same_bits_every_time(backend, device):
+    x = {n: t.requires_grad_() for n, t in inputs(device=device).items()}
+    tokens = ids(8, 9, device=device)
+
+    def run():
+        out = ff.embed(tokens, **x, dropout_p=0.1, dropout_seed=1)
+        return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
+
+    first = run()
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_model_embeds_in_one_op(device, monkeypatch, learned):
+    """The Sequential alone and the model give the same, and the model does not call its parts."""
+    model = ff.make_model(V, V, N=1, d_model=16, d_ff=16, h=2, dropout=0.0).to(device)
+    if learned:
+        model.src_embed[1] = ff.PositionalEncoding(16, 0.0, learned=True).to(device)
+    tokens, calls = ids(2, 7, device=device), []
+    original = functional.embed
+    monkeypatch.setattr(functional, "embed", lambda *a, **k: calls.append(1) or original(*a, **k))
+    memory = model.encode(tokens, None)
+    torch.testing.assert_close(memory, model.encoder(model.src_embed(tokens), None))
+    assert calls == [1]
+    hooked = []
+    model.src_embed[0].register_forward_hook(lambda *_: hooked.append(1))
+    torch.testing.assert_close(model.encode(tokens, None), memory)
+    assert calls == [1] and hooked == [1]
+
+
+BUGS = {
+    "scale forgotten": ("_forward", "to(ACC) * scale", "to(ACC)"),
+    "position of the row": ("_forward", "(i % S)", "(i % (S + 1))"),
+    "dropout not rescaled": ("_forward", "y * inv_keep", "y"),
+    "dropout of another tile": ("_forward", "rows, o, threshold", "rows, 0, threshold"),
+    "gradient not dropped": ("_backward", "g * inv_keep, 0.0", "g * inv_keep, g"),
+    "gradient not scaled": ("_backward", "to(ACC) * scale", "to(ACC)"),
+    "token of another row": ("_forward", "tl.load(T + i,", "tl.load(T + i // 2,"),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
+    from fastformer.kernels import embedding
+
+    monkeypatch.setattr(embedding, "configuration", lambda *_: (4, 16))
+    if bug is not None:
+        plant(embedding, *BUGS[bug])
+
+    def check():
+        options = {"tokens": ids(3, 7, device=device), "dropout_p": 0.3, "dropout_seed": 3}
+        x = inputs(device=device)
+        against_oracle(functional.embed, x, **options)
+        options["positional"] = x.pop("positional")
+        against_oracle(functional.embed, x, **options)
+
+    with use_backend("triton"):
+        if bug is None:
+            return check()
+        with pytest.raises(AssertionError):
+            check()
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (
+            {"tokens": torch.tensor([[0, V]])},
+            ValueError,
+            f"tokens holds the token id {V}; expected",
+        ),
+        ({"tokens": torch.tensor([[-1, 0]])}, ValueError, "tokens holds the token id -1"),
+        ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens has dtype torch.float32"),
+        ({"tokens": [[1]]}, TypeError, "tokens is a list"),
+        ({"tokens": torch.zeros(1, 10).long()}, ValueError, "tokens has 10 positions; expected"),
+        ({"weight": torch.zeros(5)}, ValueError, r"weight has shape \[5\]; expected \[V, N\]"),
+        ({"positional": torch.zeros(9, 3)}, ValueError, "positional has shape"),
+        ({"positional": torch.zeros(9, N).half()}, TypeError, "positional has dtype torch.float16"),
+        ({"padding_idx": V}, ValueError, f"padding_idx is {V}"),
+        ({"scale": "1"}, TypeError, "scale is a str"),
+        ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
+    ],
+)
+def test_bad_input(backend, change, error, words):
+    good = {"tokens": torch.tensor([[0, 1]]), **inputs()}
+    with pytest.raises(error, match=words):
+        ff.embed(**{**good, **change})

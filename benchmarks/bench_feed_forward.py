@@ -1,5 +1,5 @@
 """feed_forward with relu and dropout 0.1 beside linear, relu, dropout, linear, which is what the
-tutorials write.
+tutorials write, and beside torch._addmm_activation, cuBLAS with bias and relu in its epilogue.
 
 FLOPs: 4 M d d_ff forward for M tokens (two products), twice that backward.
 Least bytes: forward x, y and both weights once; backward x, dy, dx, both weights and their
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 import fastformer as ff
 
 GPU = torch.cuda.is_available()
-PROVIDERS = ["reference", *(["triton"] if GPU else []), "torch"]
+PROVIDERS = ["reference", *(["triton", "addmm_activation"] if GPU else []), "torch"]
 SEQUENCES = 8 if GPU else 1
-SIZES = [(512, 2048), (1024, 4096)]
+SIZES = [(512, 2048), (1024, 4096), *([(2048, 8192), (4096, 16384)] if GPU else [])]
 P = 0.1
 
 
@@ -26,6 +26,9 @@ def test_feed_forward(
 ):
     if d > 512 and not GPU and not request.config.getoption("slow"):
         pytest.skip("d = 1024 takes long on a CPU: needs --slow")
+
+    if provider == "addmm_activation" and mode != "forward":
+        pytest.skip("torch._addmm_activation has no gradient")
 
     def parameter(*shape):  # of unit size after a product over the last dimension
         x = torch.randn(*shape, device=device, dtype=dtype) / shape[-1] ** 0.5
@@ -44,6 +47,8 @@ def test_feed_forward(
         if provider == "torch":
             hidden = F.dropout(F.relu(F.linear(x, w_1, b_1)), P)
             return F.linear(hidden, w_2, b_2)
+        if provider == "addmm_activation":
+            return F.linear(F.dropout(torch._addmm_activation(b_1, x, w_1.t()), P), w_2, b_2)
         with ff.use_backend(provider):
             return ff.feed_forward(x, w_1, b_1, w_2, b_2, "relu", P)
 

@@ -123,14 +123,18 @@ def mode(request):
 
 @pytest.fixture
 def differentiated(mode):
-    """(function, inputs) -> what is timed: the function without gradients, or with all of them."""
+    """(function, inputs) -> what is timed: the function without gradients, or with those of all its
+    outputs.
+    """
 
     def make(function, inputs):
         if mode == "forward":
             return torch.no_grad()(function)
         with torch.no_grad():
-            grad = torch.randn_like(function())
-        return lambda: torch.autograd.grad(function(), inputs, grad)
+            outputs = function()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [torch.randn_like(x) for x in outputs]
+        return lambda: torch.autograd.grad(function(), inputs, grads)
 
     return make
 

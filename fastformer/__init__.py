@@ -16,11 +16,13 @@ from fastformer.functional import (
     dropout_add_layer_norm,
     embed,
     feed_forward,
+    geglu,
     layer_norm,
     linear_cross_entropy,
     packed_attention,
     rms_norm,
     scaled_dot_product_attention,
+    swiglu,
 )
 from fastformer.modules import (
     Embeddings,
@@ -79,6 +81,7 @@ __all__ = [
     "embed",
     "explain",
     "feed_forward",
+    "geglu",
     "greedy_decode",
     "layer_norm",
     "linear_cross_entropy",
@@ -91,6 +94,7 @@ __all__ = [
     "run_epoch",
     "scaled_dot_product_attention",
     "subsequent_mask",
+    "swiglu",
     "unpad",
     "use_backend",
 ]

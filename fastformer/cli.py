@@ -21,6 +21,12 @@ import torch
 from fastformer import backends, copy_task, environment, plots
 from fastformer._version import __version__
 
+
+def _gated_example(device: torch.device) -> tuple[Any, ...]:
+    z = torch.zeros(32, 16, device=device)
+    return z[:1], z, None, z[:16], None
+
+
 # A small call of each op, by which `info` asks for its backend.
 EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
     "scaled_dot_product_attention": lambda d: (torch.zeros(1, 1, 16, 16, device=d),) * 3,
@@ -35,6 +41,8 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         *(torch.zeros(1, 16, device=d),) * 2,
         *(torch.zeros(16, device=d),) * 2,
     ),
+    "geglu": _gated_example,
+    "swiglu": _gated_example,
     "embed": lambda d: (
         torch.zeros(1, 16, dtype=torch.int64, device=d),
         torch.zeros(16, 16, device=d),

@@ -603,6 +603,52 @@ def feed_forward(
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 
+def _gated(
+    activation: str,
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> Tensor:
+    z, v = F.linear(input, w, b).chunk(2, -1)
+    hidden = ACTIVATIONS[activation](z) * v
+    if dropout_p > 0:
+        assert dropout_seed is not None
+        rows, width = input.shape[:-1].numel(), w_2.shape[1]
+        drop = dropped(dropout_seed, 1, rows, width, dropout_p).view(hidden.shape)
+        hidden = torch.where(drop, 0.0, hidden) * _dropout_scale(dropout_p)
+    return F.linear(hidden, w_2, b_2)
+
+
+def geglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    return _gated("gelu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+
+
+def swiglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
+    return _gated("silu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+
+
 # -------------------------------------------------------------------------------------- embedding
 
 

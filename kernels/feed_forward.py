@@ -12,6 +12,11 @@ fuse and are torch's own. Saved: x, the weights, and h for relu - h > 0 exactly 
 element is kept, so that neither z nor the dropout mask is needed - or z for the other activations,
 from which h and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least
 bytes of the epilogue: h (and z) once.
+
+Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that holds both halves:
+    [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
+    dz = dh * Z * v * f'(z)    dv = dh * Z * f(z)
+All GEMMs are torch's own; one kernel makes h from [z, v], which is saved, and one h, dz and dv.
 """
 
 from __future__ import annotations
@@ -180,11 +185,79 @@ def _hidden_backward(
     tl.store(DZ + place, dz.to(DZ.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _gated(
+    Z, HIDDEN, SEED, threshold, inv_keep, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """One program owns a [BM, BN] tile of h = dropout(f(z) v), from rows that hold z, then v."""
+    i0 = tl.program_id(0) * BM
+    j0 = tl.program_id(1) * BN
+    i = tl.arange(0, BM)
+    j = j0 + tl.arange(0, BN)
+    ok = (i0 + i < M)[:, None] & (j < N)[None, :]
+    both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
+    z = tl.load(Z + both, mask=ok, other=0.0).to(ACC)
+    v = tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)
+    h = _activate(z, KIND) * v
+    if DROPOUT:
+        keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
+        h = tl.where(keep, h * inv_keep, 0.0)
+    place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
+    tl.store(HIDDEN + place, h.to(HIDDEN.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _gated_backward(
+    DH, Z, DZ, HIDDEN, SEED, threshold, inv_keep, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """One program owns a [BM, BN] tile of dz, of dv beside it, and of h."""
+    i0 = tl.program_id(0) * BM
+    j0 = tl.program_id(1) * BN
+    i = tl.arange(0, BM)
+    j = j0 + tl.arange(0, BN)
+    ok = (i0 + i < M)[:, None] & (j < N)[None, :]
+    place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
+    both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
+    dh = tl.load(DH + place, mask=ok, other=0.0).to(ACC)
+    z = tl.load(Z + both, mask=ok, other=0.0).to(ACC)
+    v = tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)
+    f = _activate(z, KIND)
+    h = f * v
+    if DROPOUT:
+        keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
+        h = tl.where(keep, h * inv_keep, 0.0)
+        dh = tl.where(keep, dh * inv_keep, 0.0)
+    dz = dh * v * _derivative(z, KIND)
+    dv = dh * f
+    tl.store(HIDDEN + place, h.to(HIDDEN.dtype.element_ty), mask=ok)
+    tl.store(DZ + both, dz.to(DZ.dtype.element_ty), mask=ok)
+    tl.store(DZ + both + N, dv.to(DZ.dtype.element_ty), mask=ok)
+
+
 # --------------------------------------------------------------------------------------- launchers
 
 
 def _accumulator(x: Tensor) -> tl.dtype:
     return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _elementwise(
+    kernel, rows: int, width: int, x: Tensor, tensors: tuple[Tensor, ...], kind: str, p: float, seed
+) -> None:
+    """Launches a kernel over tiles of [rows, width]."""
+    BM, BN = (256, 256) if INTERPRETED else (32, 128)
+    grid = (triton.cdiv(rows, BM), triton.cdiv(width, BN))
+    if grid[0] and grid[1]:
+        threshold, inv_keep = dropout_arguments(p)
+        with on_device(x):
+            kernel[grid](
+                *tensors, x if seed is None else seed, threshold, inv_keep, rows, width,
+                BM=BM, BN=BN, KIND=_KINDS[kind], DROPOUT=p > 0, ACC=_accumulator(x), num_warps=4,
+            )  # fmt: skip
 
 
 def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
@@ -251,16 +324,10 @@ def backward(
         dh = dy @ w_2
         dz = torch.empty_like(dh)
         hidden = saved if activation == "relu" else torch.empty_like(dh)
-        threshold, inv_keep = dropout_arguments(dropout_p)
-        BM, BN = (256, 256) if INTERPRETED else (32, 128)
-        grid = (triton.cdiv(rows, BM), triton.cdiv(width, BN))
-        if grid[0] and grid[1]:
-            with on_device(x):
-                _hidden_backward[grid](
-                    dh, saved, dz, hidden, x if dropout_seed is None else dropout_seed,
-                    threshold, inv_keep, rows, width, BM=BM, BN=BN, KIND=_KINDS[activation],
-                    DROPOUT=dropout_p > 0, ACC=_accumulator(x), num_warps=4,
-                )  # fmt: skip
+        _elementwise(
+            _hidden_backward, rows, width, x, (dh, saved, dz, hidden), activation, dropout_p,
+            dropout_seed,
+        )  # fmt: skip
     none = x.new_empty(0)
     return (
         (dz @ w_1).view(input.shape) if needs[0] else none,
@@ -271,6 +338,69 @@ def backward(
     )
 
 
-def supports(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed) -> str | None:
+# ------------------------------------------------------------------------------------------- gated
+
+
+def _register_gated(op: str, kind: str) -> tuple:
+    """The op and its backward, for one activation."""
+
+    def fake(input, w, b, w_2, b_2, dropout_p, dropout_seed):
+        return (
+            input.new_empty(*input.shape[:-1], w_2.shape[0]),
+            input.new_empty(*input.shape[:-1], w.shape[0]),
+        )
+
+    @register(
+        f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
+        "Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
+        fake,
+    )
+    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed):
+        rows, width = input.shape[:-1].numel(), w.shape[0] // 2
+        x = input.reshape(rows, input.shape[-1])
+        z = torch.nn.functional.linear(x, w, b)
+        hidden = x.new_empty(rows, width)
+        _elementwise(_gated, rows, width, x, (z, hidden), kind, dropout_p, dropout_seed)
+        output = torch.nn.functional.linear(hidden, w_2, b_2)
+        lead = input.shape[:-1]
+        return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
+
+    def fake_backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
+        return tuple(
+            input.new_empty(x.shape if need and x is not None else 0)
+            for x, need in zip((input, w, b, w_2, b_2), needs, strict=True)
+        )
+
+    @register(
+        f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
+        "Tensor? b_2, float dropout_p, Tensor? dropout_seed, Tensor saved, bool[] needs) "
+        "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
+        fake_backward,
+    )
+    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
+        rows, width = input.shape[:-1].numel(), w.shape[0] // 2
+        dy, x = grad_output.reshape(rows, w_2.shape[0]), input.reshape(rows, input.shape[-1])
+        z = saved.reshape(rows, 2 * width)
+        dh, dz = dy @ w_2, torch.empty_like(z)
+        hidden = torch.empty_like(dh)
+        tensors = dh, z, dz, hidden
+        _elementwise(_gated_backward, rows, width, x, tensors, kind, dropout_p, dropout_seed)
+        none = x.new_empty(0)
+        return (
+            (dz @ w).view(input.shape) if needs[0] else none,
+            dz.t() @ x if needs[1] else none.clone(),
+            dz.sum(0) if needs[2] else none.clone(),
+            dy.t() @ hidden if needs[3] else none.clone(),
+            dy.sum(0) if needs[4] else none.clone(),
+        )
+
+    return forward, backward
+
+
+geglu_forward, geglu_backward = _register_gated("geglu", "gelu")
+swiglu_forward, swiglu_backward = _register_gated("swiglu", "silu")
+
+
+def supports(input: Tensor, *_, **__) -> str | None:
     """Why the kernels cannot run this call, or None."""
     return unsupported_dtype(input)

@@ -118,6 +118,9 @@ _rows("cross_entropy", "sm_90", "bf16", (512, 32768), "v")
 _rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
 _feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
 _feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
+_rows("geglu", "sm_90", "bf16", (4096,))
+_rows("geglu", "sm_90", "fp32", (4096,))
+_rows("swiglu", "sm_90", "bf16", (4096,))
 for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     if _arch != "gfx90a":
         _attention(_arch, "bf16", (128,), ["causal"], [False])
@@ -127,6 +130,7 @@ for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     _layer_norm(_arch, "bf16", (8192, 16384), [False])
     _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
     _rows("embed", _arch, "bf16", (512,))
+    _rows("geglu", _arch, "bf16", (4096,))
     _rows("cross_entropy", _arch, "bf16", (32768,), "v")
     _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
     _feed_forward(_arch, "fp32", ["gelu"], [True])

@@ -269,6 +269,17 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     embedding.backward(torch.empty_like(output), *arguments, [True, False])
 
 
+def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
+    forward, backward = (
+        getattr(feed_forward, f"{case['op']}_{which}") for which in ("forward", "backward")
+    )
+    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64))
+    output, saved = forward(*arguments)
+    backward(torch.empty_like(output), *arguments, saved, [True, True, False, True, False])
+
+
 def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     d, width, dtype = case["d"], 4 * case["d"], DTYPES[case["dtype"]]
     x, w_1, b_1 = (
@@ -290,6 +301,8 @@ CALLS = {
     "dropout_add_layer_norm": (layer_norm, call_dropout_add_layer_norm),
     "cross_entropy": (cross_entropy, call_cross_entropy),
     "embed": (embedding, call_embed),
+    "geglu": (feed_forward, call_gated),
+    "swiglu": (feed_forward, call_gated),
     "feed_forward": (feed_forward, call_feed_forward),
 }
 

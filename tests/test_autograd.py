@@ -72,6 +72,11 @@ ARGUMENTS = {
         (r(3, 5), r(3, 5), r(5), r(5), 0.25),
         {"eps": 0.1, "unbiased": True, "dropout_seed": 1},
     ),
+    "geglu": lambda r: (
+        (r(3, 4), r(12, 4), r(12), r(5, 6), r(5), 0.25),
+        {"dropout_seed": 1},
+    ),
+    "swiglu": lambda r: ((r(3, 4), r(12, 4), None, r(5, 6), None), {}),
     "embed": lambda r: (
         (r.classes(4, 2, 0, 4).view(2, 2), r(6, 5), r(3, 5), 0.25),
         {"dropout_seed": 1, "padding_idx": 5},

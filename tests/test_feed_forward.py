@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -91,7 +92,90 @@ def test_saves_one_hidden_tensor(device, activation):
     assert [tuple(t.shape) for t in saved].count((9, 70)) == 1
 
 
+# ------------------------------------------------------------------------------------------ gated
+
+GATED = {"geglu": functional.geglu, "swiglu": functional.swiglu}
+
+
+def gated(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bias=True):
+    def random(*shape):
+        return (torch.randn(shape, device=device) * shape[-1] ** -0.5).to(dtype)
+
+    return {
+        "input": torch.randn(*lead, d, device=device).to(dtype),
+        "w": random(2 * width, d),
+        "b": random(2 * width) if bias else None,
+        "w_2": random(out, width),
+        "b_2": random(out) if bias else None,
+    }
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("op", GATED)
+def test_gated(backend, device, against_oracle, op, dtype, dropout_p):
+    x = gated(3, 11, dtype=dtype, device=device)
+    against_oracle(GATED[op], x, dropout_p=dropout_p, dropout_seed=5)
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_gated_shapes_and_views(backend, device, against_oracle, op):
+    for lead, d, width, out in (((1,), 1, 1, 1), ((300,), 17, 300, 16), ((), 8, 40, 8)):
+        x = gated(*lead, d=d, width=width, out=out, device=device)
+        against_oracle(GATED[op], x, dropout_p=0.1, dropout_seed=2)
+    x = gated(2, 5, device=device, bias=False)
+    x["input"] = torch.randn(5, 2, 48, device=device).transpose(0, 1)[..., ::2]
+    x["w"] = torch.randn(24, 140, device=device).t() * 0.2
+    against_oracle(GATED[op], x)
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_gated_by_its_parts(backend, device, op):
+    """The first half of w is what is activated."""
+    x = gated(6, device=device)
+    z, v = F.linear(x["input"], x["w"], x["b"]).chunk(2, -1)
+    hidden = (F.gelu(z) if op == "geglu" else F.silu(z)) * v
+    torch.testing.assert_close(GATED[op](**x), F.linear(hidden, x["w_2"], x["b_2"]))
+
+
+@pytest.mark.parametrize("op", GATED)
+def test_gated_empty(backend, device, op):
+    x = {n: t.requires_grad_() for n, t in gated(0, 3, device=device).items()}
+    out = GATED[op](**x, dropout_p=0.1)
+    assert out.shape == (0, 3, 20)
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), list(x.values())))
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (
+            {"w": torch.zeros(141, 24)},
+            ValueError,
+            r"w has shape \[141, 24\]; expected \[2 d_ff, d\]",
+        ),
+        ({"w_2": torch.zeros(20, 140)}, ValueError, "expected .* with d_ff = 70"),
+        (
+            {"b": torch.zeros(70)},
+            ValueError,
+            r"b has shape \[70\]; expected \[140\], the rows of w",
+        ),
+        ({"b_2": torch.zeros(20).half()}, TypeError, "b_2 has dtype torch.float16"),
+        ({"dropout_p": 1.1}, ValueError, "dropout_p is 1.1"),
+    ],
+)
+def test_bad_gated_input(backend, change, error, words):
+    for op in GATED.values():
+        with pytest.raises(error, match=words):
+            op(**{**gated(2), **change})
+
+
 BUGS = {
+    "gate without dropout": ("_gated", "h * inv_keep, 0.0", "h * inv_keep, h"),
+    "gate's halves swapped": ("_gated", "tl.load(Z + both + N", "tl.load(Z + both"),
+    "gradient of v dropped twice": ("_gated_backward", "dv = dh * f", "dv = dh * h"),
+    "gradient of z without v": ("_gated_backward", "dh * v * _deriv", "dh * _deriv"),
+    "gated gradient not dropped": ("_gated_backward", "dh * inv_keep, 0.0", "dh * inv_keep, dh"),
     "bias left out": ("_hidden", "acc += tl.load(B + j", "acc += 0 * tl.load(B + j"),
     "dropout not rescaled": ("_hidden", "h * inv_keep", "h"),
     "dropout of other rows": ("_hidden", "i0, j0, threshold", "i0 + 16, j0, threshold"),
@@ -116,6 +200,8 @@ def test_a_planted_bug_is_caught(device, against_oracle, plant, bug):
             x = inputs(40, d=257, device=device)
             rule = {"activation": activation, "dropout_p": 0.3, "dropout_seed": 5}
             against_oracle(functional.feed_forward, x, **rule)
+        for op in GATED.values():
+            against_oracle(op, gated(40, device=device), dropout_p=0.3, dropout_seed=5)
 
     with use_backend("triton"), pytest.raises(AssertionError):
         check()

@@ -1,0 +1,303 @@
+"""The model as a whole: compiled, captured, exported, in mixed precision, checkpointed, spread over
+processes; how many ops it takes and how much it saves.
+"""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_worker
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastformer as ff
+from fastformer import use_backend
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+
+
+def model_and_batch(device, dropout=0.0, N=1):
+    model = ff.make_model(11, 13, N, d_model=16, d_ff=32, h=2, dropout=dropout).to(device)
+    src = torch.randint(1, 11, (2, 7), device=device)
+    src[1, 5:] = 0
+    return model, ff.Batch(src, torch.randint(1, 13, (2, 6), device=device))
+
+
+def step(model, batch):
+    """The loss and the gradients of one training step."""
+    compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(13, 0, 0.1))
+    out = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+    loss = compute(out, batch.tgt_y, batch.ntokens)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_same(have, want, **close):
+    for a, b in zip(have, want):
+        torch.testing.assert_close(a, b, **close)
+
+
+def test_compiled(backend, device):
+    """One graph, forward and backward, and the same numbers."""
+    model, batch = model_and_batch(device)
+    want = step(model, batch)
+    compiled = torch.compile(step, fullgraph=False, backend="aot_eager")
+    assert_same(compiled(model, batch), want, atol=1e-5, rtol=1e-4)
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
+    torch.testing.assert_close(whole(*inputs), model(*inputs), atol=1e-5, rtol=1e-4)
+
+
+def test_compiled_with_dropout(backend, device):
+    """From one seed the compiled model draws what the eager one draws."""
+    model, batch = model_and_batch(device, dropout=0.3)
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
+    torch.manual_seed(3)
+    want = model(*inputs)
+    torch.manual_seed(3)
+    torch.testing.assert_close(whole(*inputs), want, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(whole(*inputs), whole(*inputs))
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_checkpointed_layers(backend, device, N):
+    """Each layer computed twice, with the same dropout."""
+    model, batch = model_and_batch(device, dropout=0.3, N=N)
+    x = model.src_embed(batch.src).detach()
+    grads = []
+    for replayed in (False, True):
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        out = leaf
+        for layer in model.encoder.layers:
+            if replayed:
+                out = checkpoint(layer, out, batch.src_mask, use_reentrant=False)
+            else:
+                out = layer(out, batch.src_mask)
+        grads.append([out, *torch.autograd.grad(out.square().sum(), leaf)])
+    assert_same(*grads, atol=1e-5, rtol=1e-4)
+
+
+def test_autocast_over_float32_weights(backend, device):
+    """bfloat16 inside, float32 weights, gradients and loss; it trains."""
+    torch.manual_seed(0)
+    model, batch = model_and_batch(device)
+    exact = step(model, batch)
+    with torch.autocast(device.type, torch.bfloat16):
+        low = step(model, batch)
+    assert low[0].dtype == torch.float32 and all(g.dtype == torch.float32 for g in low[1:])
+    assert abs(low[0] - exact[0]) < 0.03 * exact[0]
+    for a, b in zip(low[1:], exact[1:]):
+        assert (a - b).norm() < 0.1 * b.norm() + 1e-3
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, *grads = step(model, batch)
+        for p, g in zip(model.parameters(), grads):
+            p.grad = g
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_exported_encoder(backend, device, with_mask):
+    """torch.export gives a program with the ops of the backend, and the same numbers."""
+    model, batch = model_and_batch(device, dropout=0.1)
+    encoder = model.encoder.eval()
+    x = model.src_embed.eval()(batch.src).detach()
+    inputs = (x, batch.src_mask if with_mask else None)
+    with torch.no_grad():
+        program = torch.export.export(encoder, inputs)
+        torch.testing.assert_close(program.module()(*inputs), encoder(*inputs))
+    ops = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    ours = {op for op in ops if op.startswith("fastformer")}
+    assert bool(ours) == (backend == "triton")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+@pytest.mark.gpu
+def test_captured_training_step(device):
+    """A whole step, optimizer included, replayed from a CUDA graph."""
+    model, batch = model_and_batch(device, dropout=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=True)
+
+    def train():
+        loss, *grads = step(model, batch)
+        for p, g in zip(model.parameters(), grads):
+            p.grad = g
+        optimizer.step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = train()
+    losses = []
+    for _ in range(30):
+        graph.replay()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and len(set(losses)) > 20
+
+
+# ---------------------------------------------------------------------------------- processes
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes(tmp_path, backend, kind):
+    """DDP and FSDP2 on halves of a batch: the loss and the gradients of the whole one."""
+    if torch.cuda.is_available():
+        pytest.skip("two gloo processes on a CPU")
+    model, batch = distributed_worker.model_and_batch()
+    loss = distributed_worker.Loss(model)
+    parts = (distributed_worker.half(batch, rank) for rank in range(2))
+    value = sum(loss(*part) for part in parts) / 2
+    grads = torch.autograd.grad(value, list(model.parameters()))
+    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+    command = [sys.executable, str(HERE / "distributed_worker.py"), kind]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), backend],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    answers = [p.communicate(timeout=300) for p in processes]
+    assert all(p.returncode == 0 for p in processes), answers[0][1] + answers[1][1]
+    found = json.loads(answers[0][0].strip().splitlines()[-1])
+    assert abs(found["loss"] - value.item()) < 1e-5
+    assert abs(found["norm"] - norm.item()) < 1e-4 * norm.item()
+
+
+# --------------------------------------------------------------------------- ops and memory
+
+D_MODEL, D_FF, HEADS, TOKENS = 64, 256, 4, 2 * 24
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that compute something: no views, no empty tensors."""
+
+    QUIET = (
+        *("view", "_unsafe_view", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+        *("slice", "select", "split", "unbind", "as_strided", "alias", "detach"),
+        *("empty", "empty_like", "empty_strided"),
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ not in self.QUIET:
+            self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def encoder(device, dropout=0.1, N=1):
+    return ff.make_model(9, 9, N, D_MODEL, D_FF, HEADS, dropout).encoder.to(device)
+
+
+def test_ops_of_an_encoder_layer(device):
+    """What one more layer of a stack adds, in training with padding: a number that is pinned."""
+    x = torch.randn(2, 24, D_MODEL, device=device, requires_grad=True)
+    mask = torch.ones(2, 1, 24, dtype=torch.bool, device=device)
+    counted = []
+    for N in (1, 2):
+        stack = encoder(device, N=N)
+        with use_backend("triton"), Ops() as forward:
+            out = stack(x, mask)
+        with Ops() as backward:
+            out.sum().backward()
+        counted.append((forward.counts, backward.counts))
+    forward, backward = (b - a for a, b in zip(*counted))
+    # attention and its seed; two sums with norms and their seeds; the FFN and its seed; the joined
+    # projection (two cats, one linear) and the output's.
+    ours = {n: c for n, c in forward.items() if n.startswith("fastformer")}
+    assert ours == {
+        "fastformer.scaled_dot_product_attention.default": 1,
+        "fastformer.dropout_add_layer_norm.default": 2,
+        "fastformer.feed_forward.default": 1,
+    }
+    assert sum(forward.values()) == FORWARD_OPS, forward
+    assert sum(backward.values()) == BACKWARD_OPS, backward
+
+
+FORWARD_OPS, BACKWARD_OPS = 12, 12
+
+
+class Tutorial(nn.Module):
+    """The Annotated Transformer's encoder layer, in eager PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(D_MODEL, D_MODEL) for _ in range(4))
+        self.w_1, self.w_2 = nn.Linear(D_MODEL, D_FF), nn.Linear(D_FF, D_MODEL)
+        self.norms = nn.ParameterList(torch.ones(D_MODEL) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+
+    def norm(self, x, i):
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return self.norms[2 * i] * (x - mean) / (std + 1e-6) + self.norms[2 * i + 1]
+
+    def forward(self, x, mask):
+        y = self.norm(x, 0)
+        q, k, v = (
+            layer(y).view(*x.shape[:2], HEADS, -1).transpose(1, 2) for layer in self.linears[:3]
+        )
+        scores = (q @ k.transpose(-2, -1)) / (D_MODEL // HEADS) ** 0.5
+        weights = self.dropout(scores.masked_fill(~mask.unsqueeze(1), -1e9).softmax(-1))
+        y = (weights @ v).transpose(1, 2).reshape(x.shape)
+        x = x + self.dropout(self.linears[3](y))
+        hidden = self.dropout(self.w_1(self.norm(x, 1)).relu())
+        return x + self.dropout(self.w_2(hidden))
+
+
+def saved_bytes(function, parameters):
+    """Memory that the graph keeps for the backward, the parameters apart."""
+    ours = {p.untyped_storage().data_ptr() for p in parameters}
+    kept = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = storage.nbytes(), storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        function()
+    return sum(n for n, _ in kept.values())
+
+
+def test_memory_of_an_encoder_layer(device):
+    """Bytes saved per token of one more layer: at most 60% of the tutorials' eager layer."""
+    x = torch.randn(2, 24, D_MODEL, device=device, requires_grad=True)
+    mask = torch.ones(2, 1, 24, dtype=torch.bool, device=device)
+    saved = []
+    for N in (1, 2):
+        stack = encoder(device, N=N)
+        with use_backend("triton"):
+            saved.append(saved_bytes(lambda stack=stack: stack(x, mask), stack.parameters()))
+    layer = Tutorial().to(device)
+    theirs = saved_bytes(lambda: layer(x, mask), layer.parameters())
+    ours = saved[1] - saved[0]
+    assert ours <= 0.6 * theirs, f"{ours / TOKENS:.0f} bytes a token, eager {theirs / TOKENS:.0f}"

@@ -70,3 +70,29 @@ def _forward(provider):
 
 def _torch(x, weight, target, smoothing):
     return F.cross_entropy(F.linear(x, weight), target, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(
+    "provider", [p for p in PROVIDERS if p in ("reference", "triton", "torch")]
+)
+@pytest.mark.parametrize("classes", CLASSES)
+def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, provider):
+    """On given logits: each is read twice and, with the gradient, read and written once more."""
+    logits = torch.randn(ROWS, classes, device=device, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, classes, (ROWS,), device=device)
+
+    def forward():
+        if provider == "torch":
+            return F.cross_entropy(logits, target, label_smoothing=0.1)
+        with ff.use_backend(provider):
+            return ff.cross_entropy(logits, target, label_smoothing=0.1)
+
+    measure(
+        differentiated(forward, (logits,)),
+        group=f"cross_entropy V={classes} rows={ROWS} {mode}",
+        provider=provider,
+        dtype=dtype,
+        nbytes=logits.nbytes * (3 if mode == "forward+backward" else 1),
+        rows=ROWS,
+        classes=classes,
+    )

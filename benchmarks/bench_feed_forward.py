@@ -68,3 +68,36 @@ def test_feed_forward(
         d_ff=d_ff,
         dropout_p=P,
     )
+
+
+@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "addmm_activation"])
+@pytest.mark.parametrize("op", ["geglu", "swiglu"])
+def test_gated(measure, differentiated, device, dtype, mode, op, provider):
+    """The gated forms beside torch's linear, activation, product and dropout."""
+    rows, d, d_ff = (16384, 1024, 2816) if GPU else (256, 512, 1408)
+    x = torch.randn(rows, d, device=device, dtype=dtype, requires_grad=True)
+    w, w_2 = (
+        (torch.randn(*shape, device=device, dtype=dtype) / shape[1] ** 0.5).requires_grad_()
+        for shape in ((2 * d_ff, d), (d, d_ff))
+    )
+
+    def forward():
+        if provider == "torch":
+            z, v = F.linear(x, w).chunk(2, -1)
+            hidden = (F.gelu(z) if op == "geglu" else F.silu(z)) * v
+            return F.linear(F.dropout(hidden, P), w_2)
+        with ff.use_backend(provider):
+            return getattr(ff, op)(x, w, None, w_2, None, P)
+
+    flops = 6 * rows * d * d_ff
+    measure(
+        differentiated(forward, (x, w, w_2)),
+        group=f"{op} {d}->{d_ff} rows={rows} {mode}",
+        provider=provider,
+        dtype=dtype,
+        flops=flops * (3 if mode == "forward+backward" else 1),
+        rows=rows,
+        d=d,
+        d_ff=d_ff,
+        dropout_p=P,
+    )

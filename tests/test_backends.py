@@ -148,7 +148,7 @@ def test_explain():
         )
     assert choice.backend == "reference" and "chosen" in choice.reason
     with pytest.raises(
-        ValueError, match="op is 'softmax'; expected one of feed_forward, layer_norm"
+        ValueError, match="op is 'softmax'; expected one of cross_entropy, dropout_add_layer_norm"
     ):
         explain("softmax")
     with pytest.raises(ValueError, match="normalized_shape"):  # bad arguments raise as in the call

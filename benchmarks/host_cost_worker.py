@@ -93,13 +93,14 @@ def stock(mode: str) -> Any:
     outputs made, inside of a torch.library.custom_op.
     """
     q, k, v, lengths, seed = inputs()
-    options = (None, None, DROPOUT, False, SCALE, None, "top_left", None, None, lengths, None, seed)
-    pointers = attention._pointers(q, None, None, None, lengths, None, seed)
-    plan = attention._Forward(q, k, v, *options)
+    tensors = (None, None, None, lengths, None, seed)
+    options = (DROPOUT, False, SCALE, None, "top_left", None, 0, 0)
+    pointers = attention._pointers(q, tensors)
+    plan = attention._Forward(q, k, v, tensors, options)
     output = attention._outputs(q, v)[0]
     gradient = torch.randn_like(output)
     needs = (True, True, True, False)
-    backward = attention._Backward(gradient, None, output, needs, q, k, v, *options)
+    backward = attention._Backward(gradient, None, output, needs, q, k, v, tensors, options)
 
     def start(launch: common.Launch, *given: Tensor) -> None:
         kernel, blocks = launch._kernel, launch._blocks

@@ -877,9 +877,11 @@ def _spans_int32(*tensors: Tensor) -> bool:
 class _Plan:
     """What a call's shapes, strides, dtypes and options fix: everything but where its tensors lie.
 
-    `launch` holds the kernels of the call by name, each with all its arguments but the pointers.
-    A packed batch comes as one batch of Tq queries and Tk keys, with the offsets of both, `starts`
-    and `lengths`.
+    `tensors` are what else the kernels read, each or None: attn_mask, bias, alibi_slopes, lengths,
+    starts, dropout_seed. `options`: dropout_p, is_causal, scale, window, causal_alignment, softcap,
+    max_q, max_k. A packed batch comes as one batch of Tq queries and Tk keys, with the offsets of
+    both, `starts` and `lengths`. `launch` holds the kernels of the call by name, each with all its
+    arguments but the pointers.
     """
 
     def __init__(
@@ -887,21 +889,11 @@ class _Plan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
-        bias: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float,
-        window: tuple[int, int] | None,
-        causal_alignment: str,
-        alibi_slopes: Tensor | None,
-        softcap: float | None,
-        lengths: Tensor | None,
-        starts: Tensor | None,
-        dropout_seed: Tensor | None,
-        max_q: int = 0,
-        max_k: int = 0,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
     ) -> None:
+        attn_mask, bias, alibi_slopes, lengths, starts, _ = tensors
+        dropout_p, is_causal, scale, window, causal_alignment, softcap, max_q, max_k = options
         self.launch: dict[str, Launch] = {}
         batch, self.heads, q_rows, dim = query.shape
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
@@ -991,8 +983,8 @@ def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 class _Forward(_Plan):
     """The forward, and what its outputs look like."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> None:
-        super().__init__(query, key, value, *options)
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> None:
+        super().__init__(query, key, value, *rest)
         output, lse = _outputs(query, value)
         self.output, self.lse = (output.shape, output.stride()), (lse.shape, lse.stride())
         self.lse_dtype = lse.dtype
@@ -1017,11 +1009,11 @@ class _Backward(_Plan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None,
-        bias: Tensor | None,
-        *options: Any,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
     ) -> None:
-        super().__init__(query, key, value, attn_mask, bias, *options)
+        super().__init__(query, key, value, tensors, options)
+        bias = tensors[1]
         batch, heads, rows, _ = query.shape
         self.constants["WIDE"] = self.constants["WIDE"] or _spans_int32(grad_output, output)
         self.bias_grad = _bias_grad(needs[3], bias, self.k_length)
@@ -1099,8 +1091,9 @@ def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
     return "key" if bias.dim() < 2 or bias.shape[-2] == 1 else "tile"
 
 
-def _pointers(query, attn_mask, bias, alibi_slopes, lengths, starts, seed) -> tuple[Tensor, ...]:
-    """What all kernels read; in the place of one that is not there, the query."""
+def _pointers(query: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What all kernels read, as `_Plan` names it; for one that is not there, the query."""
+    attn_mask, bias, alibi_slopes, lengths, starts, seed = tensors
     return (
         query if attn_mask is None else attn_mask.view(torch.uint8),
         query if bias is None else bias,
@@ -1111,47 +1104,47 @@ def _pointers(query, attn_mask, bias, alibi_slopes, lengths, starts, seed) -> tu
     )
 
 
-def _signature(
-    query, key, value, attn_mask, bias, dropout_p, is_causal, scale, window, causal_alignment,
-    alibi_slopes, softcap, lengths, starts, dropout_seed, max_q=0, max_k=0,
-):  # fmt: skip
-    """All that a `_Plan` is made from, as a key: its tensors by their layout."""
+def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
+    """All that a `_Plan` is made from, as a key: its tensors by their layout. (Written out: it is
+    most of what a call costs on the host.)
+    """
+    attn_mask, bias, alibi_slopes, lengths, starts, seed = tensors
+    dtype = query.dtype
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, query.dtype, query.device,
-        query.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
-        attn_mask if attn_mask is None else layout(attn_mask),
-        bias if bias is None else layout(bias), dropout_p, is_causal, scale, window,
-        causal_alignment, alibi_slopes if alibi_slopes is None else layout(alibi_slopes), softcap,
-        lengths if lengths is None else layout(lengths),
-        starts if starts is None else layout(starts),
-        dropout_seed if dropout_seed is None else dropout_seed.data_ptr() & 15, max_q, max_k,
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dtype, query.device, options,
+        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        None if attn_mask is None else layout(attn_mask), None if bias is None else layout(bias),
+        None if alibi_slopes is None else layout(alibi_slopes),
+        None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
+        None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
+        None if seed is None else seed.data_ptr() & 15,
     )  # fmt: skip
 
 
-def _run_forward(query, key, value, options, pointers) -> tuple[Tensor, Tensor]:
-    """(output, lse), from the arguments of `_Plan` and what `_pointers` made."""
-    signature = _signature(query, key, value, *options)
+def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor]:
+    """(output, lse); `tensors` and `options` as in `_Plan`."""
+    signature = _signature(query, key, value, tensors, options)
     plan = plans.get(signature)
     if plan is None:
         given = query, key, value
         query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (query, key, value))):
-            return _run_forward(query, key, value, options, pointers)
-        plan = remembered(signature, _Forward(query, key, value, *options))
+            return _run_forward(query, key, value, tensors, options)
+        plan = remembered(signature, _Forward(query, key, value, tensors, options))
     output = query.new_empty_strided(*plan.output)
     lse = query.new_empty_strided(*plan.lse, dtype=plan.lse_dtype)
     with on_device(query):
-        plan.forward(query, key, value, output, lse, *pointers)
+        plan.forward(query, key, value, output, lse, *_pointers(query, tensors))
     return output, lse
 
 
 def _run_backward(
-    grad_output, grad_lse, output, lse, needs, query, key, value, options, pointers
+    grad_output, grad_lse, output, lse, needs, query, key, value, tensors, options
 ) -> list[Tensor]:
     """[dq, dk, dv, dbias], an unwanted one empty."""
     signature = (
-        *_signature(query, key, value, *options), layout(grad_output), layout(grad_lse),
+        *_signature(query, key, value, tensors, options), layout(grad_output), layout(grad_lse),
         output.stride(), needs,
     )  # fmt: skip
     plan = plans.get(signature)
@@ -1160,12 +1153,13 @@ def _run_backward(
         grad_output, query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (grad_output, query, key, value))):
             return _run_backward(
-                grad_output, grad_lse, output, lse, needs, query, key, value, options, pointers
+                grad_output, grad_lse, output, lse, needs, query, key, value, tensors, options
             )
-        made = _Backward(grad_output, grad_lse, output, needs, query, key, value, *options)
+        made = _Backward(grad_output, grad_lse, output, needs, query, key, value, tensors, options)
         plan = remembered(signature, made)
+    pointers = _pointers(query, tensors)
     with on_device(query):
-        return plan.run(grad_output, grad_lse, output, lse, query, key, value, options[1], pointers)
+        return plan.run(grad_output, grad_lse, output, lse, query, key, value, tensors[1], pointers)
 
 
 _ARGUMENTS = (
@@ -1190,9 +1184,8 @@ def forward(
     """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq])."""
     return _run_forward(
         query, key, value,
-        (attn_mask, bias, dropout_p, is_causal, scale, window and tuple(window), causal_alignment,
-         alibi_slopes, softcap, key_lengths, None, dropout_seed),
-        _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
     )  # fmt: skip
 
 
@@ -1219,9 +1212,8 @@ def backward(
     """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
     grads = _run_backward(
         grad_output, grad_lse, output, lse, tuple(needs), query, key, value,
-        (attn_mask, bias, dropout_p, is_causal, scale, window and tuple(window), causal_alignment,
-         alibi_slopes, softcap, key_lengths, None, dropout_seed),
-        _pointers(query, attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
     )  # fmt: skip
     return tuple(grads)
 
@@ -1244,16 +1236,6 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
-def _packed_options(
-    cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment, window,
-    dropout_seed,
-) -> tuple[Any, ...]:  # fmt: skip
-    return (
-        None, None, dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None,
-        None, cu_seqlens_k, cu_seqlens_q, dropout_seed, max_q, max_k,
-    )  # fmt: skip
-
-
 def _fake_packed(query, key, value, *_):
     output, lse = _outputs(_heads_first(query), _heads_first(value))
     return _tokens_first(output), lse.squeeze(0)
@@ -1269,12 +1251,12 @@ def packed_forward(
 ):  # fmt: skip
     """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
-    options = _packed_options(
-        cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment,
-        window, dropout_seed,
+    output, lse = _run_forward(
+        query, key, value,
+        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
+        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
+         max_k),
     )  # fmt: skip
-    pointers = _pointers(query, None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed)
-    output, lse = _run_forward(query, key, value, options, pointers)
     return _tokens_first(output), lse.squeeze(0)
 
 
@@ -1300,15 +1282,12 @@ def packed_backward(
     """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
-    options = _packed_options(
-        cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale, causal_alignment,
-        window, dropout_seed,
-    )  # fmt: skip
-    pointers = _pointers(query, None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed)
-    needs = (*needs, False)
     grads = _run_backward(
-        grad_output, None, output, lse, needs, query, key, value, options, pointers
-    )
+        grad_output, None, output, lse, (*needs, False), query, key, value,
+        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
+        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
+         max_k),
+    )  # fmt: skip
     return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads[:3])
 
 

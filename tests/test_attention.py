@@ -385,6 +385,59 @@ def test_strided_views(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
 
 
+def test_strided_lengths_and_slopes(backend, device):
+    x = qkv(sq=20, sk=30, d=16, device=device)
+    lengths = torch.tensor([[7, 0], [25, 0]], device=device)[:, 0]
+    slopes = torch.rand(B, 2 * H, device=device)[:, ::2]
+    options = {"key_lengths": lengths, "alibi_slopes": slopes}
+    out = functional.scaled_dot_product_attention(**x, **options)
+    options = {name: t.clone(memory_format=torch.contiguous_format) for name, t in options.items()}
+    assert torch.equal(out, functional.scaled_dot_product_attention(**x, **options))
+
+
+def test_plans_are_told_apart(device, monkeypatch):
+    """A launch that is remembered serves calls alike in all that it depends on, and no other."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    made = []
+    for name in ("_Forward", "_Backward"):
+        plan = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda *a, plan=plan: made.append(plan) or plan(*a))
+    attention.plans.clear()
+    x = qkv(b=1, h=2, sq=20, sk=32, d=16, device=device)
+    low = {name: t.half() for name, t in x.items()}
+    flat = torch.zeros(2 * 20 * 32 + 1, device=device)
+    mask = torch.ones(20, 32, dtype=torch.bool, device=device)
+    calls = [
+        {},
+        low,
+        {"is_causal": True},
+        {"scale": 0.5},
+        {"window": (3, 3)},
+        {"window": (3, 4)},
+        {"window": (3, 4), "causal_alignment": "bottom_right"},
+        {"softcap": 2.0},
+        {"softcap": 3.0},
+        {"dropout_p": 0.5, "dropout_seed": 1},
+        {"dropout_p": 0.6, "dropout_seed": 1},
+        {"key_lengths": torch.tensor([9], device=device)},
+        {"key_lengths": torch.tensor([9], dtype=torch.int32, device=device)},
+        {"alibi_slopes": torch.ones(2, device=device)},
+        {"attn_mask": mask},
+        {"attn_mask": mask[:1]},
+        {"bias": flat[:640].view(20, 32)},
+        {"bias": flat[1:641].view(20, 32)},  # another alignment
+        {"bias": flat[:1280].view(2, 20, 32)},
+        {**low, "bias": flat[:640].view(20, 32).half()},
+        {**low, "bias": flat[:640].view(20, 32)},
+        {"query": x["query"].transpose(1, 2).contiguous().transpose(1, 2)},
+    ]
+    with use_backend("triton"):
+        for n, call in enumerate(calls):
+            for _ in range(2):
+                functional.scaled_dot_product_attention(**{**x, **call})
+            assert len(made) == n + 1, call
+
+
 def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
     x = qkv(sq=20, sk=30, d=16, device=device)
     lengths = torch.tensor([0, 30], device=device)

@@ -1,9 +1,11 @@
-"""The Triton kernels. Each file holds one op: forward, backward, launchers, registration,
-`supports`.
+"""The Triton kernels. Each file holds one op and its kin: forward, backward, launchers,
+registration, `supports`.
 
-    attention.py        softmax(scale q k^T) v with masks, lengths, causality and dropout
-    layer_norm.py       LayerNorm, both variance forms
-    feed_forward.py     the FFN: first GEMM with bias, activation and dropout in its epilogue
+    attention.py        softmax(scale q k^T + bias) v with masks, lengths, bands, dropout; packed
+    layer_norm.py       LayerNorm, both variance forms; RMSNorm; residual + dropout + LayerNorm
+    feed_forward.py     the FFN: first GEMM with bias, activation and dropout in its epilogue; gated
+    embedding.py        embedding, scale, positions and dropout
+    cross_entropy.py    the label-smoothed loss, of logits or of a linear layer
     common.py           what several of them share
     interpreter.py      repairs of Triton's CPU interpreter
 

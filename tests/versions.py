@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["attention", "layer_norm", "feed_forward", "dropout"]
+TESTS = ["attention", "padding", "dropout", "layer_norm"]
+TESTS += ["feed_forward", "embedding", "cross_entropy"]
 GATE = [sys.executable, "tests/compile_gate.py"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in TESTS)]
 

@@ -224,7 +224,9 @@ def scaled_dot_product_attention(
     of shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality
     included, every value has to be finite, as in torch.
 
-    A second derivative, and forward-mode differentiation, go through the reference.
+    A second derivative, and forward-mode differentiation, go through the reference. (Where that is
+    torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is
+    not implemented; in float64 it is.)
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
@@ -603,7 +605,7 @@ def _window(window: Sequence[int | None] | None) -> list[int] | None:
             raise TypeError(f"window is {window!r}; expected two ints, or None for no bound")
         if side < 0:
             raise ValueError(f"window is {window!r}; expected sides that are not negative")
-    sides = [-1 if side is None else side for side in window]
+    sides = [-1 if side is None else min(side, 2**30) for side in window]
     return None if sides == [-1, -1] else sides
 
 
@@ -830,7 +832,7 @@ def _require_spread(unbiased: bool, shape: list[int]) -> None:
 
 
 def _require_eps(eps: float) -> None:
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or eps < 0:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
 
 
@@ -1084,8 +1086,11 @@ def embed(
                 f"expected at most the {positional.shape[0]} of positional"
             )
         _require_device("positional", positional, "weight", weight)
-    if padding_idx is not None and not -classes <= padding_idx < classes:
-        raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {classes}")
+    if padding_idx is not None:
+        if not isinstance(padding_idx, int) or isinstance(padding_idx, bool):
+            raise TypeError(f"padding_idx is a {type(padding_idx).__name__}; expected an int")
+        if not -classes <= padding_idx < classes:
+            raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {classes}")
     if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
         raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
     if _readable(tokens) and tokens.numel():

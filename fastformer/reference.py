@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Philox4x32 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with 7 rounds.
 PHILOX_ROUNDS = 7
@@ -273,7 +274,7 @@ def _shift(
         return 0
     if key_lengths is None:
         return key.shape[-2] - query.shape[-2]
-    return (key_lengths - query.shape[-2]).view(-1, 1, 1, 1)
+    return (key_lengths.long() - query.shape[-2]).view(-1, 1, 1, 1)
 
 
 def _added(
@@ -343,6 +344,7 @@ def scaled_dot_product_attention(
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
     fast = fast and not _formula.always and softcap is None and not return_lse
     fast = fast and query.numel() > 0 and value.numel() > 0
+    fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
     if fast and plain and not (is_causal and causal_alignment == "bottom_right"):
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
@@ -408,7 +410,7 @@ def packed_attention(
     if is_causal or window is not None:  # the diagonal of each sequence is its own
         shift: int | Tensor = 0
         if causal_alignment == "bottom_right":
-            shift = (keys - queries).view(-1, 1, 1, 1)
+            shift = (keys - queries).long().view(-1, 1, 1, 1)
         i = torch.arange(max_q, device=query.device).view(-1, 1)
         mask, _ = _visible(k, i, shift, None, None, is_causal, None, window)
     out = scaled_dot_product_attention(
@@ -693,8 +695,11 @@ def cross_entropy(
     kept = flat != ignore_index
     constant = sum(n * p * math.log(p) for n, p in ((1, on), (v - 2, off)) if p > 0)
     true = logp.gather(1, flat.unsqueeze(1)).squeeze(1)
-    others = logp.sum(1) - logp[:, ignore_index] - true
-    rows = torch.where(kept, constant - on * true - off * others, 0.0)
+    rows = constant - on * true
+    if off > 0:
+        others = logp[:, :ignore_index].sum(1) + logp[:, ignore_index + 1 :].sum(1) - true
+        rows = rows - off * others
+    rows = torch.where(kept, rows, 0.0)
     if reduction == "none":
         return rows.view(target.shape)
     return rows.sum() if reduction == "sum" else rows.sum() / kept.sum()

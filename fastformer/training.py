@@ -257,7 +257,7 @@ class SimpleLossCompute:
         return functional.linear_cross_entropy(
             x,
             proj.weight,
-            y,
+            y.reshape(x.shape[:-1]),
             linear_bias=proj.bias,
             reduction="sum",
             ignore_index=criterion.padding_idx,

@@ -247,7 +247,8 @@ def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
     lut, dropout = embeddings.lut, position.dropout
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
-    if not (plain and _plain(embed, embeddings, position, lut, dropout)):
+    fits = tokens.dim() == 2 and tokens.shape[1] <= position.pe.shape[1]  # else its own error
+    if not (fits and plain and _plain(embed, embeddings, position, lut, dropout)):
         return embed(tokens)
     return functional.embed(
         tokens,

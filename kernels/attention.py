@@ -307,7 +307,10 @@ def _scores(
     s = s * qk_scale
     tanh = s
     if SOFTCAP:
-        tanh = 1.0 - 2.0 / (tl.math.exp2(s) + 1.0)
+        x = s * (0.5 * LN2)  # near 0 the other form cancels
+        xx = x * x
+        series = x * (1.0 + xx * (-1 / 3 + xx * (2 / 15 - xx * (17 / 315))))
+        tanh = tl.where(xx < 0.0625, series, 1.0 - 2.0 / (tl.math.exp2(s) + 1.0))
         s = tanh * (softcap * LOG2E)
     if BIAS == 1:
         s += key_bias
@@ -335,6 +338,8 @@ def _scores(
         if EDGE and LEFT:
             ok = ok & (j >= i + (shift - left))
         s = tl.where(ok, s, float("-inf"))
+        if SOFTCAP and (MASK == 1 or BIAS == 1):  # of a hidden key, which may hold anything
+            tanh = tl.where(ok, tanh, 0.0)
     return s, tanh
 
 
@@ -1112,7 +1117,8 @@ def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
     dtype = query.dtype
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15, dtype, query.device, options,
+        query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15, dtype, query.device,
+        options,
         dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
         None if attn_mask is None else layout(attn_mask), None if bias is None else layout(bias),
         None if alibi_slopes is None else layout(alibi_slopes),

@@ -299,13 +299,14 @@ def linear_forward(
     wanted = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
     share = _share(flat, ignore_index, reduction, rows.dtype)
+    one = torch.ones_like(share)  # a row's share of the mean would underflow in float16
     with on_device(input):
         for first in range(0, len(x), CHUNK):
             part = slice(first, first + CHUNK)
             logits = _logits(x[part], linear_weight, linear_bias)
             labels.loss(logits, flat[part], rows[part], lse[part])
             if any(wanted):
-                labels.gradient(logits, flat[part], lse[part], share, logits)
+                labels.gradient(logits, flat[part], lse[part], one, logits)
                 _accumulate(logits, x[part], linear_weight, sums, wanted, part)
     return _reduced(rows, share, target.shape, reduction), lse, *sums
 
@@ -325,10 +326,11 @@ def linear_backward(
     grad_loss, input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing,
     smoothing, lse, sum_input, sum_weight, sum_bias, needs,
 ):  # fmt: skip
-    """What the forward took times grad_loss; for reduction none the chunks once more."""
+    """What the forward took times grad_loss and a row's share; for none the chunks once more."""
     sums = [sum_input, sum_weight, sum_bias]
     if reduction != "none":
-        sums = [x * grad_loss if need else x for x, need in zip(sums, needs)]
+        factor = grad_loss.to(lse.dtype) * _share(target, ignore_index, reduction, lse.dtype)
+        sums = [x.to(lse.dtype) * factor if need else x for x, need in zip(sums, needs)]
     else:
         v, n = linear_weight.shape
         labels = _Labels(v, ignore_index, label_smoothing, smoothing)

@@ -385,6 +385,38 @@ def test_strided_views(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
 
 
+def test_a_hidden_key_under_softcap(backend, device):
+    x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
+    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool, device=device)
+    mask[..., 5] = False
+    grads = []
+    for fill in (0.0, float("nan")):
+        leaves = [t.clone() for t in x.values()]
+        leaves[1][:, :, 5] = leaves[2][:, :, 5] = fill
+        leaves = [t.requires_grad_() for t in leaves]
+        out = functional.scaled_dot_product_attention(*leaves, mask, softcap=30.0)
+        grads.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, poisoned in zip(*grads):
+        assert torch.equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("softcap", [1.0, 1e3, 1e6])
+def test_any_softcap(backend, device, against_oracle, softcap):
+    x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device)
+    against_oracle(functional.scaled_dot_product_attention, x, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_narrow_lengths(backend, device, dtype):
+    x = qkv(b=1, h=1, sq=50, sk=40, d=8, device=device)
+    results = []
+    for kind in (torch.int64, dtype):
+        lengths = torch.tensor([33], dtype=kind, device=device)
+        band = {"causal_alignment": "bottom_right", "window": (2**70, 0)}
+        results.append(functional.scaled_dot_product_attention(**x, key_lengths=lengths, **band))
+    assert torch.equal(*results) and (results[0][:, :, :17] == 0).all()
+
+
 def test_strided_lengths_and_slopes(backend, device):
     x = qkv(sq=20, sk=30, d=16, device=device)
     lengths = torch.tensor([[7, 0], [25, 0]], device=device)[:, 0]
@@ -407,6 +439,10 @@ def test_plans_are_told_apart(device, monkeypatch):
     low = {name: t.half() for name, t in x.items()}
     flat = torch.zeros(2 * 20 * 32 + 1, device=device)
     mask = torch.ones(20, 32, dtype=torch.bool, device=device)
+
+    def unaligned(t):
+        return torch.zeros(t.numel() + 1, device=device)[1:].view(t.shape).copy_(t)
+
     calls = [
         {},
         low,
@@ -430,6 +466,7 @@ def test_plans_are_told_apart(device, monkeypatch):
         {**low, "bias": flat[:640].view(20, 32).half()},
         {**low, "bias": flat[:640].view(20, 32)},
         {"query": x["query"].transpose(1, 2).contiguous().transpose(1, 2)},
+        *({name: unaligned(x[name])} for name in ("query", "key", "value")),
     ]
     with use_backend("triton"):
         for n, call in enumerate(calls):

@@ -172,6 +172,33 @@ def test_every_target_ignored(backend, device, reduction):
         assert all((g == 0).all() for g in torch.autograd.grad(loss.sum(), leaves))
 
 
+def test_a_mean_in_float16_does_not_underflow(backend, device):
+    """A row's share of the mean times a probability is no float16; the loss scale saves it."""
+    x = linear(600, 4, 3000, dtype=torch.float16, device=device, bias=False)
+    x = {n: t * 0.1 for n, t in x.items() if t is not None}
+    target, scale = targets(600, classes=1500, device=device), 65536.0
+    errors = []
+    for dtype, kind in ((torch.float16, backend), (torch.float64, "reference")):
+        leaves = {n: t.to(dtype).requires_grad_() for n, t in x.items()}
+        with use_backend(kind):
+            loss = ff.linear_cross_entropy(**leaves, target=target) * scale
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        errors.append([g.double() for g in (grads[0], grads[1][1500:])])
+    for have, want in zip(*errors):
+        assert (have - want).norm() < 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_kl_of_a_padding_column_at_minus_infinity(backend, device, smoothing):
+    x = torch.randn(3, 6, device=device)
+    x[:, 0] = float("-inf")
+    target = torch.tensor([1, 0, 5], device=device)
+    options = {"smoothing": "kl", "ignore_index": 0, "label_smoothing": smoothing}
+    loss = ff.cross_entropy(x, target, "sum", **options)
+    x[:, 0] = -200.0
+    torch.testing.assert_close(loss, ff.cross_entropy(x, target, "sum", **options))
+
+
 def test_large_and_hidden_logits(backend, device):
     """Large ones do not overflow; a class at -inf has no probability."""
     x = torch.tensor([[1e4, 0.0, -1e4], [-1e4, -1e4, float("-inf")]], device=device)

@@ -143,6 +143,7 @@ def test_kl_is_the_loss_of_the_tutorials(backend, device, smoothing):
     want = criterion(generator(x).view(14, 11), y.view(14))
     have = ff.SimpleLossCompute(generator, criterion)(x, y, 1)
     torch.testing.assert_close(have, want)
+    torch.testing.assert_close(ff.SimpleLossCompute(generator, criterion)(x, y.view(14), 1), want)
     leaves = [x, *generator.parameters()]
     for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in (have, want))):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -166,6 +166,7 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
         ({"positional": torch.zeros(9, 3)}, ValueError, "positional has shape"),
         ({"positional": torch.zeros(9, N).half()}, TypeError, "positional has dtype torch.float16"),
         ({"padding_idx": V}, ValueError, f"padding_idx is {V}"),
+        ({"padding_idx": 1.5}, TypeError, "padding_idx is a float"),
         ({"scale": "1"}, TypeError, "scale is a str"),
         ({"dropout_p": 2}, ValueError, "dropout_p is 2"),
     ],

@@ -328,6 +328,7 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
         ({"bias": torch.zeros(8).half()}, TypeError, "bias has dtype torch.float16"),
         ({"bias": torch.zeros(8, device="meta")}, ValueError, "bias is on meta"),
         ({"eps": -1.0}, ValueError, "eps is -1.0"),
+        ({"eps": float("nan")}, ValueError, "eps is nan"),
         ({"normalized_shape": ()}, ValueError, "normalized_shape"),
         (
             {

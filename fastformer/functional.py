@@ -199,7 +199,8 @@ def scaled_dot_product_attention(
             being the key length of the sequence where one is given: the last query stands at the
             last key.
         alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
-        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks.
+        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks, with
+            an absolute error of some c 2^-24 in the kernels: it is meant for caps up to hundreds.
         dropout_seed: the key of the dropout mask, an int or a tensor of one int64: the mask is a
             function of it and of (b, h, i, j) alone, the same on every backend. None draws one from
             torch's generator.

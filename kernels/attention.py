@@ -307,10 +307,7 @@ def _scores(
     s = s * qk_scale
     tanh = s
     if SOFTCAP:
-        x = s * (0.5 * LN2)  # near 0 the other form cancels
-        xx = x * x
-        series = x * (1.0 + xx * (-1 / 3 + xx * (2 / 15 - xx * (17 / 315))))
-        tanh = tl.where(xx < 0.0625, series, 1.0 - 2.0 / (tl.math.exp2(s) + 1.0))
+        tanh = 1.0 - 2.0 / (tl.math.exp2(s) + 1.0)
         s = tanh * (softcap * LOG2E)
     if BIAS == 1:
         s += key_bias

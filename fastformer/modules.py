@@ -420,9 +420,27 @@ class PositionwiseFeedForward(_Renamed):
         self.dropout = _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        w_1, w_2 = self.w_1, self.w_2
-        p = self.dropout.p if self.dropout.training else 0.0
-        return functional.feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, "relu", p)
+        return _fed(x, self.w_1, "relu", self.dropout, self.w_2)
+
+
+def _fed(
+    x: Tensor,
+    w_1: nn.Module,
+    activation: str | Callable[[Tensor], Tensor],
+    dropout: nn.Module,
+    w_2: nn.Module,
+) -> Tensor:
+    """w_2(dropout(activation(w_1(x)))): the op where the parts do what their classes say and the
+    activation is one of its own; else the parts, one after the other.
+    """
+    parts: list[Any] = [w_1, dropout, w_2]
+    known = [type(part) for part in parts] == [nn.Linear, nn.Dropout, nn.Linear]
+    if known and isinstance(activation, str) and _plain(*parts):
+        w, d, v = parts
+        p = d.p if d.training else 0.0
+        return functional.feed_forward(x, w.weight, w.bias, v.weight, v.bias, activation, p)
+    function = functional.ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    return w_2(dropout(function(w_1(x))))
 
 
 class LayerNorm(_Renamed):
@@ -460,6 +478,12 @@ class LayerNorm(_Renamed):
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(
             x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
+        )
+
+    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """(self(sum), sum), sum = residual + dropout(x), in one kernel."""
+        return functional.dropout_add_layer_norm(
+            x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
         )
 
     def extra_repr(self) -> str:
@@ -507,29 +531,39 @@ class _Stream:
 
     def run(self, connection: Any, sublayer: Callable[[Tensor], Tensor]) -> None:
         """x = connection(x, sublayer), of a SublayerConnection."""
-        norm, dropout = connection.norm, connection.dropout
-        known = type(connection) is SublayerConnection and type(dropout) is nn.Dropout
-        if not (known and _plain(connection, dropout)):
-            self.x = connection(self.value(), sublayer)
-        elif connection.norm_first:
-            normalized = self.normalized(norm)
-            self.waiting = sublayer(normalized), dropout
+        if type(connection) is SublayerConnection and _plain(connection):
+            self.add(connection.norm, connection.dropout, connection.norm_first, sublayer)
         else:
-            x = self.value()
-            self.waiting = sublayer(x), dropout
+            self.x = connection(self.value(), sublayer)
+
+    def add(
+        self,
+        norm: nn.Module,
+        dropout: nn.Module,
+        norm_first: bool,
+        sublayer: Callable[[Tensor], Tensor],
+    ) -> None:
+        """x = x + dropout(sublayer(norm(x))), or norm(x + dropout(sublayer(x)))"""
+        x = self.normalized(norm) if norm_first else self.value()
+        out = sublayer(x)
+        if type(dropout) is nn.Dropout and _plain(dropout):
+            self.waiting = out, dropout
+        else:
+            self.x = self.x + dropout(out)
+        if not norm_first:
             self.x = self.normalized(norm)
 
     def normalized(self, norm: nn.Module) -> Tensor:
         """norm(x)"""
-        if self.waiting is None or not (type(norm) is LayerNorm and _plain(norm)):
+        # Asked of the class itself: a class derived from it may compute something else.
+        if self.waiting is None or "after_sum" not in type(norm).__dict__ or not _plain(norm):
             return norm(self.value())
         out, dropout = self.waiting
         if out.dtype != self.x.dtype and functional._autocast_dtype(out) is None:
             return norm(self.value())
         p = dropout.p if dropout.training else 0.0
-        normalized, self.x = functional.dropout_add_layer_norm(
-            out, self.x, norm.weight, norm.bias, p, norm.eps, unbiased=norm.unbiased
-        )
+        fused: Any = norm
+        normalized, self.x = fused.after_sum(out, self.x, p)
         self.waiting = None
         return normalized
 

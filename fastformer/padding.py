@@ -87,10 +87,14 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
         raise ValueError(
             f"lengths holds {low if low < 0 else high}; expected lengths from 0 to S = {length}"
         )
-    cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
-    cu_seqlens[1:] = lengths.cumsum(0)
-    valid = torch.arange(length, device=x.device) < lengths.view(-1, 1)
-    return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, high)
+    return _packing_of(torch.arange(length, device=x.device) < lengths.view(-1, 1), high)
+
+
+def _packing_of(valid: Tensor, longest: int) -> Packing:
+    """Of the tokens that are True in a boolean [B, S], wherever they stand."""
+    cu_seqlens = torch.zeros(len(valid) + 1, dtype=torch.int32, device=valid.device)
+    cu_seqlens[1:] = valid.sum(1).cumsum(0)
+    return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), *valid.shape, longest)
 
 
 def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:

@@ -8,7 +8,7 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this folder
     __path__.append(str(_here.parent))
 
-from fastformer.backends import current_backend, explain, use_backend
+from fastformer.backends import current_backend, use_backend
 from fastformer.decoding import greedy_decode
 from fastformer.functional import (
     attention_weights,
@@ -35,6 +35,7 @@ from fastformer.modules import (
     clones,
 )
 from fastformer.padding import Packing, pad, unpad
+from fastformer.patch import Explanation, Report, accelerate, explain, restore, sdpa_override
 from fastformer.training import (
     Batch,
     LabelSmoothing,
@@ -62,6 +63,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "EncoderLayer",
+    "Explanation",
     "Generator",
     "LabelSmoothing",
     "LayerNorm",
@@ -69,9 +71,11 @@ __all__ = [
     "Packing",
     "PositionalEncoding",
     "PositionwiseFeedForward",
+    "Report",
     "SimpleLossCompute",
     "SublayerConnection",
     "__version__",
+    "accelerate",
     "attention",
     "attention_weights",
     "clones",
@@ -90,9 +94,11 @@ __all__ = [
     "packed_attention",
     "pad",
     "rate",
+    "restore",
     "rms_norm",
     "run_epoch",
     "scaled_dot_product_attention",
+    "sdpa_override",
     "subsequent_mask",
     "swiglu",
     "unpad",

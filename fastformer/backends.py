@@ -36,6 +36,9 @@ _logged: set[tuple[str, str]] = set()
 class _State(threading.local):
     backend: str | None = None
     explaining: bool = False
+    # Told why an op cannot run on the kernels, which then is no error under `triton` either.
+    obstacle: Callable[[str, str], None] | None = None
+    watch: Callable[[Choice], None] | None = None  # told of each op that runs
 
 
 _state = _State()
@@ -172,12 +175,14 @@ def choose(op: str, arguments: dict[str, Any]) -> Choice:
     if backend == "auto" and device.type == "cpu":
         return Choice(op, "reference", "the tensors are on the CPU")
     reason = _obstacle(op, arguments, device)
-    if backend == "triton":
-        if reason is not None:
-            raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
-        return Choice(op, "triton", "it was chosen")
     if reason is not None:
+        if backend == "triton" and _state.obstacle is None:
+            raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
+        if _state.obstacle is not None:
+            _state.obstacle(op, reason)
         return Choice(op, "reference", reason)
+    if backend == "triton":
+        return Choice(op, "triton", "it was chosen")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(device))
 
 
@@ -190,11 +195,36 @@ def _caveat(device: torch.device) -> str:
     return f"; no run of the kernels on a {name} is on record yet"
 
 
+class telling:
+    """Within it this thread says what it runs: `watch(choice)` for each op, and `obstacle(op,
+    reason)` where the kernels cannot run one, which then is no error under an explicit `triton`
+    but goes to the reference.
+    """
+
+    def __init__(
+        self,
+        obstacle: Callable[[str, str], None] | None = None,
+        watch: Callable[[Choice], None] | None = None,
+    ) -> None:
+        self._own = obstacle, watch
+
+    def __enter__(self) -> None:
+        obstacle, watch = self._own
+        self._former = _state.obstacle, _state.watch
+        _state.obstacle = obstacle or _state.obstacle
+        _state.watch = watch or _state.watch
+
+    def __exit__(self, *error: object) -> None:
+        _state.obstacle, _state.watch = self._former
+
+
 def run(op: str, **arguments: Any) -> Any:
     """Runs an op on the backend chosen for it. The names and their order are the op's own."""
     choice = choose(op, arguments)
     if _state.explaining:
         raise _Explained(choice)
+    if _state.watch is not None:
+        _state.watch(choice)
     if choice.backend == "triton":
         return autograd.apply(op, arguments)
     if current_backend() == "auto" and not torch.compiler.is_compiling():

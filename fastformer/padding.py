@@ -94,7 +94,8 @@ def _packing_of(valid: Tensor, longest: int) -> Packing:
     """Of the tokens that are True in a boolean [B, S], wherever they stand."""
     cu_seqlens = torch.zeros(len(valid) + 1, dtype=torch.int32, device=valid.device)
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
-    return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), *valid.shape, longest)
+    batch, length = valid.shape
+    return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, longest)
 
 
 def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:

@@ -1,0 +1,768 @@
+"""The forwards that `accelerate` puts in the place of other modules' own.
+
+A kind below stands for one class: torch's, or one of the Annotated Transformer. It brings
+`forward`, with the original's signature, and calls the ops of `fastformer.functional`; what they
+cannot do goes to the original's forward, call by call, and is counted on the module.
+
+Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import backends, functional, reference
+from fastformer.modules import (
+    MultiHeadedAttention,
+    PositionwiseFeedForward,
+    _fed,
+    _plain,
+    _Stream,
+)
+from fastformer.padding import Packing, _packing_of, pad, unpad
+
+# Padding is dropped where at least this share of a batch is padding: below it, taking the tokens
+# out and putting them back costs more.
+_WORTH_DROPPING = 0.1
+
+
+class _Explaining(threading.local):
+    modules: list[Any] | None = None  # the modules that are running, the innermost last
+
+
+_explaining = _Explaining()
+
+
+# ------------------------------------------------------------------------------------ what all have
+class _Accelerated:
+    """A module whose class was swapped; `original` is the class that it had.
+
+    A kind derives from this and brings `forward`. The class of a module is made of a kind and the
+    module's own class, so that `isinstance` and the class's other methods stay.
+    """
+
+    _kind: ClassVar[type[_Accelerated]]
+    _original: ClassVar[Any]
+    _base: ClassVar[Any] = None  # what is replaced, with what derives from it
+    _internal: ClassVar[tuple[str, ...]] = ()  # methods of it that our forward stands for
+
+    def _as_before(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward."""
+        _note(self, reason)
+        if backends._state.watch is not None:
+            backends._state.watch(backends.Choice(type(self).__name__, "torch", reason))
+        return self._original.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(
+        self, protocol: Any
+    ) -> Any:  # a copy, a pickle: the class has no name of its own
+        made = super().__reduce_ex__(protocol)
+        if not isinstance(made, tuple) or made[1] != (type(self),):
+            return made
+        return _rebuilt, (self._kind, self._original), *made[2:]
+
+
+_classes: dict[tuple[Any, Any], Any] = {}
+
+
+def _class(kind: type[_Accelerated], original: type[nn.Module]) -> Any:
+    """The class of the modules of the class `original` for which `kind` stands."""
+    if (kind, original) in _classes:
+        return _classes[kind, original]
+    names: dict[str, Any] = {"_kind": kind, "_original": original, "__module__": __name__}
+    if hasattr(kind, "after_sum"):  # which the stream looks for in the class itself
+        names["after_sum"] = kind.after_sum
+    made = type(original.__name__, (kind, original), names)
+    return _classes.setdefault((kind, original), made)
+
+
+def _rebuilt(kind: type[_Accelerated], original: type[nn.Module]) -> Any:
+    cls = _class(kind, original)
+    return cls.__new__(cls)
+
+
+def _note(module: Any, reason: str) -> None:
+    """Counts a call that did not run on the kernels."""
+    if not torch.compiler.is_compiling():
+        module.__dict__.setdefault("_fallbacks", Counter())[reason] += 1
+
+
+class _running(backends.telling):
+    """Within it the ops that run are those of `module`."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(lambda op, reason: _note(module, f"{op}: {reason}"))
+        self._module = module
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if _explaining.modules is not None:
+            _explaining.modules.append(self._module)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if _explaining.modules is not None:
+            _explaining.modules.pop()
+
+
+def _foreign(*tensors: Any) -> str | None:
+    """Why these are not tensors that a kernel can read, or None."""
+    for x in tensors:
+        if x is not None and type(x) not in (Tensor, nn.Parameter):
+            return f"an input or a parameter is a {type(x).__name__}"
+        if x is not None and x.is_nested:
+            return "an input is a nested tensor"
+    return None
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+class _Seen(NamedTuple):
+    """What the queries see, as `scaled_dot_product_attention` takes it: True takes part."""
+
+    attn_mask: Tensor | None = None
+    bias: Tensor | None = None
+    is_causal: bool = False
+    packing: Packing | None = None
+
+
+def _unknown(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
+    for name, mask in zip(names, masks):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(
+                f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is left "
+                "out, or a floating dtype, to be added to the scores"
+            )
+
+
+def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Any:
+    """function of each, once where one tensor stands for two."""
+    v = function(value)
+    k = v if key is value else function(key)
+    return (k if query is key else function(query)), k, v
+
+
+class _MultiheadAttention(_Accelerated):
+    _base = nn.MultiheadAttention
+    _internal = ("forward", "merge_masks")
+
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        reason = _foreign(query, key, value, key_padding_mask, attn_mask) or self._obstacle()
+        if reason is not None:
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return self._as_before(reason, query, key, value, *options)
+        self._require(query, key, value)
+        batched = query.dim() == 3
+        query, key, value = _each(self._leading, query, key, value)
+        seen = self._seen(query, key, batched, attn_mask, key_padding_mask, is_causal)
+        with _running(self):
+            if not need_weights:
+                return self._as_given(self._attend(query, key, value, seen), batched), None
+            out, weights = self._attend_with_weights(query, key, value, seen)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return self._as_given(out, batched), weights if batched else weights.squeeze(0)
+
+    def _obstacle(self: Any) -> str | None:
+        """Why the op cannot stand for this module, or None."""
+        if self.head_dim > functional.MAX_HEAD_DIM:
+            return f"the head dim is {self.head_dim}; the op takes up to {functional.MAX_HEAD_DIM}"
+        weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        others = (self.in_proj_bias, self.bias_k, self.bias_v)
+        return _foreign(*weights, *others, self.out_proj.weight, self.out_proj.bias)
+
+    def _require(self: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.dim() not in (2, 3):
+            raise ValueError(
+                f"query has shape {functional._shape(query)}; "
+                f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
+            )
+        features = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
+            if x.dim() != query.dim() or x.shape[-1] != n:
+                raise ValueError(
+                    f"{name} has shape {functional._shape(x)}; "
+                    f"expected {query.dim()} dimensions, as query, the last of them {n}"
+                )
+        batch = 0 if self.batch_first else 1
+        same = key.shape[:-1] == value.shape[:-1]
+        if not same or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
+            q, k, v = (functional._shape(x) for x in (query, key, value))
+            raise ValueError(
+                f"query {q}, key {k}, value {v}; expected one batch, and as many values as keys"
+            )
+
+    def _leading(self: Any, x: Tensor) -> Tensor:
+        """[N, L, E], of what the caller gives."""
+        if x.dim() == 2:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _as_given(self: Any, x: Tensor, batched: bool) -> Tensor:
+        """And back."""
+        if not batched:
+            return x.squeeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _seen(
+        self: Any,
+        query: Tensor,  # [N, L, E]
+        key: Tensor,  # [N, S, ..]
+        batched: bool,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
+    ) -> _Seen:
+        """torch's two masks, in which True leaves out and a float is added."""
+        batch, length, keys, heads = *query.shape[:2], key.shape[1], self.num_heads
+        if is_causal and attn_mask is None:
+            raise ValueError(
+                f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
+                "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
+            )
+        _unknown(names, (attn_mask, key_padding_mask))
+        if key_padding_mask is not None:
+            expected = [batch, keys] if batched else [keys]
+            if list(key_padding_mask.shape) != expected:
+                raise ValueError(
+                    f"{names[1]} has shape {functional._shape(key_padding_mask)}; "
+                    f"expected {'[N, S]' if batched else '[S]'} = {expected}"
+                )
+            key_padding_mask = key_padding_mask.view(batch, 1, 1, keys)
+        if attn_mask is not None:
+            if attn_mask.shape == (batch * heads, length, keys):
+                attn_mask = attn_mask.unflatten(0, (batch, heads))
+            elif attn_mask.shape != (length, keys):
+                raise ValueError(
+                    f"{names[0]} has shape {functional._shape(attn_mask)}; expected [L, S] = "
+                    f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
+                )
+        # Of keys appended behind the others a causal hint says nothing: there the mask is read.
+        is_causal = is_causal and self.bias_k is None and not self.add_zero_attn
+        visible, bias = None, None
+        for mask in (None if is_causal else attn_mask, key_padding_mask):
+            if mask is None:
+                continue
+            if mask.dtype == torch.bool and visible is None:
+                visible = ~mask
+                continue
+            if mask.dtype == torch.bool:  # beside another mask: as a bias of the keys
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))
+            elif mask.dtype != torch.float32:
+                mask = mask.to(query.dtype)
+            bias = mask if bias is None else bias + mask
+        return _Seen(visible, bias, is_causal)
+
+    def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> Tensor:
+        """[N, L, E] each, or [tokens, E] of a packed batch -> the same."""
+        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
+        p = self.dropout if self.training else 0.0
+        if seen.packing is not None:
+            at, longest = seen.packing.cu_seqlens, seen.packing.longest
+            out = functional.packed_attention(
+                q, k, v, at, at, longest, longest, dropout_p=p, is_causal=seen.is_causal
+            )
+        else:
+            k, v, seen = self._appended(k, v, seen)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            mask, bias, causal, _ = seen
+            out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal, bias=bias)
+            out = out.transpose(1, 2)
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def _attend_with_weights(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen
+    ) -> tuple[Tensor, Tensor]:
+        """Also the weights [N, H, L, S], after dropout, as torch returns them."""
+        _note(self, "need_weights=True: in plain PyTorch; need_weights=False takes the fused op")
+        q, k, v = self._projected(query, key, value)
+        k, v, seen = self._appended(k, v, seen)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
+        weights = F.dropout(weights, self.dropout, self.training)
+        out = (weights @ v.to(weights.dtype)).transpose(1, 2).flatten(-2)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias), weights
+
+    def _projected(self: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """query, key and value through their projections, those of one input in one GEMM."""
+        features, bias = self.embed_dim, self.in_proj_bias
+        if self.in_proj_weight is None:
+            groups = [(query, 1), (key, 1), (value, 1)]
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        else:
+            groups = [(query, 1), (key, 1), (value, 1)]
+            if key is value:
+                groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+            weights = self.in_proj_weight.split([n * features for _, n in groups])
+        biases = [None] * 3 if bias is None else bias.split([n * features for _, n in groups])
+        out: list[Tensor] = []
+        for (x, n), w, b in zip(groups, weights, biases):
+            heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
+            out += heads.unbind(-3)
+        return out
+
+    def _appended(self: Any, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor, _Seen]:
+        """With the learned key and value, and the zero ones, behind the others."""
+        ends = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
+        if self.add_zero_attn:
+            ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
+        mask, bias, causal, packing = seen
+        for end in ends:
+            shape = (len(k), 1, self.num_heads, self.head_dim)
+            last_k, last_v = (x.view(1, 1, *shape[2:]).expand(shape) for x in end)
+            k, v = torch.cat([k, last_k.to(k.dtype)], 1), torch.cat([v, last_v.to(v.dtype)], 1)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+            bias = None if bias is None else F.pad(bias, (0, 1))
+        return k, v, _Seen(mask, bias, causal, packing)
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+def _activation(function: Any) -> Any:
+    """Its name, where the op has it; else the function."""
+    if isinstance(function, nn.Module) and not _plain(function):
+        return function
+    if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
+        return "relu"
+    if function in (F.silu,) or type(function) is nn.SiLU:
+        return "silu"
+    if type(function) is nn.GELU:
+        return "gelu" if function.approximate == "none" else "gelu_tanh"
+    return "gelu" if function is F.gelu else function
+
+
+class _Layer(_Accelerated):
+    """What an encoder layer and a decoder layer share."""
+
+    _attentions: ClassVar[tuple[str, ...]]
+
+    def _obstacle(self: Any) -> str | None:
+        """Why the sublayers cannot run one after the other on one stream, or None."""
+        first = getattr(self, self._attentions[0])
+        for name in self._attentions:
+            attention = getattr(self, name)
+            if _MultiheadAttention not in type(attention).__mro__:
+                return f"{name} is a {type(attention).__name__} that was not replaced"
+            if not _plain(attention):
+                return f"{name} has hooks"
+            if attention.batch_first != first.batch_first:
+                return "one attention has batch_first, another has not"
+            if attention._obstacle() is not None:
+                return f"{name}: {attention._obstacle()}"
+        return None
+
+    def _feed(self: Any, x: Tensor) -> Tensor:
+        return _fed(x, self.linear1, _activation(self.activation), self.dropout, self.linear2)
+
+    def _attending(self: Any, name: str, seen: _Seen, memory: Tensor | None = None) -> Any:
+        """The sublayer x -> attention(x, memory, memory), of memory = x where it is None."""
+        attention = getattr(self, name)
+
+        def attend(x: Tensor) -> Tensor:
+            with _running(attention):
+                return attention._attend(x, *((x, x) if memory is None else (memory, memory)), seen)
+
+        return attend
+
+
+Context = tuple[Any, ...]  # what a layer's `through` takes after the stream
+
+
+def _encoder_input(
+    attention: Any,
+    src: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    names: tuple[str, str],
+) -> tuple[Tensor, Context]:
+    attention._require(src, src, src)
+    x = attention._leading(src)
+    return x, (attention._seen(x, x, src.dim() == 3, mask, key_padding_mask, is_causal, names),)
+
+
+def _decoder_input(
+    layer: Any,
+    tgt: Tensor,
+    memory: Tensor,
+    tgt_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    tgt_padding: Tensor | None,
+    memory_padding: Tensor | None,
+    tgt_is_causal: bool,
+    memory_is_causal: bool,
+) -> tuple[Tensor, Context]:
+    own, cross = layer.self_attn, layer.multihead_attn
+    own._require(tgt, tgt, tgt)
+    cross._require(tgt, memory, memory)
+    batched = tgt.dim() == 3
+    x, memory = own._leading(tgt), own._leading(memory)
+    names = ("tgt_mask", "tgt_key_padding_mask"), ("memory_mask", "memory_key_padding_mask")
+    seen = own._seen(x, x, batched, tgt_mask, tgt_padding, tgt_is_causal, names[0])
+    args = (memory_mask, memory_padding, memory_is_causal)
+    return x, (seen, memory, cross._seen(x, memory, batched, *args, names[1]))
+
+
+class _TransformerEncoderLayer(_Layer):
+    _base = nn.TransformerEncoderLayer
+    _internal = ("forward", "_sa_block", "_ff_block")
+    _attentions = ("self_attn",)
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        masks = (src_mask, src_key_padding_mask)
+        reason = _foreign(src, *masks) or self._obstacle()
+        if reason is not None:
+            return self._as_before(reason, src, *masks, is_causal)
+        names = ("src_mask", "src_key_padding_mask")
+        x, context = _encoder_input(self.self_attn, src, *masks, is_causal, names)
+        stream = _Stream(x)
+        self._through(stream, *context)
+        return self.self_attn._as_given(stream.value(), src.dim() == 3)
+
+    def _through(self: Any, stream: _Stream, seen: _Seen) -> None:
+        with _running(self):
+            first = self.norm_first
+            stream.add(self.norm1, self.dropout1, first, self._attending("self_attn", seen))
+            stream.add(self.norm2, self.dropout2, first, self._feed)
+
+
+class _TransformerDecoderLayer(_Layer):
+    _base = nn.TransformerDecoderLayer
+    _internal = ("forward", "_sa_block", "_mha_block", "_ff_block")
+    _attentions = ("self_attn", "multihead_attn")
+
+    def forward(
+        self: Any,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        hints = (tgt_is_causal, memory_is_causal)
+        reason = _foreign(tgt, memory, *masks) or self._obstacle()
+        if reason is not None:
+            return self._as_before(reason, tgt, memory, *masks, *hints)
+        x, context = _decoder_input(self, tgt, memory, *masks, *hints)
+        stream = _Stream(x)
+        self._through(stream, *context)
+        return self.self_attn._as_given(stream.value(), tgt.dim() == 3)
+
+    def _through(
+        self: Any, stream: _Stream, seen: _Seen, memory: Tensor, memory_seen: _Seen
+    ) -> None:
+        cross = self._attending("multihead_attn", memory_seen, memory)
+        with _running(self):
+            first = self.norm_first
+            stream.add(self.norm1, self.dropout1, first, self._attending("self_attn", seen))
+            stream.add(self.norm2, self.dropout2, first, cross)
+            stream.add(self.norm3, self.dropout3, first, self._feed)
+
+
+class _Stack(_Accelerated):
+    """What an encoder and a decoder share."""
+
+    _layer: ClassVar[type[_Layer]]
+    _internal = ("forward",)
+
+    def _obstacle(self: Any) -> str | None:
+        """Why the layers cannot run on one stream, or None."""
+        if len(self.layers) == 0:
+            return "it has no layers"
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, self._layer):
+                return f"layers.{i} is a {type(layer).__name__} that was not replaced"
+            if not _plain(layer):
+                return f"layers.{i} has hooks"
+            if layer._obstacle() is not None:
+                return f"layers.{i}: {layer._obstacle()}"
+            if layer.self_attn.batch_first != self.layers[0].self_attn.batch_first:
+                return f"layers.{i} has another batch_first than layers.0"
+        return None
+
+    def _normalized(self: Any, stream: _Stream) -> Tensor:
+        with _running(self):
+            return stream.value() if self.norm is None else stream.normalized(self.norm)
+
+
+def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
+    """The hint; without one whether the mask is causal, where a look at it is possible."""
+    if hint is not None or mask is None:
+        return bool(hint)
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or not _look(mask):
+        return False
+    left_out = True if mask.dtype == torch.bool else float("-inf")
+    return torch.equal(mask, torch.full_like(mask, left_out).triu(1))
+
+
+def _look(x: Tensor) -> bool:
+    """Whether the contents of x may decide what runs."""
+    return reference.eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class _TransformerEncoder(_Stack):
+    _base = nn.TransformerEncoder
+    _layer = _TransformerEncoderLayer
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        padding = src_key_padding_mask
+        reason = _foreign(src, mask, padding) or self._obstacle()
+        if reason is not None:
+            return self._as_before(reason, src, mask, padding, is_causal)
+        attention, batched = self.layers[0].self_attn, src.dim() == 3
+        causal = _is_causal(mask, is_causal)
+        names = ("mask", "src_key_padding_mask")
+        x, (seen,) = _encoder_input(attention, src, mask, padding, causal, names)
+        hidden = None
+        if self._drops_padding and batched and padding is not None and padding.dtype == torch.bool:
+            hidden = padding
+        packing = None
+        if hidden is not None and (mask is None or seen.is_causal):
+            packing = _worth_packing(hidden)
+        if packing is not None:
+            x, _ = unpad(x, packing)
+            seen = _Seen(is_causal=seen.is_causal, packing=packing)
+        stream = _Stream(x)
+        for layer in self.layers:
+            layer._through(stream, seen)
+        if packing is not None:
+            stream = _Stream(pad(stream.value(), packing))
+        elif hidden is not None:
+            stream = _Stream(stream.value().masked_fill(hidden.unsqueeze(-1), 0.0))
+        return attention._as_given(self._normalized(stream), batched)
+
+
+def _worth_packing(hidden: Tensor) -> Packing | None:
+    """The packing of the tokens that are not hidden [N, S], where dropping the others pays."""
+    if not _look(hidden):
+        return None
+    valid = ~hidden
+    counts = valid.sum(1)
+    longest, kept = (
+        (int(n) for n in torch.stack([counts.max(), counts.sum()])) if len(counts) else (0, 0)
+    )
+    worth = 0 < kept <= (1 - _WORTH_DROPPING) * hidden.numel()
+    return _packing_of(valid, longest) if worth else None
+
+
+class _TransformerDecoder(_Stack):
+    _base = nn.TransformerDecoder
+    _layer = _TransformerDecoderLayer
+
+    def forward(
+        self: Any,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        reason = _foreign(tgt, memory, *masks) or self._obstacle()
+        if reason is not None:
+            return self._as_before(reason, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        first = self.layers[0]
+        hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
+        x, context = _decoder_input(first, tgt, memory, *masks, *hints)
+        stream = _Stream(x)
+        for layer in self.layers:
+            layer._through(stream, *context)
+        return first.self_attn._as_given(self._normalized(stream), tgt.dim() == 3)
+
+
+# -------------------------------------------------------------------------------------------- norms
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 where torch.autocast runs the norms in it: on a GPU."""
+    low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if low and functional._autocast_dtype(x) is not None else x
+
+
+class _LayerNorm(_Accelerated):
+    _base = nn.LayerNorm
+    _internal = ("forward",)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        reason = _foreign(input, self.weight, self.bias)
+        if reason is not None:
+            return self._as_before(reason, input)
+        with _running(self):
+            return functional.layer_norm(
+                _wide(input), self.normalized_shape, self.weight, self.bias, self.eps
+            )
+
+    def after_sum(
+        self: Any, x: Tensor, residual: Tensor, dropout_p: float
+    ) -> tuple[Tensor, Tensor]:
+        """(self(sum), sum), sum = residual + dropout(x), in one kernel."""
+        normalized, total = functional.dropout_add_layer_norm(
+            _wide(x), _wide(residual), self.weight, self.bias, dropout_p, self.eps
+        )
+        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
+
+
+class _RMSNorm(_Accelerated):
+    _base = nn.RMSNorm
+    _internal = ("forward",)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        reason = _foreign(x, self.weight)
+        if reason is not None:
+            return self._as_before(reason, x)
+        with _running(self):
+            return functional.rms_norm(_wide(x), self.normalized_shape, self.weight, self.eps)
+
+
+# -------------------------------------------------------------------- the Annotated Transformer
+
+
+class _Tutorial(_Accelerated):
+    """A class known by its parts, and confirmed by a run."""
+
+    _arguments: ClassVar[tuple[str, ...]]  # of its forward
+
+    @staticmethod
+    def _matches(module: Any) -> bool:
+        """Whether a module has the parts."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _probes(module: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Arguments to try it with."""
+        raise NotImplementedError
+
+
+class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
+    _arguments = ("query", "key", "value", "mask")
+    keep_attention = False
+
+    def forward(  # type: ignore[override]
+        self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        reason = _foreign(query, key, value, mask)
+        if reason is None and self.d_k > functional.MAX_HEAD_DIM:
+            reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
+        if reason is not None:
+            return self._as_before(reason, query, key, value, mask)
+        with _running(self):
+            return MultiHeadedAttention.forward(self, query, key, value, mask)
+
+    @staticmethod
+    def _matches(module: Any) -> bool:
+        linears, h, d_k = (getattr(module, name, None) for name in ("linears", "h", "d_k"))
+        if not isinstance(linears, nn.ModuleList) or len(linears) != 4:
+            return False
+        if not (isinstance(h, int) and isinstance(d_k, int)):
+            return False
+        sizes = {(x.in_features, x.out_features) for x in linears if isinstance(x, nn.Linear)}
+        dropout = getattr(module, "dropout", None)
+        return sizes == {(h * d_k, h * d_k)} and isinstance(dropout, nn.Dropout)
+
+    @staticmethod
+    def _probes(module: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Any, ...]]:
+        query, memory = random(2, 4, module.h * module.d_k), random(2, 5, module.h * module.d_k)
+        padding = torch.arange(5, device=query.device) < torch.tensor([[[5]], [[3]]]).to(
+            query.device
+        )
+        causal = torch.ones(1, 4, 4, dtype=torch.bool, device=query.device).tril()
+        yield query, memory, memory, None
+        yield query, memory, memory, padding
+        yield query, query, query, causal
+
+
+class _AnnotatedNorm(_Tutorial):
+    _arguments = ("x",)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        reason = _foreign(x, self.a_2, self.b_2)
+        if reason is not None:
+            return self._as_before(reason, x)
+        with _running(self):
+            shape = self.a_2.shape
+            return functional.layer_norm(x, shape, self.a_2, self.b_2, self.eps, unbiased=True)
+
+    @staticmethod
+    def _matches(module: Any) -> bool:
+        a, b, eps = (getattr(module, name, None) for name in ("a_2", "b_2", "eps"))
+        if not (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
+            return False
+        return a.dim() == 1 and a.shape == b.shape and len(a) > 1 and isinstance(eps, float)
+
+    @staticmethod
+    def _probes(module: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Any, ...]]:
+        x = random(2, 3, len(module.a_2))
+        yield (x * 0.01 + 1,)  # a small spread, in which each form of eps is seen
+        yield (x,)
+
+
+class _AnnotatedFeedForward(_Tutorial, PositionwiseFeedForward):
+    _arguments = ("x",)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        reason = _foreign(x)
+        if reason is not None:
+            return self._as_before(reason, x)
+        with _running(self):
+            return PositionwiseFeedForward.forward(self, x)
+
+    @staticmethod
+    def _matches(module: Any) -> bool:
+        w_1, w_2, dropout = (getattr(module, name, None) for name in ("w_1", "w_2", "dropout"))
+        if not (isinstance(w_1, nn.Linear) and isinstance(w_2, nn.Linear)):
+            return False
+        return isinstance(dropout, nn.Dropout) and w_1.out_features == w_2.in_features
+
+    @staticmethod
+    def _probes(module: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Any, ...]]:
+        yield (random(2, 3, module.w_1.in_features),)
+
+
+KINDS: tuple[Any, ...] = (
+    _MultiheadAttention,
+    _TransformerEncoderLayer,
+    _TransformerDecoderLayer,
+    _TransformerEncoder,
+    _TransformerDecoder,
+    _LayerNorm,
+    _RMSNorm,
+)
+TUTORIAL: tuple[Any, ...] = (_AnnotatedAttention, _AnnotatedNorm, _AnnotatedFeedForward)

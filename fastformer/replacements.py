@@ -28,9 +28,9 @@ from fastformer.modules import (
 )
 from fastformer.padding import Packing, _packing_of, pad, unpad
 
-# Padding is dropped where at least this share of a batch is padding: below it, taking the tokens
-# out and putting them back costs more.
-_WORTH_DROPPING = 0.1
+# Padding is dropped where it is at least this share of a batch, and this many tokens: below that,
+# taking the tokens out and putting them back costs more.
+_WORTH_DROPPING = 0.1, 16
 
 
 class _Explaining(threading.local):
@@ -132,6 +132,7 @@ class _Seen(NamedTuple):
     bias: Tensor | None = None
     is_causal: bool = False
     packing: Packing | None = None
+    padding: Tensor | None = None  # attn_mask as it was given, where it is key_padding_mask alone
 
 
 def _unknown(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
@@ -269,7 +270,10 @@ class _MultiheadAttention(_Accelerated):
             elif mask.dtype != torch.float32:
                 mask = mask.to(query.dtype)
             bias = mask if bias is None else bias + mask
-        return _Seen(visible, bias, is_causal)
+        padding = None
+        if key_padding_mask is not None and attn_mask is None and bias is None:
+            padding = key_padding_mask.view(batch, keys)
+        return _Seen(visible, bias, is_causal, padding=padding)
 
     def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> Tensor:
         """[N, L, E] each, or [tokens, E] of a packed batch -> the same."""
@@ -283,7 +287,7 @@ class _MultiheadAttention(_Accelerated):
         else:
             k, v, seen = self._appended(k, v, seen)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            mask, bias, causal, _ = seen
+            mask, bias, causal = seen[:3]
             out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal, bias=bias)
             out = out.transpose(1, 2)
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
@@ -324,14 +328,14 @@ class _MultiheadAttention(_Accelerated):
         ends = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
-        mask, bias, causal, packing = seen
+        mask, bias = seen.attn_mask, seen.bias
         for end in ends:
             shape = (len(k), 1, self.num_heads, self.head_dim)
             last_k, last_v = (x.view(1, 1, *shape[2:]).expand(shape) for x in end)
             k, v = torch.cat([k, last_k.to(k.dtype)], 1), torch.cat([v, last_v.to(v.dtype)], 1)
             mask = None if mask is None else F.pad(mask, (0, 1), value=True)
             bias = None if bias is None else F.pad(bias, (0, 1))
-        return k, v, _Seen(mask, bias, causal, packing)
+        return k, v, seen._replace(attn_mask=mask, bias=bias)
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -445,10 +449,51 @@ class _TransformerEncoderLayer(_Layer):
         return self.self_attn._as_given(stream.value(), src.dim() == 3)
 
     def _through(self: Any, stream: _Stream, seen: _Seen) -> None:
+        if self._native(stream, seen):
+            return
         with _running(self):
             first = self.norm_first
             stream.add(self.norm1, self.dropout1, first, self._attending("self_attn", seen))
             stream.add(self.norm2, self.dropout2, first, self._feed)
+
+    def _native(self: Any, stream: _Stream, seen: _Seen) -> bool:
+        """At inference on a CPU the layer is one op of torch's, with less to do around its GEMMs.
+
+        Without a mask, and with padding that leaves each query a key, it computes what the parts
+        do. Whether it ran.
+        """
+        x, attention = stream.x, self.self_attn
+        if x.device.type != "cpu" or self.training or torch.is_grad_enabled():
+            return False
+        if backends.current_backend() == "triton" or not reference.eager(x) or not x.numel():
+            return False
+        if stream.waiting is not None or functional._autocast_dtype(x) is not None:
+            return False
+        if seen.is_causal or seen.bias is not None or seen.packing is not None:
+            return False
+        if seen.attn_mask is not None and (seen.padding is None or seen.padding.all(1).any()):
+            return False
+        parts = (self.norm1, self.norm2, self.linear1, self.linear2)
+        activation = _activation(self.activation)
+        known = all(_LayerNorm in type(norm).__mro__ for norm in parts[:2])
+        known = known and all(type(linear) is nn.Linear for linear in parts[2:])
+        known = known and _plain(*parts) and activation in ("relu", "gelu")
+        if not known or self.norm1.eps != self.norm2.eps or attention.num_heads % 2:
+            return False
+        weights = [attention.in_proj_weight, attention.in_proj_bias]
+        for part in (attention.out_proj, *parts):
+            weights += [part.weight, part.bias]
+        if any(w is None or w.dtype != x.dtype for w in weights):
+            return False
+        sizes = (attention.embed_dim, attention.num_heads)
+        form = (activation == "gelu", self.norm_first, self.norm1.eps)
+        mask = () if seen.padding is None else (seen.padding, 1)
+        whole: Any = torch._transformer_encoder_layer_fwd
+        stream.x = whole(x, *sizes, *weights[:4], *form, *weights[4:], *mask)
+        if backends._state.watch is not None:
+            why = "at inference on a CPU the layer is one op of torch's"
+            backends._state.watch(backends.Choice(type(self).__name__, "torch", why))
+        return True
 
 
 class _TransformerDecoderLayer(_Layer):
@@ -518,7 +563,7 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
     """The hint; without one whether the mask is causal, where a look at it is possible."""
     if hint is not None or mask is None:
         return bool(hint)
-    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or not _look(mask):
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad or not _look(mask):
         return False
     left_out = True if mask.dtype == torch.bool else float("-inf")
     return torch.equal(mask, torch.full_like(mask, left_out).triu(1))
@@ -576,7 +621,9 @@ def _worth_packing(hidden: Tensor) -> Packing | None:
     longest, kept = (
         (int(n) for n in torch.stack([counts.max(), counts.sum()])) if len(counts) else (0, 0)
     )
-    worth = 0 < kept <= (1 - _WORTH_DROPPING) * hidden.numel()
+    share, least = _WORTH_DROPPING
+    dropped = hidden.numel() - kept
+    worth = kept > 0 and dropped >= max(least, share * hidden.numel())
     return _packing_of(valid, longest) if worth else None
 
 

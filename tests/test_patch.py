@@ -1,0 +1,733 @@
+"""accelerate, restore, explain and sdpa_override: torch's modules against themselves, in float64 and
+before, on both backends.
+"""
+
+import copy
+import itertools
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastformer as ff
+from fastformer import patch, replacements, use_backend
+
+N, L, S, E, H = 2, 5, 7, 16, 2
+INF = float("-inf")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+
+
+def randomized(module, device, dtype=torch.float32):
+    """Every parameter drawn anew: torch starts biases at zero and norms at one."""
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.3)
+    return module.to(device, dtype)
+
+
+def cast(x, dtype):
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def results(module, args, kwargs, dtype, first=lambda out: out):
+    """The output and the gradients of the parameters and of the floating arguments."""
+    given = {**dict(enumerate(args)), **kwargs}
+    seen, leaves = {}, {}
+    for name, x in given.items():  # one tensor given twice stays one
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            if id(x) not in seen:
+                seen[id(x)] = leaves[name] = x.detach().to(dtype).requires_grad_()
+            given[name] = seen[id(x)]
+    out = module(*(given[i] for i in range(len(args))), **{k: given[k] for k in kwargs})
+    kept = first(out)
+    cotangent = torch.randn(kept.shape, generator=torch.Generator().manual_seed(1))
+    wanted = {**dict(module.named_parameters()), **leaves}
+    grads = torch.autograd.grad(
+        kept, list(wanted.values()), cotangent.to(kept), allow_unused=True, materialize_grads=True
+    )
+    return out, dict(zip(wanted, grads))
+
+
+def relative(have, want):
+    scale = max(float(want.detach().norm()), 1e-6 * want.numel() ** 0.5)
+    return float((have.detach().double() - want.detach().double()).norm()) / scale
+
+
+def check(original, *args, first=lambda out: out, **kwargs):
+    """The accelerated module against the original in float64, with every gradient."""
+    fast = copy.deepcopy(original)
+    report = ff.accelerate(fast)
+    assert report.replaced
+    wide = copy.deepcopy(original).double()
+    have, grads = results(fast, args, kwargs, torch.float32, first)
+    want, oracle = results(wide, args, kwargs, torch.float64, first)
+    assert first(have).shape == first(want).shape
+    error = relative(first(have), first(want))
+    assert error < 1e-5, f"output: {error:.1e}"
+    largest = max(g.norm() for g in oracle.values())
+    for name, grad in grads.items():  # key biases have no gradient but rounding
+        bound = 1e-5 * max(oracle[name].norm(), 1e-3 * largest)
+        assert (grad.double() - oracle[name]).norm() < bound, name
+    return have, want, report
+
+
+# ---------------------------------------------------------------------------------------- attention
+
+
+VARIANTS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
+    "both": {"add_bias_kv": True, "add_zero_attn": True, "bias": False},
+    "kdim": {"kdim": 6, "vdim": 10},
+    "kdim no bias": {"kdim": 6, "vdim": 10, "bias": False, "add_bias_kv": True},
+}
+
+
+def masks(device):
+    """By name: key_padding_mask and attn_mask, as torch takes them."""
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    causal = torch.ones(L, S, dtype=torch.bool, device=device).triu(2)
+    heads = torch.rand(N * H, L, S, device=device) < 0.3
+    heads[..., 0] = False
+
+    def added(mask):
+        return torch.zeros(mask.shape, device=device).masked_fill(mask, INF)
+
+    scores = torch.randn(L, S, device=device)
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": added(padding) + torch.randn(N, S, device=device)},
+        "mask": {"attn_mask": causal},
+        "float mask": {"attn_mask": scores + added(causal)},
+        "mask of heads": {"attn_mask": heads},
+        "float mask of heads": {"attn_mask": torch.randn(N * H, L, S, device=device)},
+        "two": {"key_padding_mask": padding, "attn_mask": causal},
+        "two floats": {"key_padding_mask": added(padding), "attn_mask": scores},
+        "mixed": {"key_padding_mask": padding, "attn_mask": scores},
+        "mixed again": {"key_padding_mask": added(padding), "attn_mask": heads},
+    }
+
+
+MASKS = list(masks("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_multihead_attention(variant, backend, device):
+    """Every kind of mask beside every form of the module, with and without weights."""
+    options = VARIANTS[variant]
+    forms = itertools.cycle([(True, None), (False, True), (False, None), (True, False)])
+    for (name, given), (batch_first, weights) in zip(masks(device).items(), forms):
+        module = nn.MultiheadAttention(E, H, batch_first=batch_first, **options)
+        randomized(module, device)
+        query = torch.randn(N, L, E, device=device)
+        key = torch.randn(N, S, options.get("kdim", E), device=device)
+        value = torch.randn(N, S, options.get("vdim", E), device=device)
+        if not batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        given = {**given, "need_weights": weights is not None}
+        if weights is not None:
+            given["average_attn_weights"] = weights
+        have, want, report = check(
+            module, query, key, value, first=lambda out: out[0], **given
+        )
+        if weights is None:
+            assert have[1] is None and not report.fallbacks, name
+        else:
+            assert have[1].shape == want[1].shape and relative(have[1], want[1]) < 1e-5, name
+
+
+@pytest.mark.parametrize("shared", ["query is key is value", "key is value", "value is query"])
+@pytest.mark.parametrize("batch_first", [True, False, None])
+def test_multihead_attention_layouts(shared, batch_first, backend, device):
+    """None: without a batch. One tensor given twice gets both gradients."""
+    module = randomized(nn.MultiheadAttention(E, H, batch_first=bool(batch_first)), device)
+    shape = (S, E) if batch_first is None else (N, S, E)
+    x, y = torch.randn(2, *shape, device=device)
+    args = {"query is key is value": (x, x, x), "key is value": (x, y, y)}.get(shared, (x, y, x))
+    for weights in (False, True):
+        have, want, _ = check(module, *args, first=lambda out: out[0], need_weights=weights)
+        if weights:
+            assert have[1].shape == want[1].shape and relative(have[1], want[1]) < 1e-5
+    if batch_first is None:
+        padding = torch.arange(S, device=device) >= 5
+        check(module, *args, first=lambda out: out[0], key_padding_mask=padding, need_weights=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}])
+def test_causal_hint(options, backend, device):
+    module = randomized(nn.MultiheadAttention(E, H, batch_first=True, **options), device)
+    x = torch.randn(N, S, E, device=device)
+    causal = nn.Transformer.generate_square_subsequent_mask(S, device=device)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    want = copy.deepcopy(module).double()(x.double(), x.double(), x.double(), attn_mask=causal.double())
+    ff.accelerate(module)
+    for mask in (causal, causal == INF):
+        for weights in (True, False):
+            hint = {"attn_mask": mask, "is_causal": True, "need_weights": weights}
+            have = module(x, x, x, **hint)
+            assert relative(have[0], want[0]) < 1e-5
+            assert not weights or relative(have[1], want[1]) < 1e-5
+            both = module(x, x, x, key_padding_mask=padding, **hint)[0]
+            torch.testing.assert_close(both[0], have[0][0])
+    with pytest.raises(ValueError, match="is_causal is True and attn_mask None"):
+        module(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize("variant", ["plain", "kdim", "no bias"])
+def test_fully_padded_rows(variant, backend, device):
+    """Zeros before the output projection, in every mode; finite gradients."""
+    options = VARIANTS[variant]
+    module = randomized(nn.MultiheadAttention(E, H, batch_first=True, **options), device)
+    ff.accelerate(module)
+    query = torch.randn(N, L, E, device=device, requires_grad=True)
+    key = torch.randn(N, S, options.get("kdim", E), device=device)
+    value = torch.randn(N, S, options.get("vdim", E), device=device)
+    padding = torch.zeros(N, S, dtype=torch.bool, device=device)
+    padding[1] = True
+    bias = module.out_proj.bias
+    expected = torch.zeros(L, E, device=device) if bias is None else bias.detach().expand(L, E)
+    for training, weights, grad in itertools.product((True, False), repeat=3):
+        module.train(training)
+        with torch.set_grad_enabled(grad):
+            out, w = module(query, key, value, padding, need_weights=weights)
+        torch.testing.assert_close(out[1], expected)
+        assert out.isfinite().all() and (w is None or w[1].eq(0).all())
+        if grad:
+            (grad_query,) = torch.autograd.grad(out.sum(), query)
+            assert grad_query.isfinite().all() and grad_query[1].eq(0).all()
+
+
+def test_weights_after_dropout(backend, device):
+    """As torch returns them: what multiplied the values."""
+    module = randomized(nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True), device)
+    x = torch.randn(N, S, E, device=device)
+    want = copy.deepcopy(module).eval()(x, x, x, average_attn_weights=False)[1]
+    ff.accelerate(module)
+    have = module(x, x, x, average_attn_weights=False)[1]
+    kept = have != 0
+    assert 0.2 < kept.float().mean() < 0.8
+    torch.testing.assert_close(have[kept], 2 * want[kept])
+
+
+def test_dropout_of_the_weights(backend, device):
+    """It is drawn: with p near 1 all weights go; both backends draw the same."""
+    module = randomized(nn.MultiheadAttention(E, H, dropout=0.3, batch_first=True), device)
+    x = torch.randn(N, S, E, device=device)
+    ff.accelerate(module)
+    torch.manual_seed(3)
+    have = module(x, x, x, need_weights=False)[0]
+    torch.manual_seed(3)
+    with use_backend("reference"):
+        torch.testing.assert_close(module(x, x, x, need_weights=False)[0], have)
+    assert not torch.allclose(module.eval()(x, x, x, need_weights=False)[0], have, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"key_padding_mask": torch.zeros(N, S + 1, dtype=torch.bool)}, ValueError, r"\[N, S\]"),
+        ({"attn_mask": torch.zeros(S, L)}, ValueError, "attn_mask has shape"),
+        ({"attn_mask": torch.zeros(3, L, S)}, ValueError, r"\[N H, L, S\]"),
+        ({"attn_mask": torch.zeros(L, S, dtype=torch.int64)}, TypeError, "attn_mask has dtype"),
+        ({"query": torch.zeros(N, L, E + 1)}, ValueError, "query has shape"),
+        ({"key": torch.zeros(S, E)}, ValueError, "key has shape"),
+        ({"value": torch.zeros(N, S + 1, E)}, ValueError, "as many values as keys"),
+        ({"query": torch.zeros(N, 1, L, E)}, ValueError, "query has shape"),
+    ],
+)
+def test_bad_arguments_of_attention(change, error, message):
+    module = nn.MultiheadAttention(E, H, batch_first=True)
+    ff.accelerate(module)
+    given = {"query": torch.zeros(N, L, E), "key": torch.zeros(N, S, E), "value": torch.zeros(N, S, E)}
+    with pytest.raises(error, match=message):
+        module(**{**given, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision(dtype, backend, device):
+    """The error is at most twice that of torch's own layer in the dtype."""
+    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True)
+    randomized(layer, device, dtype)
+    x = torch.randn(N, 64, E, device=device, dtype=dtype)
+    padding = torch.arange(64, device=device) >= torch.tensor([[64], [40]], device=device)
+    wide = copy.deepcopy(layer).double()(x.double(), src_key_padding_mask=padding)
+    torchs = layer(x, src_key_padding_mask=padding)
+    ff.accelerate(layer)
+    have = layer(x, src_key_padding_mask=padding)
+    assert have.dtype == dtype
+    peer, error = ((y.double() - wide).abs().max() for y in (torchs, have))
+    assert error <= 2 * peer, f"{error:.1e}, torch {peer:.1e}"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_what_the_op_cannot_do_is_torchs(backend, device):
+    """Call by call, under an explicit triton too, and counted."""
+    wide = nn.MultiheadAttention(600, 2, batch_first=True).to(device)  # a head dim of 300
+    x = torch.randn(1, 3, 600, device=device)
+    want = wide(x, x, x, need_weights=False)[0]
+    report = ff.accelerate(wide)
+    torch.testing.assert_close(wide(x, x, x, need_weights=False)[0], want)
+    assert report.fallbacks == {"": {"the head dim is 300; the op takes up to 256": 1}}
+    assert "the head dim is 300" in str(report)
+
+    nested = nn.MultiheadAttention(E, H, batch_first=True).to(device).eval()
+    ff.accelerate(nested)
+    x = torch.nested.nested_tensor([torch.randn(n, E, device=device) for n in (3, 5)])
+    with torch.no_grad():
+        out = nested(x, x, x, need_weights=False)[0]
+    assert out.is_nested
+
+
+def test_rows_too_wide_for_the_kernels(backend, device):
+    from fastformer.kernels.layer_norm import MAX_FEATURES
+
+    norm = nn.LayerNorm(MAX_FEATURES + 1).to(device)
+    x = torch.randn(2, MAX_FEATURES + 1, device=device)
+    want = norm(x)
+    report = ff.accelerate(norm)
+    torch.testing.assert_close(norm(x), want)
+    noted = report.fallbacks.get("", {})
+    assert (backend == "reference") == (not noted)
+    assert all(reason.startswith("layer_norm: a row has") for reason in noted)
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+LAYERS = {
+    "post-norm": {},
+    "pre-norm": {"norm_first": True},
+    "sequence first": {"batch_first": False},
+    "gelu": {"activation": "gelu"},
+    "gelu module": {"activation": nn.GELU(), "norm_first": True},
+    "gelu by tanh": {"activation": nn.GELU("tanh")},
+    "silu": {"activation": F.silu},
+    "relu module": {"activation": nn.ReLU()},
+    "any function": {"activation": torch.tanh},
+    "no bias": {"bias": False, "norm_first": True, "batch_first": False},
+    "eps": {"layer_norm_eps": 1e-2},
+}
+
+
+def layer_options(name):
+    return {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True, **LAYERS[name]}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_encoder_layer(name, backend, device):
+    options = layer_options(name)
+    layer = randomized(nn.TransformerEncoderLayer(E, H, **options), device)
+    x = torch.randn(N, S, E, device=device)
+    if not options["batch_first"]:
+        x = x.transpose(0, 1)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    causal = nn.Transformer.generate_square_subsequent_mask(S, device=device)
+    check(layer, x)
+    check(layer, x, src_key_padding_mask=padding)
+    check(layer, x, src_mask=causal, is_causal=True)
+    check(layer, torch.randn(S, E, device=device), src_mask=torch.randn(S, S, device=device))
+
+
+@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "sequence first", "silu", "no bias"])
+def test_decoder_layer(name, backend, device):
+    options = layer_options(name)
+    layer = randomized(nn.TransformerDecoderLayer(E, H, **options), device)
+    x, memory = torch.randn(N, L, E, device=device), torch.randn(N, S, E, device=device)
+    if not options["batch_first"]:
+        x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    causal = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
+    check(layer, x, memory)
+    given = {"tgt_mask": causal, "memory_key_padding_mask": padding}
+    check(layer, x, memory, **given, tgt_is_causal=True)
+    check(layer, x, memory, **given, memory_mask=torch.randn(L, S, device=device))
+
+
+def encoder(device, layers=2, norm=True, dropout=0.0, **options):
+    options = {"batch_first": True, **options}
+    layer = nn.TransformerEncoderLayer(E, H, 24, dropout, **options)
+    made = nn.TransformerEncoder(layer, layers, nn.LayerNorm(E) if norm else None)
+    return randomized(made, device)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:Support for mismatched")
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_encoder(norm, norm_first, backend, device):
+    """Also that train is eval, with and without gradients, where no padding is."""
+    model = encoder(device, norm=norm, norm_first=norm_first)
+    x = torch.randn(3, 24, E, device=device)
+    lengths = torch.tensor([24, 9, 14], device=device)
+    padding = torch.arange(24, device=device) >= lengths[:, None]
+    real = ~padding
+    causal = torch.ones(24, 24, dtype=torch.bool, device=device).triu(1)
+    for given in ({}, {"src_key_padding_mask": padding}, {"mask": causal}):
+        given_both = {**given, "src_key_padding_mask": padding}
+        for kwargs in (given, given_both):
+            check(model, x, first=lambda out: out[real], **kwargs)
+            fast = copy.deepcopy(model)
+            ff.accelerate(fast)
+            want = fast(x, **kwargs)[real]
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    have = fast.eval()(x, **kwargs)[real]
+                torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["right", "left", "scattered", "a whole sequence", "everything"])
+def test_padding_is_dropped(where, backend, device):
+    """Its positions come out of the layers as zeros; nothing there is computed or read."""
+    model = encoder(device)
+    x = torch.randn(3, 24, E, device=device)
+    lengths = torch.tensor([24, 9, 14], device=device)
+    padding = torch.arange(24, device=device) >= lengths[:, None]
+    if where == "left":
+        padding = padding.flip(1)
+    elif where == "scattered":
+        padding = torch.rand(3, 24, device=device) < 0.4
+    elif where == "a whole sequence":
+        padding[1] = True
+    elif where == "everything":
+        padding[:] = True
+    want = copy.deepcopy(model).double()(x.double(), src_key_padding_mask=padding)
+    report = ff.accelerate(model)
+    assert not model.use_nested_tensor
+    poisoned = x.masked_fill(padding.unsqueeze(-1), float("nan"))
+    if where == "everything":
+        poisoned = x
+    for mode in (True, False):
+        rows = ff.explain(model.train(mode), poisoned, src_key_padding_mask=padding).rows
+        assert ("packed_attention" in [op for _, op, *_ in rows]) == (where != "everything")
+        have = model(poisoned, src_key_padding_mask=padding)
+        assert relative(have[~padding], want[~padding]) < 1e-5
+        assert (have[padding] == model.norm.bias).all()  # of the norm after the layers
+    assert not report.fallbacks
+    have.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_drop_padding_is_a_choice(backend, device):
+    x = torch.randn(3, 24, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    kept, dropped = encoder(device), encoder(device, batch_first=False)
+    oracle = copy.deepcopy(kept).double()(x.double(), src_key_padding_mask=padding)
+    ff.accelerate(kept, drop_padding=False)
+    assert relative(kept(x, src_key_padding_mask=padding), oracle) < 1e-5  # everywhere
+    by_default = copy.deepcopy(dropped)
+    ff.accelerate(by_default)
+    ff.accelerate(dropped, drop_padding=True)
+    want = by_default(x.transpose(0, 1), src_key_padding_mask=padding).transpose(0, 1)
+    have = dropped(x.transpose(0, 1), src_key_padding_mask=padding).transpose(0, 1)
+    torch.testing.assert_close(have[~padding], want[~padding], atol=1e-5, rtol=1e-5)
+    assert (have[padding] == dropped.norm.bias).all() and (want[padding] != have[padding]).any()
+
+
+def test_little_padding_is_zeros_too(backend, device):
+    """Where dropping does not pay, what comes out is the same."""
+    model = encoder(device, norm=False)
+    ff.accelerate(model)
+    x = torch.randn(N, S, E, device=device)
+    padding = torch.zeros(N, S, dtype=torch.bool, device=device)
+    padding[1, -1] = True
+    ops = [op for _, op, *_ in ff.explain(model, x, src_key_padding_mask=padding).rows]
+    assert "packed_attention" not in ops
+    for mode, grad in itertools.product((True, False), repeat=2):
+        with torch.set_grad_enabled(grad):
+            assert (model.train(mode)(x, src_key_padding_mask=padding)[1, -1] == 0).all()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer(batch_first, backend, device):
+    """nn.Transformer with every mask at once, and from its checkpoint."""
+    model = nn.Transformer(E, H, 2, 2, 24, 0.0, batch_first=batch_first)
+    randomized(model, device)
+    src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    causal = model.generate_square_subsequent_mask(L, device=device)
+    given = {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    if not batch_first:
+        src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
+    check(model, src, tgt, **given)
+
+    want = model(src, tgt, **given)
+    fresh = nn.Transformer(E, H, 2, 2, 24, 0.0, batch_first=batch_first).to(device)
+    ff.accelerate(fresh)
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh(src, tgt, **given), want, atol=1e-5, rtol=1e-5)
+    assert list(fresh.state_dict()) == list(model.state_dict())
+    model.load_state_dict(fresh.state_dict())
+
+
+def test_inference_on_a_cpu_is_as_before():
+    """One op of torch's a layer, where it computes the same; no NaN for a row without keys."""
+    x = torch.randn(N, S, E)
+    for options in ({}, {"norm_first": True}, {"activation": "gelu"}):
+        model = encoder("cpu", **options).eval()
+        want = copy.deepcopy(model).double()(x.double())
+        ff.accelerate(model, drop_padding=False)
+        padding = torch.zeros(N, S, dtype=torch.bool)
+        padding[1, 4:] = True
+        masked = model(x, src_key_padding_mask=padding)
+        with torch.no_grad():
+            native = ff.explain(model, x, src_key_padding_mask=padding).rows
+            assert [row[1:3] for row in native[:2]] == [("TransformerEncoderLayer", "torch")] * 2
+            assert relative(model(x), want) < 1e-5
+            torch.testing.assert_close(
+                model(x, src_key_padding_mask=padding), masked, atol=1e-5, rtol=1e-5
+            )
+            padding[1] = True
+            assert model(x, src_key_padding_mask=padding).isfinite().all()
+
+
+# -------------------------------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(E),
+        nn.LayerNorm(E, eps=0.1),
+        nn.LayerNorm(E, bias=False),
+        nn.LayerNorm(E, elementwise_affine=False),
+        nn.LayerNorm((S, E)),
+        nn.RMSNorm(E),
+        nn.RMSNorm(E, eps=0.1),
+        nn.RMSNorm((S, E), elementwise_affine=False),
+    ],
+    ids=str,
+)
+def test_norms(norm, backend, device):
+    check(randomized(copy.deepcopy(norm), device), torch.randn(N, S, E, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype, device):
+    """The dtypes are those of torch's modules."""
+    model = encoder(device)
+    x = torch.randn(N, S, E, device=device).to(dtype)
+    fast = copy.deepcopy(model)
+    ff.accelerate(fast)
+    with torch.autocast(device.type, torch.bfloat16):
+        have, want = fast(x), model(x)
+        norm, torchs = fast.norm(x), model.norm(x)
+        attention, weights = fast.layers[0].self_attn(x, x, x)
+    assert have.dtype == want.dtype and norm.dtype == torchs.dtype
+    assert attention.dtype == torch.bfloat16 and weights.dtype == torch.bfloat16
+    assert (have.float() - want.float()).abs().max() < 0.1 * want.float().abs().max()
+
+
+# ----------------------------------------------------------------------- what a user's model relies on
+
+
+def test_everything_else_stays(device):
+    """Parameters, optimizer, state dict, printed structure, hooks, and what isinstance says."""
+    model = nn.Transformer(E, H, 1, 1, 24, 0.0, batch_first=True).to(device)
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    printed, keys = str(model), list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    model.encoder.layers[0].linear1.register_forward_hook(lambda *_: calls.append("linear1"))
+    model.decoder.layers[0].self_attn.register_forward_pre_hook(lambda *_: calls.append("attn"))
+    model.decoder.norm.register_full_backward_hook(lambda *_: calls.append("backward"))
+    report = ff.accelerate(model)
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert (str(model), list(model.state_dict())) == (printed, keys)
+    assert isinstance(model.encoder.layers[0], nn.TransformerEncoderLayer)
+    assert isinstance(model.encoder.layers[0].self_attn, nn.MultiheadAttention)
+    src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
+    model(src, tgt).sum().backward()
+    assert sorted(calls) == ["attn", "backward", "linear1"]
+    assert "self_attn has hooks" in str(report.fallbacks)
+    weight = model.encoder.layers[0].linear1.weight
+    old = weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(old, weight)
+
+
+def test_replaced_parts_are_called(device):
+    """Of another class, as adapters are: a layer calls them."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+    layer.linear1 = Doubled(E, 24)
+    layer.norm2 = nn.Identity()
+    layer.dropout1 = nn.Identity()
+    check(randomized(layer, device), torch.randn(N, S, E, device=device))
+
+
+def attributes(model):
+    return [(type(m), list(m.__dict__.items())) for m in model.modules()]
+
+
+def test_restore(device):
+    """The classes and every attribute, bit for bit; twice is no error."""
+    model = nn.Transformer(E, H, 1, 1, 24, batch_first=True).to(device)
+    before = attributes(model)
+    ff.accelerate(model)
+    padding = torch.zeros(N, S, dtype=torch.bool, device=device)
+    padding[:, 3:] = True
+    src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
+    model(src, tgt, src_key_padding_mask=padding)
+    assert model.encoder.use_nested_tensor is False
+    again = ff.accelerate(model)
+    assert not again.replaced and "replaced before" in str(again)
+    ff.restore(model)
+    ff.restore(model)
+    assert attributes(model) == before and model.encoder.use_nested_tensor is True
+
+
+def test_the_model_itself():
+    for module in (nn.LayerNorm(E), nn.MultiheadAttention(E, H), nn.TransformerEncoderLayer(E, H)):
+        cls = type(module)
+        report = ff.accelerate(module)
+        assert report.replaced[""] == cls.__name__ and type(module) is not cls
+        assert "(the model)" in str(report)
+        ff.restore(module)
+        assert type(module) is cls
+
+
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, query, key, value, **_):
+        return query, None
+
+
+class OwnBlock(nn.TransformerEncoderLayer):
+    def _ff_block(self, x):
+        return x
+
+
+class OwnName(nn.TransformerEncoderLayer):
+    def describe(self):
+        return f"a layer of {self.linear1.in_features}"
+
+
+def test_what_is_skipped():
+    model = nn.ModuleDict(
+        {
+            "forward": OwnForward(E, H),
+            "block": OwnBlock(E, H, 24),
+            "name": OwnName(E, H, 24, 0.0),
+            "instance": nn.LayerNorm(E),
+            "norm": nn.LayerNorm(E),
+        }
+    )
+    model["instance"].forward = lambda x: x
+    report = ff.accelerate(model)
+    assert report.skipped == {
+        "forward": "OwnForward: it has its own forward",
+        "block": "OwnBlock: it has its own _ff_block",
+        "instance": "LayerNorm: its forward is replaced on the instance",
+    }
+    assert "norm" in report.replaced and report.replaced["name"] == "OwnName"
+    assert type(model["forward"]) is OwnForward and type(model["block"]) is OwnBlock
+    assert "it has its own forward" in str(report)
+    assert model["name"].describe() == "a layer of 16" and isinstance(model["name"], OwnName)
+    x = torch.randn(S, N, E)
+    assert model["instance"](x) is x
+    want = OwnName(E, H, 24, 0.0)
+    want.load_state_dict(model["name"].state_dict())
+    torch.testing.assert_close(model["name"](x), want(x))
+
+
+def test_a_skipped_part_keeps_its_layer_going(device):
+    """An encoder whose attention has its own forward runs as torch's does."""
+    model = encoder(device, layers=1)
+    model.layers[0].self_attn.__class__ = OwnForward
+    x = torch.randn(N, S, E, device=device)
+    want = copy.deepcopy(model)(x)
+    report = ff.accelerate(model)
+    torch.testing.assert_close(model(x), want)
+    assert "OwnForward that was not replaced" in str(report)
+
+
+def test_nothing_half_replaced(monkeypatch):
+    """An error in the middle of the swap takes back what was done."""
+    model = nn.Transformer(E, H, 1, 1, 24)
+    before = attributes(model)
+    made = patch._class
+
+    def fails_late(kind, original):
+        return made(kind, original) if original is not nn.TransformerDecoder else dict
+
+    monkeypatch.setattr(patch, "_class", fails_late)
+    with pytest.raises(TypeError):
+        ff.accelerate(model)
+    assert attributes(model) == before
+
+
+def test_bad_models():
+    with pytest.raises(TypeError, match=r"model is a function; expected an nn\.Module"):
+        ff.accelerate(F.relu)
+    with pytest.raises(TypeError, match="expected an nn.Module"):
+        ff.restore("model")
+    model = nn.TransformerEncoderLayer(E, H, device="meta")
+    with pytest.raises(ValueError, match="self_attn.in_proj_weight is on the meta device"):
+        ff.accelerate(model)
+    assert type(model) is nn.TransformerEncoderLayer
+    with pytest.raises(ValueError, match=r"before torch\.compile"):
+        ff.accelerate(torch.compile(nn.LayerNorm(E), backend="eager"))
+    model = nn.MultiheadAttention(E, H)
+    ff.accelerate(model)
+    nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
+    with pytest.raises(ValueError, match="a parametrization"):
+        ff.restore(model)
+
+
+def test_copies_and_pickles(backend, device):
+    model = encoder(device)
+    ff.accelerate(model)
+    x = torch.randn(N, S, E, device=device)
+    want = model(x)
+    for copied in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied.layers[0]) is type(model.layers[0])
+        torch.testing.assert_close(copied(x), want)
+    copied = copy.deepcopy(model)
+    ff.restore(copied)
+    assert type(copied) is nn.TransformerEncoder and type(model) is not nn.TransformerEncoder
+
+
+def test_compiled(backend, device):
+    """One graph, of the whole model, forward and backward; new lengths do not compile again."""
+    model = nn.Transformer(E, H, 1, 1, 24, 0.0, batch_first=True).to(device)
+    ff.accelerate(model)
+    src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    causal = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
+    given = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    given |= {"tgt_mask": causal, "tgt_is_causal": True}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = model(src, tgt, **given)
+    have = compiled(src, tgt, **given)
+    torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    grads = [torch.autograd.grad(y.sum(), list(model.parameters())) for y in (have, want)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    rows = ff.explain(compiled, src, tgt, **given).rows  # the model that was compiled
+    assert {row[2] for row in rows} == {backend}
+
+
+def test_under_ddp(tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(encoder("cpu"))
+        report = ff.accelerate(model)
+        assert "module.layers.0.self_attn" in report.replaced
+        model(torch.randn(N, S, E)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        ff.restore(model)
+        assert type(model.module) is nn.TransformerEncoder
+    finally:
+        torch.distributed.destroy_process_group()

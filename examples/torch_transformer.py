@@ -1,6 +1,6 @@
 """Your own nn.Transformer on fastformer's ops: one line, what it did, and the way back.
 
-    python examples/torch_transformer.py
+python examples/torch_transformer.py
 """
 
 import torch

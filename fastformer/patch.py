@@ -79,15 +79,15 @@ def _disagreement(module: Any, kind: Any) -> str | None:
     devices = [device] if device.type == "cuda" else []
     fork = torch.random.fork_rng(devices)
     with fork, torch.no_grad(), _borrowed(module), backends.use_backend("reference"):
+        original = type(module)
         for training in (False, True):
-            for m in module.modules():
-                m.training = training
-                if isinstance(m, nn.Dropout):
-                    m.p = 1.0
             for args in kind._probes(module, random):
-                module.__class__ = original = type(module)
                 outs = []
                 for cls in (original, _class(kind, original)):
+                    for m in module.modules():  # before each: a forward may change them
+                        m.training = training
+                        if isinstance(m, nn.Dropout):
+                            m.p = 1.0
                     module.__class__ = cls
                     try:
                         outs.append(torch.func.functional_call(module, weights, args))

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"copy_task", "plots"},
+    {"copy_task", "patch", "plots"},
     {"environment"},
     {"decoding"},
     {"training"},
-    {"transformer"},
+    {"transformer", "replacements"},
     {"modules"},
     {"padding"},
     {"functional"},

@@ -1,11 +1,13 @@
-"""accelerate, restore, explain and sdpa_override: torch's modules against themselves, in float64 and
-before, on both backends.
+"""accelerate, restore, explain and sdpa_override, on both backends: torch's modules against
+themselves in float64.
 """
 
 import copy
+import importlib.util
 import itertools
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,11 @@ from fastformer import patch, replacements, use_backend
 
 N, L, S, E, H = 2, 5, 7, 16, 2
 INF = float("-inf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),  # torch's, of a float and a bool
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +127,6 @@ def masks(device):
 MASKS = list(masks("cpu"))
 
 
-@pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_multihead_attention(variant, backend, device):
     """Every kind of mask beside every form of the module, with and without weights."""
@@ -137,9 +143,7 @@ def test_multihead_attention(variant, backend, device):
         given = {**given, "need_weights": weights is not None}
         if weights is not None:
             given["average_attn_weights"] = weights
-        have, want, report = check(
-            module, query, key, value, first=lambda out: out[0], **given
-        )
+        have, want, report = check(module, query, key, value, first=lambda out: out[0], **given)
         if weights is None:
             assert have[1] is None and not report.fallbacks, name
         else:
@@ -169,7 +173,9 @@ def test_causal_hint(options, backend, device):
     x = torch.randn(N, S, E, device=device)
     causal = nn.Transformer.generate_square_subsequent_mask(S, device=device)
     padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
-    want = copy.deepcopy(module).double()(x.double(), x.double(), x.double(), attn_mask=causal.double())
+    want = copy.deepcopy(module).double()(
+        x.double(), x.double(), x.double(), attn_mask=causal.double()
+    )
     ff.accelerate(module)
     for mask in (causal, causal == INF):
         for weights in (True, False):
@@ -248,7 +254,11 @@ def test_dropout_of_the_weights(backend, device):
 def test_bad_arguments_of_attention(change, error, message):
     module = nn.MultiheadAttention(E, H, batch_first=True)
     ff.accelerate(module)
-    given = {"query": torch.zeros(N, L, E), "key": torch.zeros(N, S, E), "value": torch.zeros(N, S, E)}
+    given = {
+        "query": torch.zeros(N, L, E),
+        "key": torch.zeros(N, S, E),
+        "value": torch.zeros(N, S, E),
+    }
     with pytest.raises(error, match=message):
         module(**{**given, **change})
 
@@ -269,7 +279,6 @@ def test_low_precision(dtype, backend, device):
     assert error <= 2 * peer, f"{error:.1e}, torch {peer:.1e}"
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_what_the_op_cannot_do_is_torchs(backend, device):
     """Call by call, under an explicit triton too, and counted."""
     wide = nn.MultiheadAttention(600, 2, batch_first=True).to(device)  # a head dim of 300
@@ -356,32 +365,32 @@ def test_decoder_layer(name, backend, device):
 def encoder(device, layers=2, norm=True, dropout=0.0, **options):
     options = {"batch_first": True, **options}
     layer = nn.TransformerEncoderLayer(E, H, 24, dropout, **options)
-    made = nn.TransformerEncoder(layer, layers, nn.LayerNorm(E) if norm else None)
+    nested = options["batch_first"] and not options.get("norm_first")  # as torch has it
+    final = nn.LayerNorm(E) if norm else None
+    made = nn.TransformerEncoder(layer, layers, final, enable_nested_tensor=nested)
     return randomized(made, device)
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True", "ignore:Support for mismatched")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder(norm, norm_first, backend, device):
     """Also that train is eval, with and without gradients, where no padding is."""
-    model = encoder(device, norm=norm, norm_first=norm_first)
+    model = encoder(device, 1 + norm, norm, norm_first=norm_first)
     x = torch.randn(3, 24, E, device=device)
     lengths = torch.tensor([24, 9, 14], device=device)
     padding = torch.arange(24, device=device) >= lengths[:, None]
     real = ~padding
     causal = torch.ones(24, 24, dtype=torch.bool, device=device).triu(1)
-    for given in ({}, {"src_key_padding_mask": padding}, {"mask": causal}):
-        given_both = {**given, "src_key_padding_mask": padding}
-        for kwargs in (given, given_both):
-            check(model, x, first=lambda out: out[real], **kwargs)
-            fast = copy.deepcopy(model)
-            ff.accelerate(fast)
-            want = fast(x, **kwargs)[real]
-            for grad in (True, False):
-                with torch.set_grad_enabled(grad):
-                    have = fast.eval()(x, **kwargs)[real]
-                torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    masked, padded = {"mask": causal}, {"src_key_padding_mask": padding}
+    for kwargs in ({}, masked, padded, {**masked, **padded}):
+        check(model, x, first=lambda out: out[real], **kwargs)
+        fast = copy.deepcopy(model)
+        ff.accelerate(fast)
+        want = fast(x, **kwargs)[real]
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                have = fast.eval()(x, **kwargs)[real]
+            torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["right", "left", "scattered", "a whole sequence", "everything"])
@@ -409,7 +418,7 @@ def test_padding_is_dropped(where, backend, device):
         rows = ff.explain(model.train(mode), poisoned, src_key_padding_mask=padding).rows
         assert ("packed_attention" in [op for _, op, *_ in rows]) == (where != "everything")
         have = model(poisoned, src_key_padding_mask=padding)
-        assert relative(have[~padding], want[~padding]) < 1e-5
+        assert where == "everything" or relative(have[~padding], want[~padding]) < 1e-5
         assert (have[padding] == model.norm.bias).all()  # of the norm after the layers
     assert not report.fallbacks
     have.sum().backward()
@@ -453,8 +462,12 @@ def test_transformer(batch_first, backend, device):
     randomized(model, device)
     src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
     padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
-    causal = model.generate_square_subsequent_mask(L, device=device)
-    given = {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+    causal = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
+    given = {
+        "tgt_mask": causal,
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+    }
     if not batch_first:
         src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
     check(model, src, tgt, **given)
@@ -526,7 +539,7 @@ def test_autocast(dtype, device):
     assert (have.float() - want.float()).abs().max() < 0.1 * want.float().abs().max()
 
 
-# ----------------------------------------------------------------------- what a user's model relies on
+# -------------------------------------------------------------------- what a user's model relies on
 
 
 def test_everything_else_stays(device):
@@ -617,7 +630,7 @@ class OwnName(nn.TransformerEncoderLayer):
 def test_what_is_skipped():
     model = nn.ModuleDict(
         {
-            "forward": OwnForward(E, H),
+            "own forward": OwnForward(E, H),
             "block": OwnBlock(E, H, 24),
             "name": OwnName(E, H, 24, 0.0),
             "instance": nn.LayerNorm(E),
@@ -627,12 +640,12 @@ def test_what_is_skipped():
     model["instance"].forward = lambda x: x
     report = ff.accelerate(model)
     assert report.skipped == {
-        "forward": "OwnForward: it has its own forward",
+        "own forward": "OwnForward: it has its own forward",
         "block": "OwnBlock: it has its own _ff_block",
         "instance": "LayerNorm: its forward is replaced on the instance",
     }
     assert "norm" in report.replaced and report.replaced["name"] == "OwnName"
-    assert type(model["forward"]) is OwnForward and type(model["block"]) is OwnBlock
+    assert type(model["own forward"]) is OwnForward and type(model["block"]) is OwnBlock
     assert "it has its own forward" in str(report)
     assert model["name"].describe() == "a layer of 16" and isinstance(model["name"], OwnName)
     x = torch.randn(S, N, E)
@@ -671,10 +684,10 @@ def test_nothing_half_replaced(monkeypatch):
 def test_bad_models():
     with pytest.raises(TypeError, match=r"model is a function; expected an nn\.Module"):
         ff.accelerate(F.relu)
-    with pytest.raises(TypeError, match="expected an nn.Module"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         ff.restore("model")
     model = nn.TransformerEncoderLayer(E, H, device="meta")
-    with pytest.raises(ValueError, match="self_attn.in_proj_weight is on the meta device"):
+    with pytest.raises(ValueError, match=r"self_attn\.in_proj_weight is on the meta device"):
         ff.accelerate(model)
     assert type(model) is nn.TransformerEncoderLayer
     with pytest.raises(ValueError, match=r"before torch\.compile"):
@@ -720,7 +733,9 @@ def test_compiled(backend, device):
 
 
 def test_under_ddp(tmp_path):
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         model = nn.parallel.DistributedDataParallel(encoder("cpu"))
         report = ff.accelerate(model)
@@ -731,3 +746,322 @@ def test_under_ddp(tmp_path):
         assert type(model.module) is nn.TransformerEncoder
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------- classes of the Annotated Transformer
+
+
+@pytest.fixture(scope="module")
+def annotated():
+    """The tutorial model of the examples, as a user has it."""
+    path = Path(__file__).parents[1] / "examples" / "annotated_transformer.py"
+    spec = importlib.util.spec_from_file_location("annotated_transformer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_annotated_model(annotated, backend, device):
+    """Logits and gradients from its checkpoint; every attention, norm and feed-forward."""
+    model = annotated.Transformer(11, N=1, d_model=E, d_ff=24, h=H, dropout=0.0)
+    randomized(model, device)
+    inputs = [x.to(device) for x in annotated.batch(size=2, length=6)]
+    want, oracle = results(copy.deepcopy(model).double(), inputs, {}, torch.float64)
+    fast = annotated.Transformer(11, N=1, d_model=E, d_ff=24, h=H, dropout=0.0).to(device)
+    report = ff.accelerate(fast)
+    fast.load_state_dict(model.state_dict())
+    assert len(report.replaced) == 3 + 2 + 7 and not report.skipped
+    have, grads = results(fast, inputs, {}, torch.float32)
+    assert relative(have, want) < 1e-5
+    largest = max(g.norm() for g in oracle.values())
+    for name, grad in grads.items():
+        bound = 1e-5 * max(oracle[name].norm(), 1e-2 * largest)
+        assert (grad.double() - oracle[name]).norm() < bound, name
+    rows = ff.explain(fast, *inputs).rows
+    assert {row[1] for row in rows} == {
+        "scaled_dot_product_attention",
+        "layer_norm",
+        "feed_forward",
+    }
+    ff.restore(fast)
+    assert attributes(fast)[0][0] is annotated.Transformer
+
+
+def test_annotated_query_without_keys_gives_zeros(annotated, backend, device):
+    attention = randomized(annotated.MultiHeadedAttention(H, E, 0.0), device)
+    ff.accelerate(attention)
+    x = torch.randn(N, L, E, device=device)
+    mask = torch.ones(N, 1, L, dtype=torch.bool, device=device)
+    mask[1] = False
+    out = attention(x, x, x, mask)
+    torch.testing.assert_close(out[1], attention.linears[-1].bias.expand(L, E))
+
+
+def near_misses(annotated):
+    """Classes with the tutorial's parts that compute something else."""
+
+    class Inverted(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            return super().forward(query, key, value, None if mask is None else mask == 0)
+
+    class Unscaled(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            return super().forward(query * 2, key, value, mask)
+
+    class NeverDrops(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            self.dropout.eval()
+            return super().forward(query, key, value, mask)
+
+    class OtherNames(annotated.MultiHeadedAttention):
+        def forward(self, q, k, v, mask=None):
+            return super().forward(q, k, v, mask)
+
+    class Raises(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            raise KeyError("not today")
+
+    class Pair(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            return super().forward(query, key, value, mask), self.attn
+
+    class Biased(annotated.LayerNorm):
+        def forward(self, x):
+            std = x.std(-1, keepdim=True, correction=0)
+            return self.a_2 * (x - x.mean(-1, keepdim=True)) / (std + self.eps) + self.b_2
+
+    class Inside(annotated.LayerNorm):
+        def forward(self, x):
+            root = (x.var(-1, keepdim=True) + self.eps).sqrt()
+            return self.a_2 * (x - x.mean(-1, keepdim=True)) / root + self.b_2
+
+    class Gelu(annotated.PositionwiseFeedForward):
+        def forward(self, x):
+            return self.w_2(self.dropout(F.gelu(self.w_1(x))))
+
+    class DropsLast(annotated.PositionwiseFeedForward):
+        def forward(self, x):
+            return self.dropout(self.w_2(self.w_1(x).relu()))
+
+    evaluation, training = "trial run in evaluation", "trial run in training"
+    return [
+        (Inverted(H, E), evaluation),
+        (Unscaled(H, E), evaluation),
+        (NeverDrops(H, E), training),
+        (OtherNames(H, E), "its forward takes (q, k, v, mask); expected (query, key, value, mask)"),
+        (Raises(H, E), "a trial run raised KeyError: 'not today'"),
+        (Pair(H, E), "it does not return a tensor"),
+        (Biased(E), evaluation),
+        (Inside(E), evaluation),
+        (Gelu(E, 24), evaluation),
+        (DropsLast(E, 24), training),
+    ]
+
+
+def test_near_misses_are_skipped(annotated):
+    for module, why in near_misses(annotated):
+        cls = type(module)
+        report = ff.accelerate(module)
+        assert why in report.skipped[""] and not report.replaced, cls
+        assert type(module) is cls
+
+
+def test_a_trial_run_leaves_no_trace(annotated):
+    """The attributes, the modes, the hooks and torch's generator are as they were."""
+    model = annotated.Transformer(11, N=1, d_model=E, d_ff=24, h=H)
+    model(*annotated.batch(size=2, length=6))  # leaves its weights in `attn`
+    model.encoder[0].eval()
+    calls = []
+    model.encoder[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
+    model.encoder[0].feed_forward.w_1.register_forward_hook(lambda *_: calls.append(2))
+    before = [list(m.__dict__.items()) for m in model.modules()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    report = ff.accelerate(model)
+    assert len(report.replaced) == 12 and not calls
+    assert [list(m.__dict__.items()) for m in model.modules()] == before
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+    model(*annotated.batch(size=2, length=6))
+    assert sorted(calls) == [1, 2]
+    copy.deepcopy(model)  # no weights with a graph are kept
+
+
+def test_our_own_modules_are_left():
+    model = ff.make_model(11, 11, N=1, d_model=E, d_ff=24, h=H)
+    before = attributes(model)
+    report = ff.accelerate(model)
+    assert not report.replaced and not report.skipped and "nothing" in str(report)
+    assert attributes(model) == before
+
+
+# -------------------------------------------------------------------------------------- explanation
+
+
+def test_explain_a_model(backend, device):
+    """Per layer, in order, what ran; before and after."""
+    model = encoder(device, layers=1)
+    x = torch.randn(N, S, E, device=device)
+    before = ff.explain(model, x)
+    assert ("norm", "LayerNorm", "torch", "it was not replaced") in before.rows
+    ff.accelerate(model)
+    names = [row[:3] for row in ff.explain(model, x).rows]
+    assert names == [
+        ("layers.0.self_attn", "scaled_dot_product_attention", backend),
+        ("layers.0", "dropout_add_layer_norm", backend),
+        ("layers.0", "feed_forward", backend),
+        ("layers.0", "dropout_add_layer_norm", backend),
+        ("norm", "layer_norm", backend),
+    ]
+    model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    rows = ff.explain(model, x).rows
+    assert rows[0] == ("", "TransformerEncoder", "torch", "layers.0: self_attn has hooks")
+    assert ("layers.0.self_attn", "scaled_dot_product_attention", backend) in [r[:3] for r in rows]
+    text = str(ff.explain(model, x))
+    assert "layers.*.self_attn" in text and "self_attn has hooks" in text
+    assert str(ff.explain(nn.Linear(2, 2).to(device), x[..., :2])) == "no layer of a known kind ran"
+
+
+def test_explain_leaves_nothing_behind():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise KeyError(x)
+
+    with pytest.raises(KeyError):
+        ff.explain(Raises(), 1)
+    assert replacements._explaining.modules is None
+    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert ff.backends._state.watch is None
+
+
+class Direct(nn.Module):
+    """A model's own code that calls torch's attention."""
+
+    def forward(self, q, k, v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Again(nn.Module):
+    def forward(self, *args):
+        return F.scaled_dot_product_attention(*args)
+
+
+def test_explain_direct_calls(backend, device):
+    q = torch.randn(N, H, L, 8, device=device)
+    (row,) = ff.explain(Direct(), q, q, q).rows
+    assert row[1:3] == ("scaled_dot_product_attention", "torch") and "sdpa_override" in row[3]
+    with ff.sdpa_override():
+        (row,) = ff.explain(Direct(), q, q, q).rows
+    assert row[1:3] == ("scaled_dot_product_attention", backend)
+
+
+def test_causal_masks_are_seen(monkeypatch, device):
+    """nn.TransformerEncoder and -Decoder find out that a mask is causal; then none is read."""
+    given = []
+    op = ff.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, mask, p, is_causal, **options):
+        given.append((mask is not None or options["bias"] is not None, is_causal))
+        return op(query, key, value, mask, p, is_causal, **options)
+
+    monkeypatch.setattr(ff.functional, "scaled_dot_product_attention", spy)
+    model = nn.Transformer(E, H, 1, 1, 24, batch_first=True).to(device)
+    ff.accelerate(model)
+    x = torch.randn(N, S, E, device=device)
+    causal = model.generate_square_subsequent_mask(S, device=device)
+    for mask in (causal, causal == INF):
+        given.clear()
+        model(x, x, src_mask=mask, tgt_mask=mask)
+        assert given == [(False, True), (False, True), (False, False)]
+    given.clear()
+    model(x, x, src_mask=causal * 0, tgt_mask=torch.zeros(S, S, requires_grad=True, device=device))
+    assert given == [(True, False), (True, False), (False, False)]
+
+
+# ------------------------------------------------------------------------------------ sdpa_override
+
+
+def sdpa_cases(device):
+    q, k, v = (torch.randn(N, 4, n, d, device=device) for n, d in ((L, 8), (S, 8), (S, 12)))
+    mask = torch.rand(N, 1, L, S, device=device) < 0.7
+    few = torch.randn(N, 2, S, 8, device=device)
+    return [
+        ((q, k, v), {}),
+        ((q, k, v, mask), {}),
+        ((q, k, v, torch.randn(L, S, device=device)), {"scale": 0.1}),
+        ((q, k, v), {"is_causal": True}),
+        ((q, few, few), {"enable_gqa": True}),
+        ((q[:, 0], k[:, 0], v[:, 0]), {"attn_mask": mask[:, 0]}),
+        ((q, k, v), {"dropout_p": 0.5}),
+    ]
+
+
+def test_sdpa_override(backend, device):
+    """torch's function gives what ours gives: the same numbers, and our backend."""
+    for args, options in sdpa_cases(device):
+        torch.manual_seed(0)
+        want = ff.scaled_dot_product_attention(*args, **options)
+        if not options.get("dropout_p"):
+            torch.testing.assert_close(F.scaled_dot_product_attention(*args, **options), want)
+        torch.manual_seed(0)
+        with ff.sdpa_override():
+            torch.testing.assert_close(F.scaled_dot_product_attention(*args, **options), want)
+            (row,) = ff.explain(Direct(), *args[:3], **{**options}).rows
+            assert row[2] == backend
+
+
+def test_sdpa_override_nests_and_ends(device):
+    q = torch.randn(N, H, L, 8, device=device)
+
+    def ours():
+        return ff.explain(Direct(), q, q, q).rows[0][2] != "torch"
+
+    with use_backend("reference"):
+        with ff.sdpa_override():
+            with ff.sdpa_override():
+                assert ours()
+            assert ours()
+            seen = []
+            thread = threading.Thread(target=lambda: seen.append(ours()))
+            thread.start()
+            thread.join()
+            assert seen == [False]
+        assert not ours()
+        with pytest.raises(KeyError), ff.sdpa_override():
+            raise KeyError
+        assert not ours()
+
+
+def test_sdpa_override_leaves_to_torch(backend, device):
+    """What the op does not take, with torch's own result or error."""
+    q = torch.randn(N, H, L, 8, device=device)
+    wide = torch.randn(N, H, L, 300, device=device)
+    mask = torch.rand(L, L, device=device) < 0.7
+    both = (q, q, q, mask, 0.0, True)
+    for args in ((wide, wide, wide), (q[None], q[None], q[None]), (q, q[:1], q[:1]), both):
+        want = F.scaled_dot_product_attention(*args)
+        with ff.sdpa_override():
+            torch.testing.assert_close(F.scaled_dot_product_attention(*args), want)
+            assert ff.explain(Again(), *args).rows[0][2] == "torch"
+    with ff.sdpa_override(), pytest.raises(RuntimeError, match="dtype"):
+        F.scaled_dot_product_attention(q, q.double(), q)
+
+
+def test_sdpa_override_compiled(backend, device):
+    q = torch.randn(N, H, L, 8, device=device, requires_grad=True)
+    mask = torch.rand(L, L, device=device) < 0.7
+
+    def inside(q):
+        with ff.sdpa_override():
+            return F.scaled_dot_product_attention(q, q, q, mask)
+
+    want = ff.scaled_dot_product_attention(q, q, q, mask)
+    compiled = torch.compile(inside, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), want)
+    around = torch.compile(Direct(), fullgraph=True, backend="aot_eager")
+    with ff.sdpa_override():
+        have = around(q, q, q, attn_mask=mask)
+    torch.testing.assert_close(have, want)
+    (a,), (b,) = (torch.autograd.grad(y.sum(), q) for y in (have, want))
+    torch.testing.assert_close(a, b)

@@ -24,6 +24,13 @@ def test_snippets_run(snippet, capsys):
         assert promised in printed
 
 
+def test_the_report_is_what_accelerate_prints():
+    (snippet,) = (s for s in SNIPPETS if "ff.accelerate" in s)
+    names = {}
+    exec(snippet.split("src, tgt")[0], names)
+    assert f"```\n{names['report']}\n```" in TEXT
+
+
 def test_links():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert "://" in target or (ROOT / target).exists(), target

@@ -28,6 +28,8 @@ _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # counters at a time: their temporaries stay in the cache
 
+_BLOCK = 1 << 19  # logits at a time, likewise
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -715,5 +717,85 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
 ) -> Tensor:
-    logits = F.linear(input, linear_weight, linear_bias)
-    return cross_entropy(logits, target, reduction, ignore_index, label_smoothing, smoothing)
+    tensors = input, linear_weight, linear_bias
+    labels = ignore_index, label_smoothing, smoothing
+    if _saves_passes(*tensors):
+        rows = _LinearLoss.apply(*tensors, target, *labels)
+        if reduction == "none":
+            return rows
+        return rows.sum() if reduction == "sum" else rows.sum() / (target != ignore_index).sum()
+    return cross_entropy(F.linear(*tensors), target, reduction, *labels)
+
+
+def _saves_passes(*tensors: Tensor | None) -> bool:
+    """Whether `_LinearLoss` is for these: eager float32 on a CPU, to be differentiated."""
+    given = [x for x in tensors if x is not None]
+    if not all(x.dtype == torch.float32 and readable(x.detach()) for x in given):
+        return False
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return wanted and not _formula.always and forward_ad._current_level < 0
+
+
+class _LinearLoss(torch.autograd.Function):
+    """linear_cross_entropy of each row. The forward leaves the logits' gradient in their place,
+    some rows at a time, so that its passes stay in the cache:
+
+        loss = constant - (on - off) log p_t - off sum_{c != pad} log p_c
+        dx_c = p_c - (on - off) [c = t] - off [c != pad]
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        label_smoothing: float,
+        smoothing: str,
+    ) -> Tensor:
+        v, pad = weight.shape[0], None
+        off, on, constant = label_smoothing / v, 1 - label_smoothing + label_smoothing / v, 0.0
+        if smoothing == "kl":
+            pad, off, on = ignore_index, label_smoothing / (v - 2), 1 - label_smoothing
+            constant = sum(n * q * math.log(q) for n, q in ((1, on), (v - 2, off)) if q > 0)
+        logits = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
+        kept = target.reshape(-1, 1) != ignore_index
+        true = target.reshape(-1, 1).where(kept, 0)
+        loss = torch.empty_like(true, dtype=logits.dtype)
+        step = max(1, _BLOCK // v)
+        for x, t, k, rows in zip(*(y.split(step) for y in (logits, true, kept, loss))):
+            logp = x.log_softmax(-1)
+            torch.exp(logp, out=x)
+            torch.mul(logp.gather(1, t), off - on, out=rows)
+            x.scatter_add_(1, t, x.new_full((), off - on).expand(t.shape))
+            if off > 0:
+                if pad is not None:
+                    logp[:, pad], x[:, pad] = 0.0, x[:, pad] + off
+                rows.sub_(logp.sum(1, keepdim=True), alpha=off)
+                x.sub_(off)
+            rows.add_(constant).masked_fill_(~k, 0.0)
+            x[~k.squeeze(1)] = 0.0
+        ctx.save_for_backward(input, weight, bias, target, logits)
+        ctx.labels = ignore_index, label_smoothing, smoothing
+        return loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target, grad_logits = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            x, w = input.view_as(input), weight.view_as(weight)
+            b = None if bias is None else bias.view_as(bias)
+            with written_out():
+                rows = linear_cross_entropy(x, w, target, b, "none", *ctx.labels)
+            wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
+            results = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
+            return *(next(results) if need else None for need in needs), *[None] * 4
+        g = grad.reshape(-1, 1)
+        transposed = grad_logits.t()
+        dx = (grad_logits @ weight * g).view(input.shape) if needs[0] else None
+        dw = transposed @ (input.reshape(-1, input.shape[-1]) * g) if needs[1] else None
+        db = transposed @ g.squeeze(1) if needs[2] else None
+        return dx, dw, db, None, None, None, None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import functional, reference, use_backend
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -338,3 +338,29 @@ def test_bad_input(backend, change, error, words):
     if not any(name.startswith(("linear", "input")) for name in change):
         with pytest.raises(error, match=words):
             ff.cross_entropy(**{"logits": torch.zeros(2, 5), "target": good["target"], **change})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", ["uniform", "kl"])
+@pytest.mark.parametrize("e", [0.0, 0.3])
+def test_the_reference_saves_passes(monkeypatch, reduction, smoothing, e):
+    """The way of a CPU in float32, which takes the gradient in the forward, is the formula: held to
+    it in float64, one row at a time, with its first and second derivatives.
+    """
+    x, w, b = (torch.randn(s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 5), (6, 5), 6))
+    target = torch.tensor([[4, 2, 0], [2, 5, 1]])
+
+    def loss(*tensors):
+        return reference.linear_cross_entropy(*tensors[:2], target, tensors[2], *options)
+
+    options = reduction, 2, e, smoothing
+    want = loss(x, w, b)
+    grads = torch.autograd.grad(want.sum(), (x, w, b))
+    monkeypatch.setattr(reference, "_saves_passes", lambda *_: not reference._formula.always)
+    monkeypatch.setattr(reference, "_BLOCK", 1)
+    torch.testing.assert_close(loss(x, w, b), want)
+    torch.testing.assert_close(torch.autograd.grad(loss(x, w, b).sum(), (x, w, b)), grads)
+    assert torch.autograd.gradcheck(loss, (x, w, b))
+    assert torch.autograd.gradgradcheck(loss, (x, w, b))
+    assert loss(x, w.detach(), None).requires_grad
+    torch.autograd.grad(loss(x, w.detach(), None).sum(), x)

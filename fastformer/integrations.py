@@ -3,15 +3,15 @@
     fastformer.register_transformers()
     model = AutoModel.from_pretrained(..., attn_implementation="fastformer")
 
-transformers asks an attention implementation for two functions: one makes the mask, once in a forward
-for all layers of a kind; the other is the attention of a layer, and gets that mask. What the first
-returns here is the least that says who sees whom:
+transformers asks an attention implementation for two functions: one makes the mask, once in a
+forward for all layers of a kind; the other is the attention of a layer, and gets that mask. What
+the first returns here is the least that says who sees whom:
 
     None                          all keys, or the causal triangle where the layer is causal
     bool [B, 1, 1 or Sq, Sk]      True takes part; complete: nothing is added to it
-    int8 [B or 1, l, r, Sk or 1]  a band: 1 at the keys that are no padding, and only the keys from
-                                  i - left to i + right, i being the query counted so that the last
-                                  one stands at the last key
+    int8 [B or 1, l, r, Sk or 1]  a band: 1 at the keys that are no padding, and of those only the
+                                  ones from i - left to i + right, the queries i being counted so
+                                  that the last stands at the last key
 
 A band holds its two sides in its shape, as l = left + 2 and r = right + 2, 1 for a side without a
 bound, by strides of 0: it takes B Sk bytes, or one. Causal with padding is [B, 1, 2, Sk], a causal
@@ -36,7 +36,7 @@ from fastformer import functional, reference
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right
 
-# Arguments of transformers' attention functions that change what is computed, and are not supported.
+# Arguments of transformers' attention functions that change the result and are not supported.
 REFUSED = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -52,7 +52,7 @@ def register_transformers() -> None:
     Registers `attention` in transformers' AttentionInterface and `mask` in its
     AttentionMaskInterface. It serves models that take their attention from there - padding,
     causality, sliding windows, grouped heads, cross-attention, position bias, softcap, dropout and
-    any cache of `generate` - and which backend runs is chosen as everywhere: `use_backend`. A second
+    any cache of `generate`. Which backend runs is chosen as everywhere: `use_backend`. A second
     call changes nothing.
 
     Raises:
@@ -143,9 +143,7 @@ def attention(
         causal_alignment="top_left" if q_length == k_length else "bottom_right",
         softcap=softcap,
     )
-    out = functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, **arguments
-    )
+    out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
 
@@ -156,7 +154,7 @@ def _require_registered(module: nn.Module) -> None:
     name = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
     if AttentionMaskInterface._global_mapping.get(name) is not mask:
         raise RuntimeError(
-            f"fastformer's mask function is not registered for attn_implementation={name!r}, so the "
+            f"fastformer's mask function is not registered for attn_implementation={name!r}: the "
             "masks of the model would be missing; call fastformer.register_transformers()"
         )
 
@@ -210,7 +208,7 @@ def mask(
         batch_size, q_length, kv_length: B, Sq, Sk.
         q_offset, kv_offset: the positions of the first query and of the first key.
         mask_function: (b, h, i, j) -> whether position i sees position j; causal by default.
-        attention_mask: boolean [B, at least kv_offset + Sk, or fewer], False at padding; None: none.
+        attention_mask: boolean [B, kv_offset + Sk], more or fewer, False at padding; None: none.
         allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
             them is False always, according to the pattern.
         config: of the model.
@@ -236,17 +234,10 @@ def mask(
     )
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if sides is None or not (skip and known and (free or aligned)):
+        kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            **kwargs,
+            batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs
         )
 
     padding = None
@@ -282,10 +273,7 @@ def _sides(mask_function: Callable[..., Any], utils: Any) -> _Sides | None:
     kind = getattr(overlay, "__qualname__", "").partition(".")[0]
     if kind == "sliding_window_overlay" and base is utils.causal_mask_function:
         return window - 1, 0
-    if (
-        kind == "sliding_window_bidirectional_overlay"
-        and base is utils.bidirectional_mask_function
-    ):
+    if kind == "sliding_window_bidirectional_overlay" and base is utils.bidirectional_mask_function:
         return window, window
     return None
 
@@ -301,8 +289,9 @@ def _require_interface(config_module: str) -> bool:
     models = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
     if models is None or hasattr(models, "ALL_ATTENTION_FUNCTIONS"):
         return True
-    for name, x in list(vars(models).items()):
-        if "Attention" in name and isinstance(x, type) and issubclass(x, nn.Module):
+    for name, x in vars(models).items():
+        own = isinstance(x, type) and x.__module__ == models.__name__
+        if own and "Attention" in name and issubclass(x, nn.Module):
             raise ValueError(
                 f"{name} of {models.__name__} computes its attention by itself, whatever "
                 f"attn_implementation is: {NAME!r} is not supported there; take 'eager'"

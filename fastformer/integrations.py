@@ -7,7 +7,7 @@ transformers asks an attention implementation for two functions: one makes the m
 forward for all layers of a kind; the other is the attention of a layer, and gets that mask. What
 the first returns here is the least that says who sees whom:
 
-    None                          all keys, or the causal triangle where the layer is causal
+    None                          every query sees every key
     bool [B, 1, 1 or Sq, Sk]      True takes part; complete: nothing is added to it
     int8 [B or 1, l, r, Sk or 1]  a band: 1 at the keys that are no padding, and of those only the
                                   ones from i - left to i + right, the queries i being counted so
@@ -17,7 +17,8 @@ A band holds its two sides in its shape, as l = left + 2 and r = right + 2, 1 fo
 bound, by strides of 0: it takes B Sk bytes, or one. Causal with padding is [B, 1, 2, Sk], a causal
 window of 4096 tokens without padding [1, 4097, 2, 1]. In that form a mask survives what models do
 with it on its way (slices, devices, checkpoints, graphs), and none can take it for a complete one:
-its integers do not go where booleans do.
+its integers do not go where booleans do. Nothing is left to the layer's own `is_causal`, which some
+models set wrong, nor to the `sliding_window` that not every model with a window passes on.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims.
 """
@@ -90,8 +91,8 @@ def attention(
     """`scaled_dot_product_attention` as a layer of transformers calls it.
 
     Args:
-        module: the layer; its `is_causal` (True where it has none) counts where there is neither a
-            mask nor an `is_causal` here.
+        module: the layer; its `is_causal` counts where there is neither a mask nor an `is_causal`
+            here: in models that make no masks.
         query: [B, H, Sq, D]; with B = 1 for all sequences of the keys.
         key, value: [B, G, Sk, D] and [B, G, Sk, Dv]; the heads are not repeated.
         attention_mask: what `mask` returned, or a mask of the user's, which is complete: boolean,
@@ -103,7 +104,7 @@ def attention(
         softcap: as in `scaled_dot_product_attention`.
         output_attentions: also gives the weights, before dropout, at the cost of making them.
         kwargs: what else transformers hands to every implementation. `sliding_window` is among it,
-            and not read: the mask has it, and not every model with a window passes it on.
+            and not read: the mask has it.
 
     Returns:
         ([B, Sq, H, Dv], the weights [B, H, Sq, Sk] or None). A query that sees no key gives zeros.
@@ -125,7 +126,7 @@ def attention(
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        is_causal = getattr(module, "is_causal", False)
     visible, bias, (left, right) = _read(attention_mask, is_causal)
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
@@ -198,11 +199,12 @@ def mask(
 ) -> Tensor | None:
     """Who sees whom in a forward, in the form that the head of this file describes.
 
-    None, a padding mask or a band where the pattern is transformers' own causal, bidirectional or
-    sliding one and the last query stands at the last key; the complete mask [B, 1, Sq, Sk] of
-    transformers' sdpa for any other: packed sequences, chunks, patterns joined by `and` and `or`, a
-    static cache that is longer than what it holds. Only on a CPU does it look whether there is
-    padding at all: on a GPU that would wait for the device, and in a graph it cannot be.
+    None, a mask of the padding or a band where the pattern is transformers' own causal,
+    bidirectional or sliding one and the last query stands at the last key; the complete mask
+    [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences, chunks, patterns joined by
+    `and` and `or`, a static cache that is longer than what it holds; in a graph, windows too. Only
+    on a CPU does it look whether there is padding at all: on a GPU that would wait for the device,
+    and in a graph it cannot be.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
@@ -252,8 +254,6 @@ def mask(
         right = None
     if left is None and right is None and getattr(config, "is_causal", True):
         return padding
-    if left is None and right == 0 and padding is None:
-        return None  # the layer knows
     if padding is None:
         padding = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device"))
     shape = [1 if side is None else side + 2 for side in (left, right)]

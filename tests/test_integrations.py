@@ -136,9 +136,16 @@ def finite_masks(monkeypatch):
     monkeypatch.setitem(masks, "eager", mask)
 
 
+def use(model, implementation):
+    """Sets it, and sees that every part of the model has it."""
+    model.set_attn_implementation(implementation)
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    assert {config._attn_implementation for config in configs} == {implementation}
+
+
 def outcome(model, implementation, given):
     """Logits where tokens are real, the loss, and the gradient of each parameter."""
-    model.set_attn_implementation(implementation)
+    use(model, implementation)
     model.zero_grad()
     dtype = next(model.parameters()).dtype
     given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
@@ -231,6 +238,34 @@ def test_bidirectional_decoder(device):
         check(llama(is_causal=False).to(device), inputs(llama, padding, device))
 
 
+def test_layers_that_make_no_masks():
+    """They are causal where they say so, as under transformers' sdpa."""
+    module, x = torch.nn.Module(), torch.randn(1, 2, 3, 4)
+    everything = ff.scaled_dot_product_attention(x, x, x).transpose(1, 2)
+    triangle = ff.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+    for own, given, want in (
+        (None, None, everything),
+        (False, None, everything),
+        (True, None, triangle),
+        (True, False, everything),
+        (False, True, triangle),
+    ):
+        if own is not None:
+            module.is_causal = own
+        have, weights = integrations.attention(module, x, x, x, None, is_causal=given)
+        torch.testing.assert_close(have, want)
+        assert weights is None
+
+
+def test_layers_that_know_no_better(device):
+    """What is causal is in the mask: some decoders' layers have is_causal = False."""
+    model = llama().to(device)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    for padding in ("none", "left"):
+        check(model, inputs(llama, padding, device))
+
+
 def test_packed_sequences(device):
     given = inputs(llama, "none", device)
     given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
@@ -247,9 +282,9 @@ def test_masks_of_the_user(kind, device):
     additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
     model = llama().to(device)
     mine = seen if kind == torch.bool else additive
-    model.set_attn_implementation("fastformer")
+    use(model, "fastformer")
     have = model(**given, attention_mask=mine).logits
-    model.set_attn_implementation("eager")
+    use(model, "eager")
     torch.testing.assert_close(have, model(**given, attention_mask=additive).logits)
 
 
@@ -264,9 +299,9 @@ def test_float_mask_beside_a_position_bias(device):
 @pytest.mark.parametrize("make", [bert, mistral, t5], ids=lambda make: make.__name__)
 def test_output_attentions(make, device):
     model, given = make().to(device).eval(), inputs(make, "right", device)
-    model.set_attn_implementation("fastformer")
+    use(model, "fastformer")
     have = model(**given, output_attentions=True)
-    model.set_attn_implementation("eager")
+    use(model, "eager")
     want = model(**given, output_attentions=True)
     names = [name for name in want if "attentions" in name]
     assert names and all(want[name] for name in names)
@@ -338,7 +373,7 @@ def test_dropout_is_the_same_on_both_backends(device):
 
 
 def generated(model, implementation, given, **options):
-    model.set_attn_implementation(implementation)
+    use(model, implementation)
     return model.generate(**given, max_new_tokens=8, do_sample=False, **options)
 
 
@@ -413,10 +448,9 @@ def patterns():
     }
 
 
-def seen(mask, causal, q_length, k_length):
-    """[B, 1, Sq, Sk]: the keys that a layer gives a weight, under a mask."""
+def seen(mask, q_length, k_length):
+    """[B, 1, Sq, Sk]: the keys that a layer gives a weight, under a mask and nothing else."""
     module = torch.nn.Module()
-    module.is_causal = causal
     q, k = (torch.zeros(B, 1, n, 4) for n in (q_length, k_length))
     return integrations.attention(module, q, k, k, mask, output_attentions=True)[1] > 0
 
@@ -446,7 +480,7 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
     mask = integrations.mask(
         **sizes, allow_is_causal_skip=not both, allow_is_bidirectional_skip=both
     )
-    assert torch.equal(seen(mask, not both, q_length, k_length), want.expand(B, -1, -1, -1))
+    assert torch.equal(seen(mask, q_length, k_length), want.expand(B, -1, -1, -1))
     if mask is not None:
         assert mask.untyped_storage().nbytes() <= B * (kv_offset + k_length)
     elif padding in ("left", "right"):

@@ -26,7 +26,7 @@ if GPU:
     PEERS["flash-attn"] = "flash_attention_2"
 LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
 SHORT = 128  # on a CPU the lengths end here, without --slow
-D_MODEL, HEADS, VOCAB, P = 768, 12, 8192, 0.1
+D_MODEL, HEADS, VOCAB, P = 768, 12, 1024, 0.1
 VALID = {"BERT-base": 0.75, "GPT-2": 1.0}  # the keys that are no padding
 
 

@@ -138,7 +138,7 @@ def attention(
         attn_mask=visible,
         is_causal=causal,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=True,
         bias=position_bias if bias is None else bias,
         window=None if causal else (left, right),
         causal_alignment="top_left" if q_length == k_length else "bottom_right",
@@ -252,7 +252,7 @@ def mask(
         left = None
     if right is not None and right >= q_length - 1:
         right = None
-    if left is None and right is None and getattr(config, "is_causal", True):
+    if left is None and right is None:
         return padding
     if padding is None:
         padding = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device"))

@@ -50,7 +50,7 @@ else:
     NOTES += [
         "left out: triton, whose interpreted speed means nothing (auto is reference on a CPU)",
         "left out: d_model = 1024, lengths above 1024, and above 256 of attention with a bias or a "
-        "window, without --slow; lengths above 4096 without a GPU",
+        "window, all layers of BERT and GPT-2, without --slow; lengths above 4096 without a GPU",
     ]
 
 

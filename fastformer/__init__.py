@@ -24,6 +24,7 @@ from fastformer.functional import (
     scaled_dot_product_attention,
     swiglu,
 )
+from fastformer.integrations import register_transformers
 from fastformer.modules import (
     Embeddings,
     LayerNorm,
@@ -94,6 +95,7 @@ __all__ = [
     "packed_attention",
     "pad",
     "rate",
+    "register_transformers",
     "restore",
     "rms_norm",
     "run_epoch",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"copy_task", "patch", "plots"},
+    {"copy_task", "integrations", "patch", "plots"},
     {"environment"},
     {"decoding"},
     {"training"},

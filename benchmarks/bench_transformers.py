@@ -1,0 +1,107 @@
+"""Training steps of Hugging Face's BERT-base and GPT-2 with random weights, by attn_implementation.
+
+`auto` and the other backends are "fastformer"; `torch` is "sdpa", `eager` is "eager", and
+`flash-attn`, on a GPU, "flash_attention_2". All are one model with one set of weights; they differ
+in the attention and in the masks that transformers makes for it. That they compute the same is
+checked, in evaluation, on the tokens that are no padding, before the timing. `torch` runs before
+each round of `auto`, in turn, and the ratio is the median over these pairs.
+
+BERT's batch is padded: lengths spread evenly from S/2 to S. GPT-2's is not: its sdpa then takes
+torch's causal kernel. Dropout is the models' own, 0.1. On a CPU there is one layer of twelve and
+one sequence of 128 tokens; 512 tokens and all layers with --slow.
+
+FLOPs: forward 2 for each weight of the layers and token, backward twice that; attention as in
+bench_attention.
+"""
+
+import pytest
+import torch
+
+import fastformer as ff
+
+GPU = torch.cuda.is_available()
+OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
+PEERS = {"torch": "sdpa", "eager": "eager"}
+if GPU:
+    PEERS["flash-attn"] = "flash_attention_2"
+LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
+SHORT = 128  # on a CPU the lengths end here, without --slow
+D_MODEL, HEADS, VOCAB, P = 768, 12, 1024, 0.1
+VALID = {"BERT-base": 0.75, "GPT-2": 1.0}  # the keys that are no padding
+
+
+def _model(name, layers, length):
+    transformers = pytest.importorskip("transformers")
+    if name == "BERT-base":
+        sizes = {"num_hidden_layers": layers, "max_position_embeddings": length}
+        config = transformers.BertConfig(vocab_size=VOCAB, **sizes)
+        return transformers.BertModel(config, add_pooling_layer=False)
+    sizes = {"n_layer": layers, "n_positions": length}
+    ids = {"bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(vocab_size=VOCAB, use_cache=False, **sizes, **ids)
+    return transformers.GPT2Model(config)
+
+
+@pytest.mark.parametrize("provider", [*OURS, *PEERS])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", VALID)
+def test_step(measure, device, dtype, batch, name, length, provider, request):
+    slow = request.config.getoption("slow")
+    if not GPU and not slow and length > SHORT:
+        pytest.skip(f"S = {length} on a CPU: needs --slow")
+    if provider == "flash-attn":
+        pytest.importorskip("flash_attn")
+    layers, batch = (12, batch) if GPU or slow else (1, 1)
+    model = _model(name, layers, length).to(device, dtype)
+    ff.register_transformers()
+    tokens = torch.randint(0, VOCAB, (batch, length), device=device)
+    lengths = torch.full((batch,), length, device=device)
+    given = {"input_ids": tokens}
+    if VALID[name] < 1:
+        lengths = torch.linspace(length / 2, length, batch + 1, device=device)[:-1].int()
+        given["attention_mask"] = (torch.arange(length, device=device) < lengths[:, None]).long()
+    kept = torch.arange(length, device=device) < lengths[:, None]
+    grad = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype) * kept.unsqueeze(2)
+
+    def run(who):
+        model.set_attn_implementation(PEERS.get(who, "fastformer"))
+        with ff.use_backend(who if who in OURS else "auto"):
+            return model(**given).last_hidden_state
+
+    def step(who):
+        model.zero_grad()
+        run(who).backward(grad)
+
+    model.eval()
+    with torch.no_grad():
+        expected, actual = run("torch")[kept], run(provider)[kept]
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < 50 * torch.finfo(dtype).eps, f"{provider} differs by {error:.1e}"
+    model.train()
+
+    valid = int(lengths.sum())
+    weights = layers * 12 * D_MODEL**2
+    pairs = valid * length if name == "BERT-base" else batch * length**2 / 2
+    measure(
+        lambda: step(provider),
+        group=f"{name}, {layers} layers, S={length}, a training step",
+        provider=provider,
+        backend=_ran(provider, device, dtype) if provider in OURS else None,
+        dtype=dtype,
+        against=(lambda: step("torch")) if provider == "auto" else None,
+        flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
+        batch=batch,
+        length=length,
+        valid_keys=valid,
+        d_model=D_MODEL,
+        heads=HEADS,
+        layers=layers,
+        dropout_p=P,
+    )
+
+
+def _ran(backend, device, dtype):
+    """The backend that `auto` takes for the attention."""
+    x = torch.zeros(1, 1, 16, D_MODEL // HEADS, device=device, dtype=dtype)
+    with ff.use_backend(backend):
+        return ff.explain("scaled_dot_product_attention", x, x, x).backend

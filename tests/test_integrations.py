@@ -1,0 +1,680 @@
+"""Hugging Face models, randomly initialised: attn_implementation="fastformer" against their own
+eager attention.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import functional, integrations
+
+transformers = pytest.importorskip("transformers")
+from transformers import masking_utils  # noqa: E402
+
+ff.register_transformers()
+
+ROOT = Path(__file__).resolve().parents[1]
+B, S, V = 2, 7, 23
+# Large enough that no softmax is flat.
+WIDE = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
+HEADS = {"num_attention_heads": 4, "intermediate_size": 48}
+DECODER = {**WIDE, **HEADS, "num_key_value_heads": 2, "pad_token_id": 0}
+BART = {
+    "vocab_size": V,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 40,
+    "init_std": 0.3,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 2,
+}
+
+
+def bert(**changes):
+    config = {**WIDE, **HEADS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**{**config, **changes}))
+
+
+def gpt2(**changes):
+    config = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+    config |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": 40}
+    config |= {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**config, **changes}))
+
+
+def t5(**changes):
+    config = {"vocab_size": V, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8}
+    config |= {"d_ff": 48, "initializer_factor": 1.5, "decoder_start_token_id": 0}
+    config |= {"dropout_rate": 0.0, "relative_attention_num_buckets": 8}
+    config |= {"relative_attention_max_distance": 6}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**config, **changes}))
+
+
+def llama(**changes):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **changes}))
+
+
+def mistral(**changes):
+    config = {**DECODER, "sliding_window": 3, **changes}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**config))
+
+
+def gemma2(**changes):
+    config = {**DECODER, "head_dim": 8, "attn_logit_softcapping": 2.0, "sliding_window": 3}
+    config |= {"final_logit_softcapping": None, "tie_word_embeddings": False}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**{**config, **changes}))
+
+
+def bart(**changes):
+    config = transformers.BartConfig(**{**BART, "forced_eos_token_id": None, **changes})
+    return transformers.BartForConditionalGeneration(config)
+
+
+def whisper(**changes):
+    config = {**BART, "num_mel_bins": 4, "max_source_positions": 5, "max_target_positions": 40}
+    config |= {"bos_token_id": 1, "eos_token_id": 3, "begin_suppress_tokens": None}
+    config = transformers.WhisperConfig(**{**config, **changes})
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def vit(**changes):
+    config = {**WIDE, **HEADS, "image_size": 8, "patch_size": 4, "num_channels": 1}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5}
+    del config["vocab_size"]
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**{**config, **changes}))
+
+
+TEXT = [bert, gpt2, t5, llama, mistral, bart, whisper]
+DECODERS = [gpt2, llama, mistral, gemma2]
+
+
+def inputs(make, padding, device):
+    """Keyword arguments of the model, with labels where a real token predicts a real one."""
+    if make is vit:
+        return {
+            "pixel_values": torch.randn(B, 1, 8, 8, device=device),
+            "labels": torch.arange(B, device=device),
+        }
+    ids = torch.randint(4, V, (B, S), device=device)
+    mask = torch.ones_like(ids)
+    if padding == "right":
+        mask[1, 4:] = 0
+    elif padding == "left":
+        mask[1, :3] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if make is whisper:
+        features = torch.randn(B, 4, 10, device=device)
+        given = {"input_features": features, "decoder_input_ids": ids, "labels": labels}
+        return given if padding == "none" else {**given, "decoder_attention_mask": mask}
+    if make in DECODERS:  # the first real token is predicted by what stands before it
+        labels[1, mask[1].argmax()] = -100
+    given = {"input_ids": ids, "labels": labels}
+    return given if padding == "none" else {**given, "attention_mask": mask}
+
+
+@pytest.fixture(autouse=True)
+def finite_masks(monkeypatch):
+    """Eager masks in float64 that stay finite where a model takes its softmax in float32."""
+
+    def mask(dtype=torch.float32, **given):
+        dtype = torch.float32 if dtype == torch.float64 else dtype
+        return masking_utils.eager_mask(dtype=dtype, **given)
+
+    masks = masking_utils.AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(masks, "eager", mask)
+
+
+def use(model, implementation):
+    """Sets it, and sees that every part of the model has it."""
+    model.set_attn_implementation(implementation)
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    assert {config._attn_implementation for config in configs} == {implementation}
+
+
+def outcome(model, implementation, given):
+    """Logits where tokens are real, the loss, and the gradient of each parameter."""
+    use(model, implementation)
+    model.zero_grad()
+    dtype = next(model.parameters()).dtype
+    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
+    out = model(**given)
+    out.loss.backward()
+    grads = {f"grad of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    decoders = model.config.is_encoder_decoder
+    mask = given.get("decoder_attention_mask" if decoders else "attention_mask")
+    logits = out.logits if mask is None else out.logits[mask.bool()]
+    return {"logits": logits.detach(), "loss": out.loss.detach(), **grads}
+
+
+def check(model, given):
+    """The numerics policy: fastformer in float32 against eager in float64, logits, loss and the
+    gradient of every parameter (of one that is nothing but rounding, as that of a key's bias,
+    against a hundredth of the largest).
+    """
+    have = outcome(model, "fastformer", given)
+    want = outcome(copy.deepcopy(model).double(), "eager", given)
+    largest = max(x.norm() for name, x in want.items() if "grad" in name)
+    assert have.keys() == want.keys()
+    for name, x in want.items():
+        scale = x.norm().clamp_min(1e-2 * largest) if "grad" in name else x.norm()
+        error = (have[name].double() - x).norm() / scale
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("make", [*TEXT, gemma2], ids=lambda make: make.__name__)
+def test_against_eager(make, padding, device):
+    with ff.use_backend("reference"):
+        check(make().to(device), inputs(make, padding, device))
+
+
+def test_images_against_eager(device):
+    with ff.use_backend("reference"):
+        check(vit().to(device), inputs(vit, "none", device))
+
+
+@pytest.mark.parametrize("make", [*TEXT, vit, gemma2], ids=lambda make: make.__name__)
+def test_on_the_kernels(make, device):
+    with ff.use_backend("triton"):
+        check(make().to(device), inputs(make, "left" if make in DECODERS else "right", device))
+
+
+@pytest.mark.parametrize("make", [bert, llama], ids=lambda make: make.__name__)
+def test_in_bfloat16(make, device):
+    """At most twice the error of eager in bfloat16, three times for a gradient."""
+    model, given = make().to(device).bfloat16(), inputs(make, "left", device)
+    have, eager = (outcome(model, name, given) for name in ("fastformer", "eager"))
+    eager = {name: x.clone() for name, x in eager.items()}
+    have = outcome(model, "fastformer", given)
+    want = outcome(copy.deepcopy(model).double(), "eager", given)
+    floor = max(x.abs().max() for name, x in want.items() if "grad" in name)
+    for name, x in want.items():
+        error, peer = ((y[name].double() - x).abs().max() for y in (have, eager))
+        factor, largest = (3, floor) if "grad" in name else (2, x.abs().max())
+        assert error <= factor * peer + torch.finfo(torch.bfloat16).eps / 2 * largest, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {"add_cross_attention": True},
+    ],
+    ids=["scaled", "cross"],
+)
+def test_gpt2_variants(changes, device):
+    model, given = gpt2(**changes).to(device), inputs(gpt2, "left", device)
+    if "add_cross_attention" in changes:
+        given["encoder_hidden_states"] = torch.randn(B, 5, 32, device=device)
+        given["encoder_attention_mask"] = torch.tensor([[1] * 5, [1, 1, 0, 0, 0]], device=device)
+    check(model, given)
+
+
+def test_gradient_of_the_position_bias(device):
+    """T5 adds its bias by an argument of its own: left out, nothing but the numbers would tell."""
+    model, given = t5().to(device), inputs(t5, "right", device)
+    check(model, given)
+    for stack in (model.encoder, model.decoder):
+        assert stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.any()
+
+
+def test_bidirectional_decoder(device):
+    """By config.is_causal = False, in its masks and where it has none."""
+    for padding in ("none", "left"):
+        check(llama(is_causal=False).to(device), inputs(llama, padding, device))
+
+
+def test_layers_that_make_no_masks():
+    """They are causal where they say so, as under transformers' sdpa."""
+    module, x = torch.nn.Module(), torch.randn(1, 2, 3, 4)
+    everything = ff.scaled_dot_product_attention(x, x, x).transpose(1, 2)
+    triangle = ff.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2)
+    for own, given, want in (
+        (None, None, everything),
+        (False, None, everything),
+        (True, None, triangle),
+        (True, False, everything),
+        (False, True, triangle),
+    ):
+        if own is not None:
+            module.is_causal = own
+        have, weights = integrations.attention(module, x, x, x, None, is_causal=given)
+        torch.testing.assert_close(have, want)
+        assert weights is None
+
+
+def test_layers_that_know_no_better(device):
+    """What is causal is in the mask: some decoders' layers have is_causal = False."""
+    model = llama().to(device)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    for padding in ("none", "left"):
+        check(model, inputs(llama, padding, device))
+
+
+def test_packed_sequences(device):
+    given = inputs(llama, "none", device)
+    given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
+    check(llama().to(device), given)
+    check(mistral().to(device), given)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_masks_of_the_user(kind, device):
+    """Of four dimensions they reach the layers as they are, and are complete: no causality."""
+    given = inputs(llama, "none", device)
+    seen = torch.rand(B, 1, S, S, device=device) < 0.5
+    seen |= torch.eye(S, device=device, dtype=torch.bool)
+    additive = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    model = llama().to(device)
+    mine = seen if kind == torch.bool else additive
+    use(model, "fastformer")
+    have = model(**given, attention_mask=mine).logits
+    use(model, "eager")
+    torch.testing.assert_close(have, model(**given, attention_mask=additive).logits)
+
+
+def test_float_mask_beside_a_position_bias(device):
+    q, k, v = (torch.randn(B, 4, S, 8, device=device) for _ in range(3))
+    mask, bias = torch.randn(B, 1, S, S, device=device), torch.randn(1, 4, S, S, device=device)
+    have, _ = integrations.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
+    want = ff.scaled_dot_product_attention(q, k, v, mask + bias)
+    torch.testing.assert_close(have, want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("make", [bert, mistral, t5], ids=lambda make: make.__name__)
+def test_output_attentions(make, device):
+    model, given = make().to(device).eval(), inputs(make, "right", device)
+    use(model, "fastformer")
+    have = model(**given, output_attentions=True)
+    use(model, "eager")
+    want = model(**given, output_attentions=True)
+    names = [name for name in want if "attentions" in name]
+    assert names and all(want[name] for name in names)
+    rows = given["attention_mask"].bool()
+    for name in names:
+        assert len(have[name]) == len(want[name])
+        for x, y in zip(have[name], want[name]):
+            if name in ("attentions", "encoder_attentions"):
+                x, y = (w.transpose(1, 2)[rows] for w in (x, y))
+            torch.testing.assert_close(x, y, atol=2e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the op is called with: the shape of the keys, and the options."""
+    calls, attend = [], functional.scaled_dot_product_attention
+
+    def record(q, k, v, **options):
+        calls.append((k.shape, options))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
+    return calls
+
+
+def test_heads_are_not_repeated(device, calls):
+    """Nor is the mask: the op gets key and value as they are, and the padding of the keys."""
+    model, given = llama(attn_implementation="fastformer").to(device), inputs(llama, "left", device)
+    model(**given)
+    assert len(calls) == 2
+    for shape, options in calls:
+        assert shape == (B, 2, S, 8)
+        assert options["attn_mask"].shape == (B, 1, 1, S) and options["is_causal"]
+
+
+def test_the_cheapest_call(device, calls):
+    """Without padding there is no mask, of causality and window neither; the one query of a step of
+    decoding has no diagonal.
+    """
+    model = mistral(attn_implementation="fastformer").to(device).eval()
+    model.generate(torch.randint(4, V, (B, 5), device=device), max_new_tokens=2, do_sample=False)
+    prompt, step = calls[0][1], calls[-1][1]
+    assert prompt["attn_mask"] is step["attn_mask"] is None
+    assert prompt["window"] == (2, 0) and step["window"] == (None, None)
+    assert calls[-1][0] == (B, 2, 3, 8) and not step["is_causal"]  # all of the cache
+
+
+def test_one_query_for_all_sequences(device):
+    """As learned queries are; and the layout is that of eager, [B, S, H, D] without gaps."""
+    q, k = torch.randn(1, 2, 3, 4, device=device), torch.randn(B, 2, 5, 4, device=device)
+    have, _ = integrations.attention(torch.nn.Module(), q, k, k, None)
+    want = ff.scaled_dot_product_attention(q.expand(B, -1, -1, -1), k, k).transpose(1, 2)
+    torch.testing.assert_close(have, want)
+    assert have.is_contiguous()
+
+
+def test_set_and_set_back(device):
+    model, given = bert().to(device), inputs(bert, "right", device)
+    before = outcome(model, "eager", given)["logits"]
+    assert model.config._attn_implementation == "eager"
+    outcome(model, "fastformer", given)
+    assert model.config._attn_implementation == "fastformer"
+    assert torch.equal(outcome(model, "eager", given)["logits"], before)
+
+
+@pytest.mark.parametrize("make", [llama, t5], ids=lambda make: make.__name__)
+def test_gradient_checkpointing(make, device):
+    """Recomputed in the backward, with the dropout of the forward."""
+    dropout = {"attention_dropout": 0.2} if make is llama else {"dropout_rate": 0.2}
+    model, given = make(**dropout, use_cache=False).to(device).train(), inputs(make, "left", device)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(1)
+        results.append(outcome(model, "fastformer", given))
+        results[-1] = {name: x.clone() for name, x in results[-1].items()}
+    for name, x in results[0].items():
+        torch.testing.assert_close(results[1][name], x)
+
+
+def test_dropout_is_the_same_on_both_backends(device):
+    model = bert(attention_probs_dropout_prob=0.3).to(device).train()
+    given, losses = inputs(bert, "right", device), {}
+    for name in ("reference", "triton"):
+        with ff.use_backend(name):
+            torch.manual_seed(1)
+            losses[name] = outcome(model, "fastformer", given)["loss"]
+    torch.testing.assert_close(losses["triton"], losses["reference"], rtol=1e-5, atol=0)
+    torch.manual_seed(2)
+    assert (outcome(model, "fastformer", given)["loss"] - losses["reference"]).abs() > 1e-3
+    model.eval()
+    assert torch.equal(*(outcome(model, "fastformer", given)["loss"] for _ in range(2)))
+
+
+# --------------------------------------------------------------------------------------- generate
+
+
+def generated(model, implementation, given, **options):
+    use(model, implementation)
+    return model.generate(**given, max_new_tokens=8, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("make", DECODERS, ids=lambda make: make.__name__)
+def test_generate(make, cache, device):
+    """Token for token, left-padded; the windows of Mistral and Gemma 2 are of 3 tokens."""
+    model, given = make().to(device).eval(), inputs(make, "left", device)
+    del given["labels"]
+    options = {"use_cache": False} if cache is None else {"cache_implementation": cache}
+    have, want = (generated(model, name, given, **options) for name in ("fastformer", "eager"))
+    assert have.shape == (B, S + 8) and torch.equal(have, want)
+    assert len(want[:, S:].unique()) > 3  # and not the same token over and over
+
+
+@pytest.mark.parametrize("make", [t5, bart, whisper], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=str)
+def test_generate_from_an_encoder(make, options, device):
+    model, given = make().to(device).eval(), inputs(make, "right", device)
+    given = {n: x for n, x in given.items() if n in ("input_ids", "attention_mask")} or {
+        "input_features": given["input_features"]
+    }
+    have, want = (generated(model, name, given, **options) for name in ("fastformer", "eager"))
+    assert torch.equal(have, want)
+
+
+def test_generate_on_the_kernels(device):
+    model, given = mistral().to(device).eval(), inputs(mistral, "left", device)
+    del given["labels"]
+    want = generated(model, "eager", given)
+    with ff.use_backend("triton"):
+        assert torch.equal(generated(model, "fastformer", given), want)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("make", [gpt2, mistral], ids=lambda make: make.__name__)
+def test_prompt_in_pieces(make, padding, device, monkeypatch):
+    """Several queries on a cache that holds something: the last stands at the last key. No mask of
+    Sq x Sk is made, but for a padded batch that of its padding.
+    """
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    model, given = make(attn_implementation="fastformer").to(device).eval(), None
+    given = inputs(make, padding, device)
+    ids, mask = given["input_ids"], given.get("attention_mask")
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(ids, attention_mask=mask, position_ids=positions).logits
+    cache = transformers.DynamicCache(config=model.config)
+    for piece in (slice(0, 2), slice(2, 5), slice(5, 6), slice(6, 7)):
+        out = model(
+            ids[:, piece],
+            attention_mask=None if mask is None else mask[:, : piece.stop],
+            position_ids=None if mask is None else positions[:, piece],
+            past_key_values=cache,
+        )
+        rows = slice(None) if mask is None else mask[:, piece].bool()
+        torch.testing.assert_close(out.logits[rows], whole[:, piece][rows], atol=1e-4, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+def patterns():
+    utils = masking_utils
+    return {
+        "causal": utils.causal_mask_function,
+        "bidirectional": utils.bidirectional_mask_function,
+        "window of 1": utils.sliding_window_causal_mask_function(1),
+        "window of 3": utils.sliding_window_causal_mask_function(3),
+        "window of 99": utils.sliding_window_causal_mask_function(99),
+        "window of 0 both ways": utils.sliding_window_bidirectional_mask_function(0),
+        "window of 2 both ways": utils.sliding_window_bidirectional_mask_function(2),
+    }
+
+
+def seen(mask, q_length, k_length):
+    """[B, 1, Sq, Sk]: the keys that a layer gives a weight, under a mask and nothing else."""
+    module = torch.nn.Module()
+    q, k = (torch.zeros(B, 1, n, 4) for n in (q_length, k_length))
+    return integrations.attention(module, q, k, k, mask, output_attentions=True)[1] > 0
+
+
+@pytest.mark.parametrize("padding", ["none", "ones", "left", "right"])
+@pytest.mark.parametrize("offsets", [(0, 0), (4, 0), (4, 3)], ids=str)
+@pytest.mark.parametrize("q_length", [1, 2, 5])
+@pytest.mark.parametrize("pattern", patterns())
+def test_masks(pattern, q_length, offsets, padding, monkeypatch):
+    """What a layer makes of ours is what transformers writes out; ours takes a byte for a key."""
+    q_offset, kv_offset = offsets
+    k_length = q_offset + q_length - kv_offset
+    function = patterns()[pattern]
+    both = "both" in pattern or pattern == "bidirectional"
+    tokens = None
+    if padding != "none":
+        tokens = torch.ones(B, kv_offset + k_length, dtype=torch.bool)
+        if padding == "left":
+            tokens[1, : kv_offset + 1] = False
+        elif padding == "right":
+            tokens[1, -1:] = False
+    sizes = {"batch_size": B, "q_length": q_length, "kv_length": k_length}
+    sizes |= {"q_offset": q_offset, "kv_offset": kv_offset}
+    sizes |= {"mask_function": function, "attention_mask": tokens}
+    want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    mask = integrations.mask(
+        **sizes, allow_is_causal_skip=not both, allow_is_bidirectional_skip=both
+    )
+    assert torch.equal(seen(mask, q_length, k_length), want.expand(B, -1, -1, -1))
+    if mask is not None:
+        assert mask.untyped_storage().nbytes() <= B * (kv_offset + k_length)
+    if padding == "ones":  # seen on a CPU, and left out
+        assert mask is None or mask.untyped_storage().nbytes() == 1
+
+
+def test_other_masks_are_complete():
+    """Whatever is not one of the plain patterns is written out by transformers."""
+    utils, ids = masking_utils, torch.tensor([[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]])
+    causal, window = utils.causal_mask_function, utils.sliding_window_causal_mask_function(2)
+    functions = [
+        utils.chunked_causal_mask_function(2, torch.zeros(B, dtype=torch.long)),
+        utils.and_masks(causal, utils.packed_sequence_mask_function(ids)),
+        utils.and_masks(utils.packed_sequence_mask_function(ids), causal),
+        utils.and_masks(utils.sliding_window_overlay(2), lambda b, h, i, j: j >= 0),
+        utils.or_masks(window, utils.blockwise_overlay(ids)),
+        lambda b, h, i, j: j != i,
+    ]
+    sizes = {"batch_size": B, "q_length": 5, "kv_length": 5}
+    for function in functions:
+        have = integrations.mask(**sizes, mask_function=function, allow_is_causal_skip=True)
+        want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+        assert have.dtype == torch.bool and torch.equal(have, want)
+    for function in (causal, window, utils.bidirectional_mask_function):  # not to be left out
+        have = integrations.mask(**sizes, mask_function=function)
+        want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+        assert torch.equal(have, want)
+    # A static cache of 8: what is not filled yet lies behind the last query.
+    sizes["kv_length"], allowed = 8, {"allow_is_causal_skip": True}
+    for offset in (0, torch.tensor(2)):
+        have = integrations.mask(**sizes, q_offset=offset, mask_function=window, **allowed)
+        want = utils.sdpa_mask(
+            **sizes, q_offset=offset, mask_function=window, allow_is_causal_skip=False
+        )
+        assert torch.equal(have, want)
+    # An offset that only the device knows; a padding that ends before the keys do.
+    sizes["kv_length"], sizes["mask_function"] = 5, causal
+    for more in (
+        {"q_offset": torch.tensor(0)},
+        {"attention_mask": torch.ones(B, 3, dtype=torch.bool)},
+    ):
+        have = integrations.mask(**sizes, **more, **allowed)
+        assert torch.equal(have, utils.sdpa_mask(**sizes, **more, allow_is_causal_skip=False))
+
+
+# ------------------------------------------------------------------------------------- compilation
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("make", [llama, mistral], ids=lambda make: make.__name__)
+def test_compile(make, padding, device):
+    torch.compiler.reset()
+    model, given = make(use_cache=False).to(device), inputs(make, padding, device)
+    want = outcome(model, "fastformer", given)
+    want = {name: x.clone() for name, x in want.items()}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    out = compiled(**given)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, want["loss"])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[f"grad of {name}"], atol=1e-5, rtol=1e-4)
+
+
+def test_export(device):
+    model = bert(attn_implementation="fastformer").to(device).eval()
+    given = inputs(bert, "right", device)
+    del given["labels"]
+    program = torch.export.export(model, (), given, strict=False)
+    torch.testing.assert_close(program.module()(**given).logits, model(**given).logits)
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+def layer(**changes):
+    arguments = {"query": torch.randn(1, 2, 3, 4), "attention_mask": None, **changes}
+    arguments.setdefault("key", arguments["query"])
+    arguments.setdefault("value", arguments["key"])
+    return integrations.attention(torch.nn.Module(), **arguments)
+
+
+@pytest.mark.parametrize("name", integrations.REFUSED)
+def test_refused_arguments(name):
+    layer(**{name: None})
+    with pytest.raises(ValueError, match=f"^{name} .*not supported by .*'fastformer'"):
+        layer(**{name: torch.ones(2)})
+
+
+def test_sinks_of_gpt_oss_are_refused(device):
+    config = {**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    config = transformers.GptOssConfig(**config, attn_implementation="fastformer")
+    model = transformers.GptOssForCausalLM(config).to(device)
+    with pytest.raises(ValueError, match=r"s_aux .attention sinks"):
+        model(**inputs(llama, "none", device))
+
+
+def test_refused_masks():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 128, 128, device="cpu")
+    with pytest.raises(TypeError, match="attention_mask is a BlockMask; expected a tensor"):
+        layer(attention_mask=block)
+    with pytest.raises(TypeError, match="a Tensor of 2 dimensions"):
+        layer(attention_mask=torch.ones(1, 3))
+    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64"):
+        layer(attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="attn_mask has shape"):
+        layer(attention_mask=torch.ones(1, 1, 3, 5, dtype=torch.bool))
+
+
+def test_a_model_with_attention_of_its_own_is_refused(device):
+    """It would add the boolean masks to its scores."""
+    config = {"vocab_size": V, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    config = transformers.BloomConfig(**config, attn_implementation="fastformer")
+    model = transformers.BloomForCausalLM(config).to(device)
+    own = r"BloomAttention of .* computes its attention by itself"
+    with pytest.raises(ValueError, match=own):
+        model(**inputs(gpt2, "left", device))
+    with pytest.raises(Exception, match=own):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs(gpt2, "left", device))
+
+
+def test_masks_that_are_not_registered(device, monkeypatch):
+    """transformers then makes none, silently: a padded batch would be attended as a full one."""
+    model = bert(attn_implementation="fastformer").to(device)
+    given = inputs(bert, "right", device)
+    masks = masking_utils.AttentionMaskInterface._global_mapping
+    monkeypatch.delitem(masks, "fastformer")
+    with pytest.raises(RuntimeError, match=r"mask function is not registered.*'fastformer'"):
+        model(**given)
+    monkeypatch.setitem(masks, "fastformer", masking_utils.sdpa_mask)
+    with pytest.raises(RuntimeError, match="mask function is not registered"):
+        model(**given)
+    ff.register_transformers()
+    model(**given)
+
+    functions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(functions, "mine", integrations.attention)
+    model.set_attn_implementation("mine")
+    with pytest.raises(RuntimeError, match="attn_implementation='mine'"):
+        model(**given)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'fastformer\[hf\]'"):
+        ff.register_transformers()
+
+
+def test_imports(tmp_path):
+    """fastformer imports no transformers, and puts nothing on sys.path that would give transformers
+    kernels/ for the package of that name.
+    """
+    (tmp_path / "fastformer").symlink_to(ROOT / "fastformer")
+    code = (
+        "import sys, fastformer as ff; assert 'transformers' not in sys.modules;"
+        "ff.register_transformers(); ff.register_transformers();"
+        "from transformers import AttentionInterface, BertModel;"
+        "print(AttentionInterface().valid_keys().count('fastformer'));"
+        "print(getattr(sys.modules.get('kernels'), '__file__', None))"
+    )
+    clean = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    count, kernels = result.stdout.split()[-2:]
+    assert count == "1" and not Path(kernels).is_relative_to(ROOT)

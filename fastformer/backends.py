@@ -34,11 +34,12 @@ _logged: set[tuple[str, str]] = set()
 
 
 class _State(threading.local):
-    backend: str | None = None
-    explaining: bool = False
-    # Told why an op cannot run on the kernels, which then is no error under `triton` either.
-    obstacle: Callable[[str, str], None] | None = None
-    watch: Callable[[Choice], None] | None = None  # told of each op that runs
+    def __init__(self) -> None:  # of the instance: torch.compile looks whether they are there
+        self.backend: str | None = None
+        self.explaining = False
+        # Told why an op cannot run on the kernels, which then is no error under `triton` either.
+        self.obstacle: Callable[[str, str], None] | None = None
+        self.watch: Callable[[Choice], None] | None = None  # told of each op that runs
 
 
 _state = _State()

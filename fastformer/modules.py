@@ -63,9 +63,12 @@ def _dropout(p: float) -> nn.Dropout:
 
 
 def _plain(*modules: nn.Module) -> bool:
-    """Whether the modules do what their classes say: no hooks, no forward on the instance."""
+    """Whether the modules do what their classes say: no hooks, no forward on the instance, not
+    compiled by themselves.
+    """
     return not any(
-        m._forward_hooks
+        m._compiled_call_impl is not None
+        or m._forward_hooks
         or m._forward_pre_hooks
         or m._backward_hooks
         or m._backward_pre_hooks

@@ -69,38 +69,42 @@ def _disagreement(module: Any, kind: Any) -> str | None:
     given = tuple(inspect.signature(type(module).forward).parameters)[1:]
     if given != kind._arguments:
         return f"its forward takes ({', '.join(given)}); expected ({', '.join(kind._arguments)})"
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     device = next(module.parameters()).device
+    original = type(module)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+        return x.to(device)
 
-    weights = {name: random(*p.shape) * 0.5 for name, p in module.named_parameters()}
-    devices = [device] if device.type == "cuda" else []
-    fork = torch.random.fork_rng(devices)
+    def outputs(training: bool, weights: dict[str, Tensor], args: tuple[Any, ...]) -> list[Any]:
+        outs = []
+        for cls in (original, _class(kind, original)):
+            for m in module.modules():  # before each: a forward may change them
+                m.training = training
+                if isinstance(m, nn.Dropout):
+                    m.p = 1.0
+            module.__class__ = cls
+            try:
+                outs.append(torch.func.functional_call(module, weights, args))
+            finally:
+                module.__class__ = original
+        return outs
+
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with fork, torch.no_grad(), _borrowed(module), backends.use_backend("reference"):
-        original = type(module)
-        for training in (False, True):
-            for args in kind._probes(module, random):
-                outs = []
-                for cls in (original, _class(kind, original)):
-                    for m in module.modules():  # before each: a forward may change them
-                        m.training = training
-                        if isinstance(m, nn.Dropout):
-                            m.p = 1.0
-                    module.__class__ = cls
-                    try:
-                        outs.append(torch.func.functional_call(module, weights, args))
-                    except Exception as error:  # whatever the user's code raises is a reason
-                        return f"a trial run raised {type(error).__name__}: {error}"
-                    finally:
-                        module.__class__ = original
-                theirs, ours = outs
-                if not (isinstance(theirs, Tensor) and theirs.shape == ours.shape):
-                    return "it does not return a tensor of the shape of its first argument"
-                if not torch.allclose(theirs, ours, rtol=1e-7, atol=1e-7):
-                    mode = "training" if training else "evaluation"
-                    return f"it computes something else, by a trial run in {mode}"
+        try:
+            weights = {name: random(*p.shape) * 0.5 for name, p in module.named_parameters()}
+            for training in (False, True):
+                for args in kind._probes(module, random):
+                    theirs, ours = outputs(training, weights, args)
+                    if not (isinstance(theirs, Tensor) and theirs.shape == ours.shape):
+                        return "it does not return a tensor of the shape of its first argument"
+                    if not torch.allclose(theirs, ours, rtol=1e-7, atol=1e-7):
+                        mode = "training" if training else "evaluation"
+                        return f"it computes something else, by a trial run in {mode}"
+        except Exception as error:  # whatever the user's code raises is a reason
+            return f"a trial run raised {type(error).__name__}: {error}"
     return None
 
 
@@ -113,19 +117,31 @@ def _kind(module: nn.Module) -> Any:
     for kind in KINDS:
         base: Any = kind._base
         if isinstance(module, base):
-            for name in kind._internal:
+            for name in (*kind._internal, "__call__"):
                 if name in module.__dict__:
                     return f"its {name} is replaced on the instance"
                 if getattr(cls, name) is not getattr(base, name):
                     return f"it has its own {name}"
-            return kind
+            return _collision(module, kind) or kind
     if isinstance(module, _OWN):
         return None
-    for tutorial in TUTORIAL:
-        if tutorial._matches(module):
+    for kind in TUTORIAL:
+        if kind._matches(module):
             if "forward" in module.__dict__:
                 return "its forward is replaced on the instance"
-            return _disagreement(module, tutorial) or tutorial
+            return _collision(module, kind) or _disagreement(module, kind) or kind
+    return None
+
+
+def _collision(module: nn.Module, kind: Any) -> str | None:
+    """An attribute of the module that has the name of one of ours."""
+    ours = {"_fallbacks", "_nested", "_drops_padding"}
+    for cls in kind.__mro__:
+        if issubclass(cls, _Accelerated):
+            ours |= {name for name in vars(cls) if name[:2] != "__"} - {"forward", "attn"}
+    for name in sorted(ours):
+        if name in module.__dict__ or hasattr(type(module), name):
+            return f"its attribute {name} stands in the way"
     return None
 
 
@@ -190,30 +206,36 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
 
     What differs from torch: a query that sees no key gives zeros (then the output projection's
     bias) in every mode, where torch gives NaN in some; evaluation computes what training does at
-    dropout 0, with and without gradients; dropout draws its own mask. A layer whose parts have
-    hooks calls them one by one.
+    dropout 0, with and without gradients; dropout draws its own mask; is_causal=True is believed,
+    and without its mask an error in every mode; bad arguments are a ValueError or a TypeError. A
+    layer whose parts have hooks calls them one by one. The tutorial's `attn`, the weights of the
+    last call, is None afterwards.
+
+    Not for torch.jit.script: restore the model before it. A model that was compiled is compiled
+    again; what runs in a compiled model is not counted in the report.
 
     Args:
         model: any module; replaced modules are found at every depth, and the model may be one.
         drop_padding: whether an nn.TransformerEncoder that is given a boolean
-            src_key_padding_mask takes the padding out of the batch, where at least a tenth of it is
-            padding. What stands there comes out of the layers as zeros, in every mode, as from
-            torch's conversion to nested tensors at inference, which is switched off. None: where
-            torch would convert (batch_first, norm_first=False, enable_nested_tensor); there
-            positions of padding are zeros in training too. On a GPU it waits for the device once a
-            call.
+            src_key_padding_mask takes the padding out of the batch, where it is at least a tenth of
+            it. What stands there comes out of the layers as zeros, in every mode, as from torch's
+            conversion to nested tensors at inference, which is switched off. None: where torch
+            would convert (batch_first, norm_first=False, enable_nested_tensor); there positions of
+            padding are zeros in training too. On a GPU it waits for the device once a call.
 
     Returns:
         A `Report` of what was replaced, skipped and why; later also of the calls that fell back.
 
     Raises:
         TypeError: a model that is no module.
-        ValueError: a model on the meta device, or compiled (accelerate it before torch.compile).
+        ValueError: a model on the meta device.
 
     After an error nothing is replaced. Source: torch.nn.modules.transformer; Huang et al. 2018,
     "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
+    if drop_padding is not None and not isinstance(drop_padding, bool):
+        raise TypeError(f"drop_padding is {drop_padding!r}; expected True, False or None")
     report, plan = Report(), []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
@@ -222,10 +244,14 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
             report._modules[name] = module
             continue
         kind = _kind(module)
-        if isinstance(kind, str):
-            report.skipped[name] = f"{type(module).__name__}: {kind}"
-        elif kind is not None:
-            plan.append((module, _class(kind, type(module))))
+        try:
+            cls = kind if kind is None or isinstance(kind, str) else _class(kind, type(module))
+        except Exception as error:  # of a class that restricts what derives from it
+            cls = f"a class derived from it raises {type(error).__name__}: {error}"
+        if isinstance(cls, str):
+            report.skipped[name] = f"{type(module).__name__}: {cls}"
+        elif cls is not None:
+            plan.append((module, cls))
             report.replaced[name] = type(module).__name__
             report._modules[name] = module
     done: list[Any] = []
@@ -250,8 +276,6 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
 def _require_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("model is compiled; expected it before torch.compile")
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.is_meta:
             raise ValueError(
@@ -337,7 +361,7 @@ class _DirectAttention(TorchFunctionMode):
         return out
 
 
-def explain(target: Any, *args: Any, **kwargs: Any) -> Any:
+def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Which backend a call takes, and why.
 
     explain(op, *args, **kwargs): of the op of that name, without running it; an object with
@@ -351,9 +375,13 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Any:
     a compiled model the model that was compiled is run.
 
     Raises:
-        ValueError: an unknown op. Otherwise what the call raises.
+        ValueError: an unknown op. TypeError: neither a name nor a module. Otherwise what the call
+            raises.
     """
     if not isinstance(target, nn.Module):
+        if not isinstance(target, str):
+            kind = type(target).__name__
+            raise TypeError(f"target is a {kind}; expected the name of an op, or an nn.Module")
         return backends.explain(target, *args, **kwargs)
     model = getattr(target, "_orig_mod", target)
     names = {id(module): name for name, module in model.named_modules()}
@@ -365,9 +393,12 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Any:
         rows.append((name, choice.op, choice.backend, choice.reason))
 
     def enter(module: nn.Module, _: Any) -> None:
-        running.append(module)
+        if _explaining.modules is running:  # and not of another thread: the hooks are of all
+            running.append(module)
 
     def leave(module: nn.Module, *_: Any) -> None:
+        if _explaining.modules is not running:
+            return
         if not isinstance(module, _Accelerated) and isinstance(module, _BASES):
             tell(backends.Choice(type(module).__name__, "torch", "it was not replaced"))
         running.pop()
@@ -375,7 +406,7 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Any:
     former, _explaining.modules = _explaining.modules, running
     handles = [
         _hooks.register_module_forward_pre_hook(enter),
-        _hooks.register_module_forward_hook(leave),
+        _hooks.register_module_forward_hook(leave, always_call=True),  # after an error too
     ]
     try:
         with backends.telling(watch=tell), _DirectAttention(lambda: len(rows), tell):
@@ -403,8 +434,11 @@ class sdpa_override(TorchFunctionMode):
     dropout, is_causal from the top left, scale, enable_gqa, three or four dimensions, a value of
     another width. What the op does not take (nested tensors, tensor subclasses, other numbers of
     dimensions, batches that broadcast, head dims above 256, other dtypes) runs in torch, call by
-    call. It nests, and works within and around torch.compile. Calls inside of
-    nn.MultiheadAttention are not seen by it: `accelerate` replaces that.
+    call. A row that sees no key, be it by a floating mask of finfo.min, gives zeros. It nests, and
+    works within and around torch.compile. Calls inside of nn.MultiheadAttention are not seen by it:
+    `accelerate` replaces that. backward() leaves every such mode, so under activation checkpointing
+    the `with` has to stand inside of what is checkpointed: around it, torch's attention would run
+    in the second forward.
 
     Every torch function that runs within it passes through Python once more: some microseconds.
     """

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastformer import backends, functional, reference
 from fastformer.modules import (
@@ -34,7 +35,8 @@ _WORTH_DROPPING = 0.1, 16
 
 
 class _Explaining(threading.local):
-    modules: list[Any] | None = None  # the modules that are running, the innermost last
+    def __init__(self) -> None:
+        self.modules: list[Any] | None = None  # that are running, the innermost last
 
 
 _explaining = _Explaining()
@@ -55,9 +57,7 @@ class _Accelerated:
 
     def _as_before(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """The original's forward."""
-        _note(self, reason)
-        if backends._state.watch is not None:
-            backends._state.watch(backends.Choice(type(self).__name__, "torch", reason))
+        _tell(self, type(self).__name__, reason)
         return self._original.forward(self, *args, **kwargs)
 
     def __reduce_ex__(
@@ -76,7 +76,8 @@ def _class(kind: type[_Accelerated], original: type[nn.Module]) -> Any:
     """The class of the modules of the class `original` for which `kind` stands."""
     if (kind, original) in _classes:
         return _classes[kind, original]
-    names: dict[str, Any] = {"_kind": kind, "_original": original, "__module__": __name__}
+    # The module's name stays the original's: tools know torch's modules by it.
+    names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
     if hasattr(kind, "after_sum"):  # which the stream looks for in the class itself
         names["after_sum"] = kind.after_sum
     made = type(original.__name__, (kind, original), names)
@@ -89,9 +90,16 @@ def _rebuilt(kind: type[_Accelerated], original: type[nn.Module]) -> Any:
 
 
 def _note(module: Any, reason: str) -> None:
-    """Counts a call that did not run on the kernels."""
+    """Counts a call that did not run on the fused ops; what is traced is not counted."""
     if not torch.compiler.is_compiling():
         module.__dict__.setdefault("_fallbacks", Counter())[reason] += 1
+
+
+def _tell(module: Any, op: str, reason: str) -> None:
+    """Counts it, and tells `explain` that torch ran."""
+    _note(module, reason)
+    if backends._state.watch is not None:
+        backends._state.watch(backends.Choice(op, "torch", reason))
 
 
 class _running(backends.telling):
@@ -114,12 +122,22 @@ class _running(backends.telling):
 
 def _foreign(*tensors: Any) -> str | None:
     """Why these are not tensors that a kernel can read, or None."""
+    tracing = torch.compiler.is_compiling()
     for x in tensors:
-        if x is not None and type(x) not in (Tensor, nn.Parameter):
+        if x is None:
+            continue
+        if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
             return f"an input or a parameter is a {type(x).__name__}"
-        if x is not None and x.is_nested:
+        if x.is_nested:
             return "an input is a nested tensor"
+        if not tracing and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return "a transform of torch.func is at work"
     return None
+
+
+def _foreign_weights(*modules: Any) -> str | None:
+    """The same of the parameters of modules that are torch's or ours."""
+    return _foreign(*(getattr(m, name, None) for m in modules for name in ("weight", "bias")))
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -257,7 +275,7 @@ class _MultiheadAttention(_Accelerated):
                     f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
                 )
         # Of keys appended behind the others a causal hint says nothing: there the mask is read.
-        is_causal = is_causal and self.bias_k is None and not self.add_zero_attn
+        is_causal = is_causal and not self._appends()
         visible, bias = None, None
         for mask in (None if is_causal else attn_mask, key_padding_mask):
             if mask is None:
@@ -296,7 +314,8 @@ class _MultiheadAttention(_Accelerated):
         self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen
     ) -> tuple[Tensor, Tensor]:
         """Also the weights [N, H, L, S], after dropout, as torch returns them."""
-        _note(self, "need_weights=True: in plain PyTorch; need_weights=False takes the fused op")
+        why = "need_weights=True takes plain PyTorch; need_weights=False the fused op"
+        _tell(self, "MultiheadAttention", why)
         q, k, v = self._projected(query, key, value)
         k, v, seen = self._appended(k, v, seen)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -322,6 +341,9 @@ class _MultiheadAttention(_Accelerated):
             heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
             out += heads.unbind(-3)
         return out
+
+    def _appends(self: Any) -> bool:
+        return self.bias_k is not None or self.add_zero_attn
 
     def _appended(self: Any, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor, _Seen]:
         """With the learned key and value, and the zero ones, behind the others."""
@@ -372,7 +394,10 @@ class _Layer(_Accelerated):
                 return "one attention has batch_first, another has not"
             if attention._obstacle() is not None:
                 return f"{name}: {attention._obstacle()}"
-        return None
+        norms = (
+            getattr(self, name) for name in ("norm1", "norm2", "norm3") if name in self._modules
+        )
+        return _foreign_weights(self.linear1, self.linear2, *norms)
 
     def _feed(self: Any, x: Tensor) -> Tensor:
         return _fed(x, self.linear1, _activation(self.activation), self.dropout, self.linear2)
@@ -471,13 +496,16 @@ class _TransformerEncoderLayer(_Layer):
             return False
         if seen.is_causal or seen.bias is not None or seen.packing is not None:
             return False
+        dropouts = (self.dropout, self.dropout1, self.dropout2)
+        if any(type(d) is not nn.Dropout or d.training for d in dropouts) or attention._appends():
+            return False
         if seen.attn_mask is not None and (seen.padding is None or seen.padding.all(1).any()):
             return False
         parts = (self.norm1, self.norm2, self.linear1, self.linear2)
         activation = _activation(self.activation)
         known = all(_LayerNorm in type(norm).__mro__ for norm in parts[:2])
         known = known and all(type(linear) is nn.Linear for linear in parts[2:])
-        known = known and _plain(*parts) and activation in ("relu", "gelu")
+        known = known and _plain(*parts, *dropouts) and activation in ("relu", "gelu")
         if not known or self.norm1.eps != self.norm2.eps or attention.num_heads % 2:
             return False
         weights = [attention.in_proj_weight, attention.in_proj_bias]
@@ -491,7 +519,7 @@ class _TransformerEncoderLayer(_Layer):
         whole: Any = torch._transformer_encoder_layer_fwd
         stream.x = whole(x, *sizes, *weights[:4], *form, *weights[4:], *mask)
         if backends._state.watch is not None:
-            why = "at inference on a CPU the layer is one op of torch's"
+            why = "without gradients, on a CPU, torch has the layer as one op"
             backends._state.watch(backends.Choice(type(self).__name__, "torch", why))
         return True
 
@@ -533,6 +561,11 @@ class _TransformerDecoderLayer(_Layer):
             stream.add(self.norm3, self.dropout3, first, self._feed)
 
 
+def _form(attention: Any) -> tuple[Any, ...]:
+    """What one reading of the masks serves."""
+    return attention.batch_first, attention.num_heads, attention._appends()
+
+
 class _Stack(_Accelerated):
     """What an encoder and a decoder share."""
 
@@ -550,9 +583,10 @@ class _Stack(_Accelerated):
                 return f"layers.{i} has hooks"
             if layer._obstacle() is not None:
                 return f"layers.{i}: {layer._obstacle()}"
-            if layer.self_attn.batch_first != self.layers[0].self_attn.batch_first:
-                return f"layers.{i} has another batch_first than layers.0"
-        return None
+            for name in layer._attentions:
+                if _form(getattr(layer, name)) != _form(getattr(self.layers[0], name)):
+                    return f"layers.{i} has another form of {name} than layers.0"
+        return None if self.norm is None else _foreign_weights(self.norm)
 
     def _normalized(self: Any, stream: _Stream) -> Tensor:
         with _running(self):
@@ -587,17 +621,18 @@ class _TransformerEncoder(_Stack):
     ) -> Tensor:
         padding = src_key_padding_mask
         reason = _foreign(src, mask, padding) or self._obstacle()
+        hidden = None
+        if self._drops_padding and padding is not None and padding.dtype == torch.bool:
+            hidden = padding if src.dim() == 3 else None
         if reason is not None:
-            return self._as_before(reason, src, mask, padding, is_causal)
+            out = self._as_before(reason, src, mask, padding, is_causal)
+            return out if hidden is None or out.is_nested else self._blanked(out, hidden)
         attention, batched = self.layers[0].self_attn, src.dim() == 3
         causal = _is_causal(mask, is_causal)
         names = ("mask", "src_key_padding_mask")
         x, (seen,) = _encoder_input(attention, src, mask, padding, causal, names)
-        hidden = None
-        if self._drops_padding and batched and padding is not None and padding.dtype == torch.bool:
-            hidden = padding
         packing = None
-        if hidden is not None and (mask is None or seen.is_causal):
+        if hidden is not None and (mask is None or seen.is_causal) and not attention._appends():
             packing = _worth_packing(hidden)
         if packing is not None:
             x, _ = unpad(x, packing)
@@ -610,6 +645,14 @@ class _TransformerEncoder(_Stack):
         elif hidden is not None:
             stream = _Stream(stream.value().masked_fill(hidden.unsqueeze(-1), 0.0))
         return attention._as_given(self._normalized(stream), batched)
+
+    def _blanked(self: Any, out: Tensor, hidden: Tensor) -> Tensor:
+        """The output of torch's own forward with what zeros give where padding is."""
+        if not self.layers[0].self_attn.batch_first:
+            hidden = hidden.t()
+        blank = out.new_zeros(out.shape[-1])
+        blank = blank if self.norm is None else self.norm(blank)
+        return torch.where(hidden.unsqueeze(-1), blank.to(out.dtype), out)
 
 
 def _worth_packing(hidden: Tensor) -> Packing | None:
@@ -664,12 +707,18 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if low and functional._autocast_dtype(x) is not None else x
 
 
+def _norm_obstacle(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
+    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+        return f"the input is {x.dtype}, the weight {weight.dtype}"
+    return _foreign(x, weight, bias)
+
+
 class _LayerNorm(_Accelerated):
     _base = nn.LayerNorm
     _internal = ("forward",)
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        reason = _foreign(input, self.weight, self.bias)
+        reason = _norm_obstacle(input, self.weight, self.bias)
         if reason is not None:
             return self._as_before(reason, input)
         with _running(self):
@@ -692,7 +741,7 @@ class _RMSNorm(_Accelerated):
     _internal = ("forward",)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        reason = _foreign(x, self.weight)
+        reason = _norm_obstacle(x, self.weight)
         if reason is not None:
             return self._as_before(reason, x)
         with _running(self):
@@ -718,9 +767,15 @@ class _Tutorial(_Accelerated):
         raise NotImplementedError
 
 
+def _only(module: nn.Module, *names: str) -> bool:
+    """Whether the module's parts are the named ones: no other parameters, buffers or modules."""
+    return {*module._parameters, *module._buffers, *module._modules} == set(names)
+
+
 class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
     _arguments = ("query", "key", "value", "mask")
     keep_attention = False
+    attn = None  # where the class has none of its own
 
     def forward(  # type: ignore[override]
         self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
@@ -728,6 +783,8 @@ class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
         reason = _foreign(query, key, value, mask)
         if reason is None and self.d_k > functional.MAX_HEAD_DIM:
             reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
+        if type(self.dropout) is not nn.Dropout or not _plain(self.dropout):
+            reason = "its dropout has hooks or was replaced"
         if reason is not None:
             return self._as_before(reason, query, key, value, mask)
         with _running(self):
@@ -740,17 +797,18 @@ class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
             return False
         if not (isinstance(h, int) and isinstance(d_k, int)):
             return False
+        if not _only(module, "linears", "dropout"):
+            return False
         sizes = {(x.in_features, x.out_features) for x in linears if isinstance(x, nn.Linear)}
         dropout = getattr(module, "dropout", None)
         return sizes == {(h * d_k, h * d_k)} and isinstance(dropout, nn.Dropout)
 
     @staticmethod
     def _probes(module: Any, random: Callable[..., Tensor]) -> Iterator[tuple[Any, ...]]:
-        query, memory = random(2, 4, module.h * module.d_k), random(2, 5, module.h * module.d_k)
-        padding = torch.arange(5, device=query.device) < torch.tensor([[[5]], [[3]]]).to(
-            query.device
-        )
-        causal = torch.ones(1, 4, 4, dtype=torch.bool, device=query.device).tril()
+        query, memory = random(2, 130, module.h * module.d_k), random(2, 150, module.h * module.d_k)
+        lengths = torch.tensor([[[150]], [[70]]], device=query.device)
+        padding = torch.arange(150, device=query.device) < lengths
+        causal = torch.ones(1, 130, 130, dtype=torch.bool, device=query.device).tril()
         yield query, memory, memory, None
         yield query, memory, memory, padding
         yield query, query, query, causal
@@ -761,6 +819,8 @@ class _AnnotatedNorm(_Tutorial):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         reason = _foreign(x, self.a_2, self.b_2)
+        if x.dtype != self.a_2.dtype:  # whose result the original has in the wider one
+            reason = f"the input is {x.dtype}, the weight {self.a_2.dtype}"
         if reason is not None:
             return self._as_before(reason, x)
         with _running(self):
@@ -771,6 +831,8 @@ class _AnnotatedNorm(_Tutorial):
     def _matches(module: Any) -> bool:
         a, b, eps = (getattr(module, name, None) for name in ("a_2", "b_2", "eps"))
         if not (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
+            return False
+        if not _only(module, "a_2", "b_2"):
             return False
         return a.dim() == 1 and a.shape == b.shape and len(a) > 1 and isinstance(eps, float)
 
@@ -795,6 +857,8 @@ class _AnnotatedFeedForward(_Tutorial, PositionwiseFeedForward):
     def _matches(module: Any) -> bool:
         w_1, w_2, dropout = (getattr(module, name, None) for name in ("w_1", "w_2", "dropout"))
         if not (isinstance(w_1, nn.Linear) and isinstance(w_2, nn.Linear)):
+            return False
+        if not _only(module, "w_1", "w_2", "dropout"):
             return False
         return isinstance(dropout, nn.Dropout) and w_1.out_features == w_2.in_features
 

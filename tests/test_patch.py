@@ -2,10 +2,13 @@
 themselves in float64.
 """
 
+import contextlib
 import copy
 import importlib.util
 import itertools
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import patch, replacements, use_backend
@@ -455,6 +459,37 @@ def test_little_padding_is_zeros_too(backend, device):
             assert (model.train(mode)(x, src_key_padding_mask=padding)[1, -1] == 0).all()
 
 
+def test_padding_is_zeros_where_torch_runs(device):
+    """A hook on a layer: its own forward, and the same at the padding."""
+    model = encoder(device)
+    ff.accelerate(model)
+    x = torch.randn(3, 24, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    want = model(x, src_key_padding_mask=padding)
+    model.layers[1].register_forward_hook(lambda *_: None)
+    for mode in (True, False):
+        have = model.train(mode)(x, src_key_padding_mask=padding)
+        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_beside_appended_keys(backend, device):
+    """add_bias_kv and add_zero_attn in the layers of an encoder: nothing is packed."""
+    model = encoder(device)
+    for i, layer in enumerate(model.layers):
+        options = {"add_bias_kv": True, "add_zero_attn": i == 1}
+        layer.self_attn = nn.MultiheadAttention(E, H, batch_first=True, **options)
+    randomized(model, device)
+    x = torch.randn(3, 24, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    check(model, x, first=lambda out: out[~padding], src_key_padding_mask=padding)
+    heads = encoder(device)
+    heads.layers[1].self_attn = nn.MultiheadAttention(E, 4, batch_first=True)
+    check(heads, x, first=lambda out: out[~padding], src_key_padding_mask=padding)
+    ff.accelerate(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).detach(), model.eval()(x), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_transformer(batch_first, backend, device):
     """nn.Transformer with every mask at once, and from its checkpoint."""
@@ -502,7 +537,42 @@ def test_inference_on_a_cpu_is_as_before():
             assert model(x, src_key_padding_mask=padding).isfinite().all()
 
 
+class Halved(nn.Dropout):
+    def forward(self, x):
+        return x / 2
+
+
+def test_inference_runs_every_part(device):
+    """A dropout of another class, one that draws in evaluation, hooks: with gradients or without."""
+    x = torch.randn(N, S, E, device=device)
+    for name in ("dropout", "dropout1", "dropout2"):
+        layer = randomized(nn.TransformerEncoderLayer(E, H, 24, 0.5, batch_first=True), device)
+        setattr(layer, name, Halved(0.1))
+        ff.accelerate(layer.eval())
+        want = layer(x)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), want)
+        setattr(layer, name, nn.Dropout(0.5).train())
+        with torch.no_grad():
+            assert not torch.allclose(layer(x), layer(x), atol=1e-3)
+        setattr(layer, name, nn.Dropout(0.5).eval())
+        calls = []
+        getattr(layer, name).register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with torch.no_grad():
+            layer(x)
+        assert calls
+
+
 # -------------------------------------------------------------------------------------------- norms
+
+
+def test_norms_of_mixed_dtypes(backend, device):
+    """What torch takes and the op does not."""
+    norm = nn.RMSNorm(E).to(device, torch.bfloat16)
+    x = torch.randn(S, E, device=device)
+    want = norm(x)
+    ff.accelerate(norm)
+    torch.testing.assert_close(norm(x), want)
 
 
 @pytest.mark.parametrize(
@@ -666,6 +736,49 @@ def test_a_skipped_part_keeps_its_layer_going(device):
     assert "OwnForward that was not replaced" in str(report)
 
 
+def test_names_that_collide():
+    """An attribute of the user's that is called like one of ours; a class that forbids deriving."""
+
+    class Own(nn.TransformerEncoderLayer):
+        def _feed(self, x):
+            return x
+
+    class Called(nn.MultiheadAttention):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    class Closed(nn.LayerNorm):
+        def __init_subclass__(cls, code):
+            pass
+
+    attention = nn.MultiheadAttention(E, H)
+    attention._seen = 0
+    for module, why in (
+        (Own(E, H, 24), "its attribute _feed stands in the way"),
+        (attention, "its attribute _seen stands in the way"),
+        (Called(E, H), "it has its own __call__"),
+        (Closed(E), "a class derived from it raises TypeError"),
+    ):
+        assert why in ff.accelerate(module).skipped[""]
+
+
+def test_layers_compiled_by_themselves(device):
+    model = encoder(device, layers=1)
+    ff.accelerate(model)
+    frames = []
+
+    def count(graph, _):
+        frames.append(graph)
+        return graph.forward
+
+    model.layers[0].compile(backend=count)
+    x = torch.randn(N, S, E, device=device)
+    want = copy.deepcopy(encoder(device, layers=1))
+    want.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(x), want(x), atol=1e-5, rtol=1e-5)
+    assert frames
+
+
 def test_nothing_half_replaced(monkeypatch):
     """An error in the middle of the swap takes back what was done."""
     model = nn.Transformer(E, H, 1, 1, 24)
@@ -690,8 +803,10 @@ def test_bad_models():
     with pytest.raises(ValueError, match=r"self_attn\.in_proj_weight is on the meta device"):
         ff.accelerate(model)
     assert type(model) is nn.TransformerEncoderLayer
-    with pytest.raises(ValueError, match=r"before torch\.compile"):
-        ff.accelerate(torch.compile(nn.LayerNorm(E), backend="eager"))
+    with pytest.raises(TypeError, match="drop_padding is 'no'"):
+        ff.accelerate(nn.LayerNorm(E), drop_padding="no")
+    with pytest.raises(TypeError, match="target is a list"):
+        ff.explain([])
     model = nn.MultiheadAttention(E, H)
     ff.accelerate(model)
     nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
@@ -730,6 +845,83 @@ def test_compiled(backend, device):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     rows = ff.explain(compiled, src, tgt, **given).rows  # the model that was compiled
     assert {row[2] for row in rows} == {backend}
+
+
+COMPILED = """
+import sys, threading, torch, fastformer as ff
+from torch import nn
+model = nn.TransformerEncoderLayer(16, 2, 24, 0.0, batch_first=True)
+ff.accelerate(model)
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+def check():
+    for n in (2, 3, 4):
+        x = torch.randn(n, n + 3, 16)
+        torch.testing.assert_close(compiled(x), model(x))
+if sys.argv[1] == "thread":
+    check()
+    failed = []
+    thread = threading.Thread(target=lambda: failed.append(1) or check() or failed.clear())
+    thread.start()
+    thread.join()
+    assert not failed
+else:
+    compiled(torch.randn(2, 5, 16)), check()
+"""
+
+
+@pytest.mark.parametrize("where", ["fresh", "thread"])
+def test_compiled_before_anything_else_ran(where):
+    """Where this thread has set nothing yet: new shapes compile again, and do not fail."""
+    done = subprocess.run([sys.executable, "-c", COMPILED, where], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_accelerated_after_it_was_compiled(backend, device):
+    """It is compiled again."""
+    model = encoder(device, layers=1)
+    x = torch.randn(N, S, E, device=device)
+    compiled = torch.compile(model, backend="aot_eager")
+    want = compiled(x)
+    report = ff.accelerate(compiled)
+    assert "_orig_mod.layers.0" in report.replaced
+    torch.testing.assert_close(compiled(x), want, atol=1e-5, rtol=1e-5)
+
+
+def test_exported(backend, device):
+    """With our ops in it, and zeros where padding is."""
+    model = encoder(device, layers=1, norm=False)
+    ff.accelerate(model)
+    x = torch.randn(N, S, E, device=device)
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    want = model(x, src_key_padding_mask=padding)
+    program = torch.export.export(model, (x,), {"src_key_padding_mask": padding})
+    have = program.module()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert backend == "reference" or any("fastformer" in name for name in names)
+
+
+def test_fx_keeps_the_modules_whole(device):
+    model = nn.Sequential(nn.LayerNorm(E), nn.TransformerEncoderLayer(E, H, 24)).to(device).eval()
+    ff.accelerate(model)
+    traced = torch.fx.symbolic_trace(model)
+    x = torch.randn(S, N, E, device=device)
+    torch.testing.assert_close(traced(x), model(x))
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
+
+
+def test_transforms_of_functions(backend, device):
+    """vmap of grad: torch's own forward."""
+    norm = nn.LayerNorm(E).to(device)
+    x = torch.randn(N, S, E, device=device)
+
+    def gradient(x):
+        return torch.func.vmap(torch.func.grad(lambda row: norm(row).square().sum()))(x)
+
+    want = gradient(x)
+    report = ff.accelerate(norm)
+    torch.testing.assert_close(gradient(x), want)
+    assert "torch.func" in str(report)
 
 
 def test_under_ddp(tmp_path):
@@ -839,6 +1031,11 @@ def near_misses(annotated):
         def forward(self, x):
             return self.w_2(self.dropout(F.gelu(self.w_1(x))))
 
+    class Window(annotated.MultiHeadedAttention):
+        def forward(self, query, key, value, mask=None):
+            near = torch.ones(query.size(1), key.size(1), device=query.device).tril(60)
+            return super().forward(query, key, value, near[None] if mask is None else mask * near)
+
     class DropsLast(annotated.PositionwiseFeedForward):
         def forward(self, x):
             return self.dropout(self.w_2(self.w_1(x).relu()))
@@ -853,6 +1050,7 @@ def near_misses(annotated):
         (Pair(H, E), "it does not return a tensor"),
         (Biased(E), evaluation),
         (Inside(E), evaluation),
+        (Window(H, E), evaluation),
         (Gelu(E, 24), evaluation),
         (DropsLast(E, 24), training),
     ]
@@ -864,6 +1062,46 @@ def test_near_misses_are_skipped(annotated):
         report = ff.accelerate(module)
         assert why in report.skipped[""] and not report.replaced, cls
         assert type(module) is cls
+
+
+def test_other_parts_are_another_class(annotated):
+    """A parameter, a buffer or a module more: of no known kind."""
+    for name in ("parameter", "buffer", "module"):
+        attention = annotated.MultiHeadedAttention(H, E)
+        if name == "module":
+            attention.other = nn.Linear(2, 2)
+        else:
+            getattr(attention, f"register_{name}")("other", nn.Parameter(torch.zeros(3)))
+        report = ff.accelerate(attention)
+        assert not report.replaced and not report.skipped
+
+
+def test_a_class_without_the_weights_of_the_last_call(annotated):
+    class Bare(annotated.MultiHeadedAttention):
+        def __init__(self, h, d_model):
+            super().__init__(h, d_model)
+            del self.attn
+
+        def forward(self, query, key, value, mask=None):
+            out = super().forward(query, key, value, mask)
+            del self.attn
+            return out
+
+    module = Bare(H, E).eval()
+    x = torch.randn(N, L, E)
+    want = module(x, x, x)
+    assert ff.accelerate(module).replaced
+    torch.testing.assert_close(module(x, x, x), want)
+    calls = []
+    module.dropout.register_forward_hook(lambda *_: calls.append(1))
+    module(x, x, x)
+    assert calls
+
+
+def test_a_trial_run_under_a_default_device(annotated):
+    with torch.device("meta"):
+        report = ff.accelerate(annotated.MultiHeadedAttention(H, E).to_empty(device="cpu"))
+    assert report.replaced
 
 
 def test_a_trial_run_leaves_no_trace(annotated):
@@ -933,6 +1171,54 @@ def test_explain_leaves_nothing_behind():
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert ff.backends._state.watch is None
+
+
+def test_explain_tells_of_the_weights(device):
+    """need_weights=True, torch's default, does not take the fused op."""
+    attention = nn.MultiheadAttention(E, H).to(device)
+    ff.accelerate(attention)
+    x = torch.randn(S, N, E, device=device)
+    (row,) = ff.explain(attention, x, x, x).rows
+    assert row[2] == "torch" and "need_weights=False" in row[3]
+
+
+def test_explain_beside_other_threads(device):
+    """Their modules are not in it; a module that raises and is caught is left."""
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.bad = nn.LayerNorm(E), nn.LayerNorm(3)
+
+        def forward(self, x):
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.bad(x)
+            return ff.layer_norm(self.norm(x), E)
+
+    model, other = Catches().to(device), nn.LayerNorm(E).to(device)
+    ff.accelerate(model)
+    x = torch.randn(2, E, device=device)
+    stop, failed = threading.Event(), []
+
+    def busy():
+        try:
+            while not stop.is_set():
+                other(x)
+        except IndexError:
+            failed.append(1)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert [row[:2] for row in ff.explain(model, x).rows] == [
+                ("norm", "layer_norm"),
+                ("", "layer_norm"),
+            ]
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
 
 
 class Direct(nn.Module):
@@ -1065,3 +1351,23 @@ def test_sdpa_override_compiled(backend, device):
     torch.testing.assert_close(have, want)
     (a,), (b,) = (torch.autograd.grad(y.sum(), q) for y in (have, want))
     torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_sdpa_override_and_checkpoint(use_reentrant, backend, device):
+    """Inside of what is checkpointed: the second forward is ours again, with the same dropout."""
+    q = torch.randn(N, H, L, 8, device=device, requires_grad=True)
+
+    def step(run):
+        torch.manual_seed(0)
+        run().square().sum().backward()
+        grad, q.grad = q.grad, None
+        return grad
+
+    def attend(q):
+        with ff.sdpa_override():
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    want = step(lambda: attend(q))
+    have = step(lambda: checkpoint(attend, q, use_reentrant=use_reentrant))
+    torch.testing.assert_close(have, want)

@@ -72,9 +72,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
-            own = item.get_closest_marker("benchmark")
-            if own is None or "timer" not in own.kwargs:
-                item.add_marker(pytest.mark.benchmark(timer=_clock))
+            item.add_marker(pytest.mark.benchmark(timer=_clock))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -152,7 +150,8 @@ def measure(benchmark, device):
     """Times a call and records the figures in `extra_info`.
 
     Args:
-        call: the work, without arguments.
+        call: the work, without arguments; or, in its place, samples: seconds that it took
+            elsewhere, in another process say.
         group: what the providers of the same work share; where `torch` is one, it comes first.
         provider: who does it; backend: what that turned out to run on, where it chooses.
         flops, nbytes: of one call; the formula stands in the benchmark. 0 leaves the figure out.
@@ -160,23 +159,38 @@ def measure(benchmark, device):
         shape: the sizes, as they shall be recorded.
     """
 
-    def run(call, *, group, provider, dtype, backend=None, flops=0, nbytes=0, **shape):
+    def run(
+        call=None,
+        *,
+        group,
+        provider,
+        dtype,
+        backend=None,
+        flops=0,
+        nbytes=0,
+        samples=None,
+        **shape,
+    ):
         benchmark.group = group
         info = benchmark.extra_info
-        info.update(_facts(device), provider=provider, backend=backend or provider)
+        info.update(
+            _facts(device, torch.get_num_threads()), provider=provider, backend=backend or provider
+        )
         info.update(dtype=str(dtype).removeprefix("torch."), **shape)
         if benchmark.disabled:
-            benchmark(call)
+            benchmark(call or (lambda: None))
             return
-        on_gpu = device.type == "cuda"
-        against = _torch_of(group, provider, call)
-        info["peak_mib"] = _peak_bytes(call, device) / 2**20
-        if on_gpu:
-            samples = _device_samples(benchmark, info, call, against)
+        if samples is not None:
+            samples = _replayed(benchmark, samples)
         else:
-            samples = _samples(benchmark, call, against if provider in report.OURS else None)
+            against = _torch_of(group, provider, call)
+            info["peak_mib"] = _peak_bytes(call, device) / 2**20
+            if device.type == "cuda":
+                samples = _device_samples(benchmark, info, call, against)
+            else:
+                samples = _samples(benchmark, call, against if provider in report.OURS else None)
         own = [pair[0] for pair in samples]
-        low, seconds, high = statistics.quantiles(own, n=4)
+        low, seconds, high = statistics.quantiles(own, n=4) if len(own) > 1 else own * 3
         info.update(ms=seconds * 1e3, ms_low=low * 1e3, ms_high=high * 1e3, rounds=len(own))
         if len(samples[0]) == 2:
             info["x_torch_in_turn"] = statistics.median(peer / own for own, peer in samples)
@@ -185,7 +199,7 @@ def measure(benchmark, device):
         if nbytes:
             info["gb_per_s"] = nbytes / seconds / 1e9
         if flops or nbytes:
-            peak, bandwidth = _roof(device, dtype)
+            peak, bandwidth = _roof(device, dtype, torch.get_num_threads())
             info["of_roof"] = max(flops / peak, nbytes / bandwidth) / seconds
             info["roof_tflops"], info["roof_gb_per_s"] = peak / 1e12, bandwidth / 1e9
 
@@ -210,11 +224,26 @@ def _torch_of(group, provider, call):
     return _torch[1]
 
 
+_elsewhere = 0.0  # seconds
+
+
 def _clock():
     """Seconds, once the device has finished all that it was given."""
     if HAS_GPU:
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.perf_counter() + _elsewhere
+
+
+def _replayed(benchmark, samples):
+    """Rounds that take as long as the samples did, by the clock."""
+    remaining = iter(samples)
+
+    def pass_by():
+        global _elsewhere
+        _elsewhere += next(remaining)
+
+    benchmark.pedantic(pass_by, rounds=len(samples), iterations=1)
+    return [(sample,) for sample in samples]
 
 
 def _seconds(call):
@@ -320,7 +349,7 @@ def _peak_bytes(call, device):
 
 
 @functools.cache
-def _roof(device, dtype):
+def _roof(device, dtype, threads):
     """(FLOP/s of a large matrix product, bytes/s of a copy, read and written): on a GPU the median
     of rounds, on a CPU, which others use too, the best of some.
     """
@@ -340,8 +369,8 @@ def _roof(device, dtype):
 
 
 @functools.cache
-def _facts(device):
-    """What a reader needs to know about the figures, the same for all of a run."""
+def _facts(device, threads):
+    """What a reader needs to know about the figures, the same for all of a run but the threads."""
     facts = describe(device)
     facts["commit"] = _output("git", "-C", str(HERE), "describe", "--always", "--dirty")
     if device.type == "cuda":

@@ -95,6 +95,8 @@ def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
     """(provider, cells of COLUMNS) for each row of a group; a ratio of 2: twice as fast."""
     times = {row["provider"]: row["ms"] for row in rows}
     peers = [ms for name, ms in times.items() if name not in OURS]
+    if len(peers) == len(times):  # there is nothing of ours to compare
+        peers = []
     for row in rows:
         name, ms = row["provider"], row["ms"]
         if row["backend"] != name:
@@ -163,7 +165,6 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 def machine(row: Row) -> str:
     """Where a row was measured, with which versions."""
     words = [row.get("gpu") or row.get("platform") or "unknown machine"]
-    words += [f"{row['threads']} CPU threads"] if row.get("threads") and not row.get("gpu") else []
     for name in ("driver", "torch", "triton", "commit"):
         words += [f"{name} {row[name]}"] if row.get(name) else []
     return ", ".join(words)
@@ -173,12 +174,16 @@ def roofs(rows: Iterable[Row]) -> list[str]:
     """P and BW of each machine and dtype."""
     return list(
         dict.fromkeys(
-            f"{row['dtype']}: P = {row['roof_tflops']:.3g} TFLOP/s, "
+            f"{row['dtype']}{_threads(row)}: P = {row['roof_tflops']:.3g} TFLOP/s, "
             f"BW = {_cell(row['roof_gb_per_s'])} GB/s"
             for row in rows
             if "roof_tflops" in row
         )
     )
+
+
+def _threads(row: Row) -> str:
+    return "" if row.get("gpu") else f" on {row['threads']} CPU threads"
 
 
 def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:

@@ -1,0 +1,65 @@
+"""What stands before the first result: the imports, and each op's first call, forward and backward.
+
+Every row is of fresh processes. `reference` is the first call of the reference. `triton, cold`
+and `triton, warm` are the kernels' first call on a GPU, with Triton's cache (TRITON_CACHE_DIR)
+empty and as an earlier process has left it. Without a GPU `compile, cold` and `compile, warm` are
+in their place: what such a call compiles for sm_90, with nothing launched; the first op's warm row
+holds Triton's own start.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.first_call_worker import CASES
+
+WORKER = Path(__file__).with_name("first_call_worker.py")
+KERNELS = "triton" if torch.cuda.is_available() else "compile"
+PROVIDERS = ["reference", f"{KERNELS}, cold", f"{KERNELS}, warm"]
+PROCESSES = {"cold": 1, "warm": 2, "reference": 2}
+
+
+@functools.cache
+def processes(provider):
+    """The seconds of each step, by process."""
+    backend, _, cache = provider.partition(", ")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = []
+        for _ in range(PROCESSES[cache or backend] + (cache == "warm")):
+            words = [sys.executable, str(WORKER), backend]
+            environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+            done = subprocess.run(words, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            answers.append(json.loads(done.stdout))
+    return answers[1:] if cache == "warm" else answers
+
+
+def record(measure, what, group, provider):
+    pytest.importorskip("triton")
+    measure(
+        group=group,
+        provider=provider,
+        samples=[seconds[what] for seconds in processes(provider)],
+        dtype=torch.bfloat16 if KERNELS == "triton" or "compile" in provider else torch.float32,
+    )
+
+
+@pytest.mark.parametrize(
+    "what", ["import torch", "import fastformer", "import fastformer.kernels.attention"]
+)
+def test_import(measure, what):
+    """After the one before it; the kernels' import brings Triton's."""
+    record(measure, what, what, PROVIDERS[2])
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("op", CASES)
+def test_first_call(measure, op, provider):
+    record(measure, op, f"first call of {op}", provider)

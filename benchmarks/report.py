@@ -5,7 +5,7 @@
                                                              from benchmarks/results/*.json
 
 Takes what `pytest --benchmark-only --benchmark-json=results.json` and `python -m benchmarks.gpu`
-write. Nothing here measures, and no figure stands here.
+write, and its journals (.jsonl). Nothing here measures, and no figure stands here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks import journal
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,6 +45,7 @@ HEADLINES = [
     r"Transformer ",
 ]
 START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
+PICTURE = "benchmarks/results/headline.png"
 UNMEASURED = "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one."
 
 Row = dict[str, Any]
@@ -76,16 +79,30 @@ class Results:
 
 
 def load(*paths: Path) -> Results:
-    """The results in JSON files, of pytest-benchmark or of benchmarks.gpu."""
+    """The results in files: JSON of pytest-benchmark or of benchmarks.gpu, or its journals."""
     results = Results()
     for path in paths:
-        data = json.loads(path.read_text())
+        data = _journal(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
         for key in ("absent", "failed"):
             getattr(results, key).update(data.get(key, {}))
         rows = data.get("rows", [])
         rows += [{"group": b["group"], **b["extra_info"]} for b in data.get("benchmarks", [])]
         results.rows += [row for row in rows if "ms" in row]
     return results
+
+
+def _journal(path: Path) -> Row:
+    data: Row = {"rows": [], "absent": {}, "failed": {}}
+    for event in journal.read(path):
+        data["absent"].update(event.get("absent", {}))
+        data["rows"] += [event["row"]] if "row" in event else []
+        if "begun" in event:
+            data["failed"][event["begun"]] = "did not come to its end"
+        elif event.get("outcome") == "failed":
+            data["failed"][event["test"]] = event["reason"]
+        elif "test" in event:
+            data["failed"].pop(event["test"], None)
+    return data
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -316,26 +333,43 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 def readme_block(results: Results) -> str:
     """The figures that the README shows: those of kernels on a GPU, or that there are none."""
-    measured = Results([row for row in results.rows if row.get("gpu")])
-    lines = ["| measured on a GPU | " + " | ".join(COLUMNS) + " |"]
-    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
-    shown: list[Row] = []
-    for headline in HEADLINES:
-        largest = {}  # by mode
-        for group, rows in measured.groups().items():
-            if re.match(headline, group) and any(row["backend"] == "triton" for row in rows):
-                mode = "backward" in group
-                if mode not in largest or _size(rows) >= _size(largest[mode]):
-                    largest[mode] = rows
-        for rows in largest.values():
-            for row, (name, cells) in zip(rows, table(rows)):
-                if row["backend"] == "triton":
-                    lines.append(f"| {row['group']}, {name} | " + " | ".join(cells) + " |")
-                    shown.append(row)
+    shown = list(_headlines(results))
     if not shown:
         return UNMEASURED
-    places = [f"Measured on {place}." for place in dict.fromkeys(map(machine, shown))]
-    return "\n".join([*lines, "", *places, *(f"Roof in {roof}." for roof in roofs(shown))])
+    lines = ["| measured on a GPU | " + " | ".join(COLUMNS) + " |"]
+    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
+    for rows in shown:
+        for row, (name, cells) in zip(rows, table(rows)):
+            if row["backend"] == "triton":
+                lines.append(f"| {row['group']}, {name} | " + " | ".join(cells) + " |")
+    rows = [row for group in shown for row in group]
+    lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
+    lines += [f"Roof in {roof}." for roof in roofs(rows)]
+    family = headline_family(results)
+    return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
+
+
+def _headlines(results: Results) -> Iterator[list[Row]]:
+    """The groups of HEADLINES, of each the largest size, forward and with the gradients."""
+    for headline in HEADLINES:
+        largest: dict[bool, list[Row]] = {}
+        for group, rows in results.groups().items():
+            kernels = [row for row in rows if row.get("gpu") and row["backend"] == "triton"]
+            if kernels and re.match(headline, group):
+                former = largest.setdefault("backward" in group, rows)
+                if _size(rows) > _size(former):
+                    largest["backward" in group] = rows
+        yield from largest.values()
+
+
+def headline_family(results: Results) -> tuple[str, list[Row]] | None:
+    """What the README draws: the first of its groups that was measured at several lengths."""
+    shown = {rows[0]["group"] for rows in _headlines(results)}
+    for family, rows in results.families().items():
+        lengths = {row["length"] for row in rows}
+        if len(lengths) > 1 and shown & {row["group"] for row in rows}:
+            return family, rows
+    return None
 
 
 def _size(rows: Sequence[Row]) -> float:
@@ -374,6 +408,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.readme:
         text = options.readme.read_text()
         options.readme.write_text(with_figures(text, readme_block(results)))
+        if family := headline_family(results):
+            path = options.readme.parent / PICTURE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw(*family).savefig(path, dpi=100)
         print(f"Wrote {options.readme}")
 
 

@@ -41,25 +41,25 @@ def processes(provider):
     return answers[1:] if cache == "warm" else answers
 
 
-def record(measure, what, group, provider):
+IMPORTS = ["import torch", "import fastformer", "import fastformer.kernels.attention"]
+
+
+@pytest.fixture(autouse=True)
+def needs_triton():
     pytest.importorskip("triton")
-    measure(
-        group=group,
-        provider=provider,
-        samples=[seconds[what] for seconds in processes(provider)],
-        dtype=torch.bfloat16 if KERNELS == "triton" or "compile" in provider else torch.float32,
-    )
 
 
-@pytest.mark.parametrize(
-    "what", ["import torch", "import fastformer", "import fastformer.kernels.attention"]
-)
-def test_import(measure, what):
+@pytest.mark.parametrize("provider", IMPORTS)
+def test_import(measure, provider):
     """After the one before it; the kernels' import brings Triton's."""
-    record(measure, what, what, PROVIDERS[2])
+    samples = [seconds[provider] for seconds in processes(PROVIDERS[2])]
+    measure(group="imports", provider=provider, samples=samples, dtype="-")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("op", CASES)
 def test_first_call(measure, op, provider):
-    record(measure, op, f"first call of {op}", provider)
+    samples = [seconds[op] for seconds in processes(provider)]
+    bf16 = KERNELS == "triton" or "compile" in provider
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    measure(group=f"first call of {op}", provider=provider, samples=samples, dtype=dtype)

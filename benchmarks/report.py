@@ -93,15 +93,15 @@ def load(*paths: Path) -> Results:
 
 def _journal(path: Path) -> Row:
     data: Row = {"rows": [], "absent": {}, "failed": {}}
-    for event in journal.read(path):
+    events = list(journal.read(path))
+    ended = {event["test"] for event in events if "test" in event}
+    for event in events:
         data["absent"].update(event.get("absent", {}))
         data["rows"] += [event["row"]] if "row" in event else []
-        if "begun" in event:
-            data["failed"][event["begun"]] = "did not come to its end"
+        if event.get("begun", event.get("test")) not in ended:
+            data["failed"][event.get("begun")] = "did not come to its end"
         elif event.get("outcome") == "failed":
             data["failed"][event["test"]] = event["reason"]
-        elif "test" in event:
-            data["failed"].pop(event["test"], None)
     return data
 
 
@@ -345,6 +345,7 @@ def readme_block(results: Results) -> str:
     rows = [row for group in shown for row in group]
     lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
     lines += [f"Roof in {roof}." for roof in roofs(rows)]
+    lines += [f"**Failed in this run**: `{test}`." for test in results.failed]
     family = headline_family(results)
     return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
 

@@ -23,22 +23,27 @@ from benchmarks.first_call_worker import CASES
 WORKER = Path(__file__).with_name("first_call_worker.py")
 KERNELS = "triton" if torch.cuda.is_available() else "compile"
 PROVIDERS = ["reference", f"{KERNELS}, cold", f"{KERNELS}, warm"]
-PROCESSES = {"cold": 1, "warm": 2, "reference": 2}
+PROCESSES = 2  # of a reference or of a warm cache
 
 
 @functools.cache
-def processes(provider):
-    """The seconds of each step, by process."""
-    backend, _, cache = provider.partition(", ")
+def processes(backend):
+    """The seconds of each step, by process, the first of them with an empty cache."""
+    answers = []
     with tempfile.TemporaryDirectory() as folder:
-        answers = []
-        for _ in range(PROCESSES[cache or backend] + (cache == "warm")):
+        for _ in range(PROCESSES + (backend != "reference")):
             words = [sys.executable, str(WORKER), backend]
             environment = {**os.environ, "TRITON_CACHE_DIR": folder}
             done = subprocess.run(words, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             answers.append(json.loads(done.stdout))
-    return answers[1:] if cache == "warm" else answers
+    return answers
+
+
+def seconds(what, provider):
+    backend, _, cache = provider.partition(", ")
+    part = {"": slice(None), "cold": slice(1), "warm": slice(1, None)}[cache]
+    return [answer[what] for answer in processes(backend)[part]]
 
 
 IMPORTS = ["import torch", "import fastformer", "import fastformer.kernels.attention"]
@@ -52,14 +57,14 @@ def needs_triton():
 @pytest.mark.parametrize("provider", IMPORTS)
 def test_import(measure, provider):
     """After the one before it; the kernels' import brings Triton's."""
-    samples = [seconds[provider] for seconds in processes(PROVIDERS[2])]
+    samples = seconds(provider, PROVIDERS[2])
     measure(group="imports", provider=provider, samples=samples, dtype="-")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("op", CASES)
 def test_first_call(measure, op, provider):
-    samples = [seconds[op] for seconds in processes(provider)]
+    samples = seconds(op, provider)
     bf16 = KERNELS == "triton" or "compile" in provider
     dtype = torch.bfloat16 if bf16 else torch.float32
     measure(group=f"first call of {op}", provider=provider, samples=samples, dtype=dtype)

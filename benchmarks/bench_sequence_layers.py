@@ -20,7 +20,7 @@ import fastformer as ff
 
 GPU = torch.cuda.is_available()
 D, HEADS, K = (512, 8, 3) if GPU else (64, 4, 3)
-SIZES = [256, 512, 1024, 2048, 4096, 8192, 16384] if GPU else [128, 256, 512, 1024, 2048]
+SIZES = [256, 512, 1024, 2048, 4096, 8192, 16384] if GPU else [128, 256, 512, 1024]
 
 
 class Attention(nn.Module):

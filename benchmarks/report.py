@@ -98,9 +98,9 @@ def _journal(path: Path) -> Row:
     for event in events:
         data["absent"].update(event.get("absent", {}))
         data["rows"] += [event["row"]] if "row" in event else []
-        if event.get("begun", event.get("test")) not in ended:
-            data["failed"][event.get("begun")] = "did not come to its end"
-        elif event.get("outcome") == "failed":
+        if "begun" in event and event["begun"] not in ended:
+            data["failed"][event["begun"]] = "did not come to its end"
+        if event.get("outcome") == "failed":
             data["failed"][event["test"]] = event["reason"]
     return data
 

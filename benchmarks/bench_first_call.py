@@ -1,10 +1,10 @@
 """What stands before the first result: the imports, and each op's first call, forward and backward.
 
-Every row is of fresh processes. `reference` is the first call of the reference. `triton, cold`
-and `triton, warm` are the kernels' first call on a GPU, with Triton's cache (TRITON_CACHE_DIR)
-empty and as an earlier process has left it. Without a GPU `compile, cold` and `compile, warm` are
-in their place: what such a call compiles for sm_90, with nothing launched; the first op's warm row
-holds Triton's own start.
+Every row is of fresh processes. `reference, eager` is the first call of the reference.
+`triton, cold` and `triton, warm` are the kernels' first call on a GPU, with Triton's cache
+(TRITON_CACHE_DIR) empty and as an earlier process has left it. Without a GPU `compile, cold` and
+`compile, warm` are in their place: what such a call compiles for sm_90, with nothing launched. The
+first op's row holds Triton's own start.
 """
 
 import functools
@@ -22,7 +22,7 @@ from benchmarks.first_call_worker import CASES
 
 WORKER = Path(__file__).with_name("first_call_worker.py")
 KERNELS = "triton" if torch.cuda.is_available() else "compile"
-PROVIDERS = ["reference", f"{KERNELS}, cold", f"{KERNELS}, warm"]
+PROVIDERS = ["reference, eager", f"{KERNELS}, cold", f"{KERNELS}, warm"]
 PROCESSES = 2  # of a reference or of a warm cache
 
 
@@ -42,7 +42,7 @@ def processes(backend):
 
 def seconds(what, provider):
     backend, _, cache = provider.partition(", ")
-    part = {"": slice(None), "cold": slice(1), "warm": slice(1, None)}[cache]
+    part = {"eager": slice(None), "cold": slice(1), "warm": slice(1, None)}[cache]
     return [answer[what] for answer in processes(backend)[part]]
 
 

@@ -253,5 +253,5 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
             matching = part.command[part.command.index("--matching") + 1]
             files = [word for word in part.command if word.startswith("benchmarks/")]
             mine = [i for i in ids if i.split("::")[0] in files and re.search(matching, i)]
-            assert 5 < len(mine) < 150, f"{part.name}: {len(mine)}"
+            assert 5 < len(mine) < 300, f"{part.name}: {len(mine)}"
             assert any("triton" in i or "auto" in i or "self-attention" in i for i in mine)

@@ -284,7 +284,13 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     colours = {name: f"C{i % 10}" for i, name in enumerate(providers)}
     for axes, (value, label) in zip(figure.subplots(2, 2).flat, panels.items()):
-        for name, points in curves(rows, value).items():
+        drawn = curves(rows, value)
+        if not drawn:  # of no peer, or of no memory
+            fitted = [f"{g.provider}: ~ n^{g.exponent:.2f}" for g in growth(Results(list(rows)))]
+            axes.set_axis_off()
+            axes.text(0.1, 0.5, "\n".join(["growth of the time", *fitted] if fitted else []))
+            continue
+        for name, points in drawn.items():
             x, y = zip(*points)
             style = dict(color=colours[name], linewidth=2.2 if name in OURS else 1.2)
             axes.plot(x, y, marker="o", markersize=4, label=name, **style)

@@ -38,8 +38,8 @@ SLOW_LENGTHS = [] if HAS_GPU else [2048, 4096]
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # the tests take one
 TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batch size follows
 
-SECONDS, SHORTEST = 0.2, 1e-3  # for a measurement, and of one of its rounds
-ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 11, 100  # at least; at least beside a peer; at most
+SECONDS, SHORTEST = 0.2 if HAS_GPU else 0.1, 1e-3  # for a measurement, and of one of its rounds
+ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 7, 100  # at least; at least beside a peer; at most
 REPLAYS, LEAST_REPLAYS, REPLAY_SECONDS = 30, 5, 0.5  # on a GPU: at most, at least, in all
 L2_BYTES = 256 << 20  # more than any GPU's second-level cache
 

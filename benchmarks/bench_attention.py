@@ -1,7 +1,8 @@
 """scaled_dot_product_attention beside torch's own op and the tutorials' formula.
 
 The headline is `padding+dropout`: what training a standard Transformer asks for; and with a learned
-bias beside them, what no fused peer takes. `packed` is the padded batch without its padding.
+bias beside them, what no fused peer takes. `packed` is the padded batch without its padding, and so
+is flash-attn's where there is padding: both with taking out the tokens and putting them back.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
 when causal, the pairs inside of a window; only the valid keys when padded, whatever the provider
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
+from benchmarks.peers import available
 
 HEADS = 8
 GPU = torch.cuda.is_available()
@@ -52,9 +54,8 @@ FORCED = {
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-PROVIDERS = ["reference", "torch", "tutorial"]
-if GPU:
-    PROVIDERS = ["reference", "triton", "packed", "torch", *FORCED, "flex", "tutorial"]
+PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex", "tutorial")
+PROVIDERS += available("reference", "triton", "packed")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -69,6 +70,10 @@ def test_attention(
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
     if provider == "packed" and (case.bias or not case.padded):
         pytest.skip("nothing to pack, or a bias, which packed_attention has not")
+    if provider.startswith("flash-attn") and case.bias:
+        pytest.skip("flash-attn takes no bias")
+    if provider == "flash-attn 3" and case.dropout_p:
+        pytest.skip("flash-attn 3 has no dropout")
     if provider == "flex":
         if case.dropout_p:
             pytest.skip("flex_attention has no dropout")
@@ -123,7 +128,7 @@ def _forward(provider, case, lengths, length):
     """(q, k, v, and a bias) -> the output, as the provider computes the case."""
     p, causal = case.dropout_p, case.causal
     if provider == "packed":
-        return _packed(p, lengths, length)
+        return _packed(p, lengths)
     if provider in ("reference", "triton"):
         options = {"key_lengths": lengths} if case.padded else {}
         if case.window:
@@ -147,6 +152,8 @@ def _forward(provider, case, lengths, length):
         return lambda q, k, v, bias=None: _tutorial(q, k, v, mask, p, bias)
     if provider == "flex":
         return _flex(case, lengths, length)
+    if provider.startswith("flash-attn"):
+        return _flash_attn(provider, case, lengths)
 
     def sdpa(q, k, v, bias=None):
         if bias is None:
@@ -166,16 +173,46 @@ def _forward(provider, case, lengths, length):
     return forced
 
 
-def _packed(p, lengths, length):
+def _packed(p, lengths):
+    def attend(*inputs):
+        with ff.use_backend("triton"):
+            return ff.packed_attention(*inputs, dropout_p=p)
+
+    return _unpadded(attend, lengths)
+
+
+def _unpadded(attend, lengths):
     """The tokens alone, taken out and put back, as an encoder would once for all its layers."""
 
     def forward(q, k, v):
-        with ff.use_backend("triton"):
-            q, packing = ff.unpad(q.transpose(1, 2), lengths)
-            k, v = (ff.unpad(x.transpose(1, 2), packing)[0] for x in (k, v))
-            offsets, longest = packing.cu_seqlens, packing.longest
-            out = ff.packed_attention(q, k, v, offsets, offsets, longest, longest, dropout_p=p)
-            return ff.pad(out, packing).transpose(1, 2)
+        q, packing = ff.unpad(q.transpose(1, 2), lengths)
+        k, v = (ff.unpad(x.transpose(1, 2), packing)[0] for x in (k, v))
+        offsets, longest = packing.cu_seqlens, packing.longest
+        out = attend(q, k, v, offsets, offsets, longest, longest)
+        return ff.pad(out, packing).transpose(1, 2)
+
+    return forward
+
+
+def _flash_attn(provider, case, lengths):
+    options = {"causal": case.causal, "window_size": (case.window or -1, -1)}
+    if provider == "flash-attn 3":
+        import flash_attn_interface as library
+    else:
+        import flash_attn as library
+
+        options["dropout_p"] = case.dropout_p
+
+    def output(x):  # some versions return the log-sum-exp beside it
+        return x[0] if isinstance(x, tuple) else x
+
+    if case.padded:
+        attend = library.flash_attn_varlen_func
+        return _unpadded(lambda *inputs: output(attend(*inputs, **options)), lengths)
+
+    def forward(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return output(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
     return forward
 
@@ -192,8 +229,10 @@ def _tutorial(q, k, v, mask, p, bias=None):
 
 def _flex(case, lengths, length):
     """FlexAttention with its mask built in every call, as every batch has lengths of its own."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    attend, build = torch.compile(flex.flex_attention), torch.compile(flex.create_block_mask)
+    from torch.nn.attention import flex_attention as flex
+
+    attend = torch.compile(flex.flex_attention, dynamic=False)
+    build = torch.compile(flex.create_block_mask, dynamic=False)
 
     def visible(b, h, i, j):
         if case.window:

@@ -1,4 +1,5 @@
-"""linear_cross_entropy beside torch's own fused op, torch's linear and cross_entropy, and Liger.
+"""linear_cross_entropy beside torch's linear and cross_entropy, the same compiled, torch's own
+fused op, and Liger; cross_entropy of given logits beside these and QuACK, which smooths no labels.
 
 FLOPs: 2 M N V forward, three times that with the gradients. Least bytes: the parameters and the
 input once, and with gradients theirs once more; MiB shows who holds the logits.
@@ -11,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
+from benchmarks.peers import available, compiled
 
 GPU = torch.cuda.is_available()
 ROWS = 8192 if GPU else 256
 WIDTH = 512
 CLASSES = [32768, 131072, 262144] if GPU else [1024, 8192]
-GIVEN = ["reference", *(["triton"] if GPU else []), "torch"]  # those that take logits
-PROVIDERS = [*GIVEN, "torch fused", "compile", "liger"]
+PEERS, OURS = available("torch", "compile", "liger"), available("reference", "triton")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", [*PEERS, *available("torch fused"), *OURS])
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("smoothing", [0.1])
 def test_linear_cross_entropy(
@@ -57,15 +58,12 @@ def _forward(provider):
     if provider == "torch":
         return _torch
     if provider == "torch fused":
-        if not hasattr(F, "linear_cross_entropy"):
-            pytest.skip(f"torch {torch.__version__} has no linear_cross_entropy")
         return lambda x, w, t, s: F.linear_cross_entropy(x, w, t, label_smoothing=s)
     if provider == "compile":
-        if not GPU:
-            pytest.skip("torch.compile needs a C++ compiler on a CPU")
-        return torch.compile(_torch)
-    liger = pytest.importorskip("liger_kernel.ops.fused_linear_cross_entropy")
-    fused = liger.LigerFusedLinearCrossEntropyFunction.apply
+        return compiled(_torch)
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    fused = LigerFusedLinearCrossEntropyFunction.apply
     return lambda x, w, t, s: fused(x, w, t, None, None, -100, 0.0, s)[0]
 
 
@@ -73,9 +71,7 @@ def _torch(x, weight, target, smoothing):
     return F.cross_entropy(F.linear(x, weight), target, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize(
-    "provider", [p for p in PROVIDERS if p in ("reference", "triton", "torch")]
-)
+@pytest.mark.parametrize("provider", [*PEERS, *available("quack"), *OURS])
 @pytest.mark.parametrize("classes", CLASSES)
 def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, provider):
     """On given logits: each is read twice and, with the gradient, read and written once more."""
@@ -83,8 +79,8 @@ def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, pr
     target = torch.randint(0, classes, (ROWS,), device=device)
 
     def forward():
-        if provider == "torch":
-            return F.cross_entropy(logits, target, label_smoothing=0.1)
+        if provider in GIVEN:
+            return GIVEN[provider](logits, target)
         with ff.use_backend(provider):
             return ff.cross_entropy(logits, target, label_smoothing=0.1)
 
@@ -97,3 +93,27 @@ def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, pr
         rows=ROWS,
         classes=classes,
     )
+
+
+def _torch_given(logits, target):
+    return F.cross_entropy(logits, target, label_smoothing=0.1)
+
+
+def _liger_given(logits, target):
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return liger_cross_entropy(logits, target, label_smoothing=0.1)
+
+
+def _quack_given(logits, target):
+    from quack.cross_entropy import cross_entropy
+
+    return cross_entropy(logits, target)
+
+
+GIVEN = {
+    "torch": _torch_given,
+    "compile": compiled(_torch_given),
+    "liger": _liger_given,
+    "quack": _quack_given,
+}

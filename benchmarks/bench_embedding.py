@@ -1,4 +1,5 @@
-"""embed beside torch's embedding, addition and dropout: the first layer of a Transformer.
+"""embed beside torch's embedding, addition and dropout, also compiled: the first layer of a
+Transformer.
 
 Least bytes: forward the output and its rows of the table once; backward the output's gradient and
 the table's.
@@ -11,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
+from benchmarks.peers import available, compiled
 
 GPU = torch.cuda.is_available()
 VOCAB, WIDTH = 37000 if GPU else 4096, 512
-PROVIDERS = ["reference", *(["triton"] if GPU else []), "torch"]
+PROVIDERS = available("torch", "compile", "reference", "triton")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -22,7 +24,7 @@ def test_embed(measure, differentiated, device, dtype, batch, length, mode, prov
     weight = torch.randn(VOCAB, WIDTH, device=device, dtype=dtype, requires_grad=True)
     positional = torch.randn(length, WIDTH, device=device, dtype=dtype)
     tokens = torch.randint(0, VOCAB, (batch, length), device=device)
-    forward = functools.partial(_torch if provider == "torch" else _ours, provider)
+    forward = functools.partial(FORWARD.get(provider, _ours), provider)
     nbytes = 2 * batch * length * WIDTH * dtype.itemsize
     if mode == "forward+backward":
         nbytes += nbytes // 2 + weight.nbytes
@@ -45,3 +47,6 @@ def _ours(backend, tokens, weight, positional):
 
 def _torch(_, tokens, weight, positional):
     return F.dropout(F.embedding(tokens, weight) * WIDTH**0.5 + positional, 0.1)
+
+
+FORWARD = {"torch": _torch, "compile": compiled(_torch)}

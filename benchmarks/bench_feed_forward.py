@@ -1,5 +1,6 @@
 """feed_forward with relu and dropout 0.1 beside linear, relu, dropout, linear, which is what the
-tutorials write, and beside torch._addmm_activation, cuBLAS with bias and relu in its epilogue.
+tutorials write, as it stands and compiled, and beside torch._addmm_activation, cuBLAS with bias and
+relu in its epilogue. The gated forms beside Liger's kernels as well.
 
 FLOPs: 4 M d d_ff forward for M tokens (two products), twice that backward.
 Least bytes: forward x, y and both weights once; backward x, dy, dx, both weights and their
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
+from benchmarks.peers import available, compiled
 
 GPU = torch.cuda.is_available()
-PROVIDERS = ["reference", *(["triton", "addmm_activation"] if GPU else []), "torch"]
+PROVIDERS = available("torch", "compile", "addmm_activation", "reference", "triton")
 SEQUENCES = 8 if GPU else 1
 SIZES = [(512, 2048), (1024, 4096), *([(2048, 8192), (4096, 16384)] if GPU else [])]
 P = 0.1
@@ -44,9 +46,8 @@ def test_feed_forward(
     )
 
     def forward():
-        if provider == "torch":
-            hidden = F.dropout(F.relu(F.linear(x, w_1, b_1)), P)
-            return F.linear(hidden, w_2, b_2)
+        if provider in PLAIN:
+            return PLAIN[provider](x, w_1, b_1, w_2, b_2)
         if provider == "addmm_activation":
             return F.linear(F.dropout(torch._addmm_activation(b_1, x, w_1.t()), P), w_2, b_2)
         with ff.use_backend(provider):
@@ -70,10 +71,19 @@ def test_feed_forward(
     )
 
 
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "addmm_activation"])
+def _plain(x, w_1, b_1, w_2, b_2):
+    return F.linear(F.dropout(F.relu(F.linear(x, w_1, b_1)), P), w_2, b_2)
+
+
+PLAIN = {"torch": _plain, "compile": compiled(_plain)}
+
+
+@pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
 @pytest.mark.parametrize("op", ["geglu", "swiglu"])
 def test_gated(measure, differentiated, device, dtype, mode, op, provider):
-    """The gated forms beside torch's linear, activation, product and dropout."""
+    """The gated forms beside torch's linear, activation, product and dropout. (Liger's geglu is the
+    approximation by tanh.)
+    """
     rows, d, d_ff = (16384, 1024, 2816) if GPU else (256, 512, 1408)
     x = torch.randn(rows, d, device=device, dtype=dtype, requires_grad=True)
     w, w_2 = (
@@ -82,10 +92,8 @@ def test_gated(measure, differentiated, device, dtype, mode, op, provider):
     )
 
     def forward():
-        if provider == "torch":
-            z, v = F.linear(x, w).chunk(2, -1)
-            hidden = (F.gelu(z) if op == "geglu" else F.silu(z)) * v
-            return F.linear(F.dropout(hidden, P), w_2)
+        if provider in GATED:
+            return GATED[provider](op, x, w, w_2)
         with ff.use_backend(provider):
             return getattr(ff, op)(x, w, None, w_2, None, P)
 
@@ -101,3 +109,19 @@ def test_gated(measure, differentiated, device, dtype, mode, op, provider):
         d_ff=d_ff,
         dropout_p=P,
     )
+
+
+def _gated(op, x, w, w_2):
+    z, v = F.linear(x, w).chunk(2, -1)
+    return F.linear(F.dropout((F.gelu(z) if op == "geglu" else F.silu(z)) * v, P), w_2)
+
+
+def _liger(op, x, w, w_2):
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    gate = LigerGELUMulFunction if op == "geglu" else LigerSiLUMulFunction
+    return F.linear(F.dropout(gate.apply(*F.linear(x, w).chunk(2, -1)), P), w_2)
+
+
+GATED = {"torch": _gated, "compile": compiled(_gated), "liger": _liger}

@@ -1,8 +1,11 @@
-"""What a call of attention costs on the host, for a GPU that is not there: nothing is launched.
+"""What a call costs on the host. A thousand calls each: ms stand for microseconds a call.
 
-`triton` is from the op's implementation to the launcher; its peer `stock` starts the same kernels
-with Triton's own `kernel[grid](...)` inside of a torch.library.custom_op. A thousand calls each:
-ms stand for microseconds a call.
+The dispatch of an op: with almost no data, `reference` is what fastformer's op and the reference's
+few torch ops take, beside torch's op alone; on a GPU `triton` is handing the kernel over.
+
+A launch of attention, for a GPU that is not there: nothing is launched. `triton` is from the op's
+implementation to the launcher; its peer `stock` starts the same kernels with Triton's own
+`kernel[grid](...)` inside of a torch.library.custom_op.
 """
 
 import json
@@ -11,8 +14,29 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer as ff
+from benchmarks.peers import available
 
 CALLS = 1000
+
+
+@pytest.mark.parametrize("provider", available("torch", "reference", "triton"))
+@pytest.mark.parametrize("op", ["layer_norm", "scaled_dot_product_attention"])
+def test_dispatch(measure, device, dtype, op, provider):
+    torch.set_num_threads(1)
+    x = torch.randn(1, 1, 16, 16, device=device, dtype=dtype)
+    given = (x, (16,)) if op == "layer_norm" else (x, x, x)
+    call = getattr(F if provider == "torch" else ff, op)
+
+    def calls():
+        with ff.use_backend("auto" if provider == "torch" else provider):
+            for _ in range(CALLS):
+                call(*given)
+
+    measure(calls, group=f"host cost of {op}, {CALLS} calls", provider=provider, dtype=dtype)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
-"""layer_norm, rms_norm and dropout_add_layer_norm beside torch's own ops, and LayerNorm beside the
-tutorials' formula, which is another one: it divides by std + eps, with N - 1 in the std.
+"""layer_norm, rms_norm and dropout_add_layer_norm beside torch's own ops, the same compiled, Liger,
+QuACK and flash-attn, and LayerNorm beside the tutorials' formula, which is another one: it divides
+by std + eps, with N - 1 in the std. Liger and QuACK compute the residual sum without dropout: they
+are left out there.
 
 Least bytes: forward x and y once, and with a residual that and the sum once more; backward x, dy
 and dx, and with a residual a second gradient in and out. FLOPs are nothing beside them.
@@ -12,18 +14,22 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
+from benchmarks.peers import available, compiled
 
 GPU = torch.cuda.is_available()
-PROVIDERS = ["reference", *(["triton"] if GPU else []), "torch", "tutorial"]
+OURS = available("reference", "triton")
+PROVIDERS = available("torch", "compile", "liger", "quack", "tutorial") + OURS
 ROWS = 262144 if GPU else 1024  # of width 512; fewer of the wider ones
 WIDTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536] if GPU else [512, 8192]
-P = 0.1
+P, EPS = 0.1, 1e-5
 SEQUENCES = 8 if GPU else 2  # of the comparison of lengths
 
 
 @pytest.fixture
 def compare(measure, differentiated, device, dtype, mode, provider):
     def run(rows, width, group, **shape):
+        if provider == "quack" and mode != "forward":
+            pytest.skip("QuACK's LayerNorm has no gradient of the bias")
         x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
         weight, bias = (
             torch.randn(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
@@ -63,8 +69,8 @@ def test_rms_norm(measure, differentiated, device, dtype, mode, width, provider)
     weight = torch.randn(width, device=device, dtype=dtype, requires_grad=True)
 
     def forward():
-        if provider == "torch":
-            return F.rms_norm(x, (width,), weight)
+        if provider in RMS:
+            return RMS[provider](x, weight)
         with ff.use_backend(provider):
             return ff.rms_norm(x, width, weight)
 
@@ -79,7 +85,7 @@ def test_rms_norm(measure, differentiated, device, dtype, mode, width, provider)
     )
 
 
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "tutorial"])
+@pytest.mark.parametrize("provider", [*available("torch", "compile", "flash-attn"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_dropout_add_layer_norm(measure, differentiated, device, dtype, mode, width, provider):
     rows = max(256, ROWS * 512 // width)
@@ -91,9 +97,8 @@ def test_dropout_add_layer_norm(measure, differentiated, device, dtype, mode, wi
     )
 
     def forward():
-        if provider == "torch":
-            total = residual + F.dropout(x, P)
-            return F.layer_norm(total, (width,), weight, bias), total
+        if provider in ADD:
+            return ADD[provider](x, residual, weight, bias)
         with ff.use_backend(provider):
             return ff.dropout_add_layer_norm(x, residual, weight, bias, P)
 
@@ -123,4 +128,60 @@ def _tutorial(_, x, weight, bias):
     return weight * (x - mean) / (std + 1e-6) + bias
 
 
-FORWARD = {"torch": _torch, "tutorial": _tutorial}
+def _liger(_, x, weight, bias):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, weight, bias, EPS)
+
+
+def _quack(_, x, weight, bias):
+    from quack.rmsnorm import layernorm_fwd
+
+    return layernorm_fwd(x, weight.float(), bias.float(), EPS)  # it takes float32 parameters
+
+
+def _torch_rms(x, weight):
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _liger_rms(x, weight):
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)  # not in place
+
+
+def _quack_rms(x, weight):
+    from quack.rmsnorm import rmsnorm
+
+    return rmsnorm(x, weight, eps=EPS)
+
+
+def _torch_add(x, residual, weight, bias):
+    total = residual + F.dropout(x, P)
+    return F.layer_norm(total, x.shape[-1:], weight, bias), total
+
+
+def _flash_attn_add(x, residual, weight, bias):
+    from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+    return layer_norm_fn(x, weight, bias, residual, eps=EPS, dropout_p=P, prenorm=True)
+
+
+FORWARD = {
+    "torch": _torch,
+    "compile": compiled(_torch),
+    "tutorial": _tutorial,
+    "liger": _liger,
+    "quack": _quack,
+}
+RMS = {
+    "torch": _torch_rms,
+    "compile": compiled(_torch_rms),
+    "liger": _liger_rms,
+    "quack": _quack_rms,
+}
+ADD = {
+    "torch": _torch_add,
+    "compile": compiled(_torch_add),
+    "flash-attn": _flash_attn_add,
+}

@@ -4,9 +4,8 @@ whole of it.
 `torch` is the same model with the same weights and plain torch modules in the place of attention,
 feed-forward and LayerNorm: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
 nn.Dropout, nn.LayerNorm. That both compute the same is checked, in evaluation, before the timing.
-It runs before each round of `auto`, in turn, and the ratio is the median over these pairs.
 `tutorial` is the same with the Annotated Transformer's attention and LayerNorm in eager PyTorch,
-another formula (std + eps). `compiled` is torch.compile of `torch`, on a GPU.
+another formula (std + eps). `compile` is torch.compile of `torch`, on a GPU.
 
 On a CPU `auto` is to be no slower than `torch`, within 5%, and 1.3 times as fast as `tutorial`.
 
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer as ff
+from benchmarks.peers import available
 from fastformer.copy_task import PAD, CopyData, Settings
 from fastformer.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
@@ -104,12 +104,12 @@ def rivals(ours: nn.Module) -> dict[str, nn.Module]:
     return {
         "torch": torchs,
         "tutorial": plain(ours, TUTORIAL),
-        **({"compiled": torch.compile(torchs)} if GPU else {}),
+        **({"compile": torch.compile(torchs)} if "compile" in PEERS else {}),
         **dict.fromkeys(OURS, ours),
     }
 
 
-PEERS = ["torch", "tutorial", *(["compiled"] if GPU else [])]
+PEERS = available("torch", "tutorial", "compile")
 
 
 class TorchLayer(nn.Module):
@@ -162,13 +162,12 @@ def _measure_step(measure, provider, device, models, step, inputs, **figures):
         provider=provider,
         backend=_ran(provider, device) if provider in OURS else None,
         dtype=expected.dtype,
-        against=(lambda: step(models["torch"])) if provider == "auto" else None,
         dropout_p=P,
         **figures,
     )
 
 
-@pytest.mark.parametrize("provider", [*OURS, "torch"])
+@pytest.mark.parametrize("provider", ["torch", *OURS])
 def test_copy_task(measure, device, provider):
     settings = Settings(steps=1, device=device, dropout=P)
     batch = next(iter(CopyData(settings)))
@@ -205,7 +204,7 @@ def test_copy_task(measure, device, provider):
     )
 
 
-@pytest.mark.parametrize("provider", [*OURS, *PEERS, "nn.TransformerEncoderLayer"])
+@pytest.mark.parametrize("provider", [*PEERS, "nn.TransformerEncoderLayer", *OURS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128, 512])
 def test_encoder_layer(measure, device, dtype, batch, length, provider):
     attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
@@ -242,7 +241,7 @@ def test_encoder_layer(measure, device, dtype, batch, length, provider):
     )
 
 
-@pytest.mark.parametrize("provider", [*OURS, *PEERS])
+@pytest.mark.parametrize("provider", [*PEERS, *OURS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [64])
 def test_transformer_step(measure, device, dtype, batch, length, provider):
     """The base model, forward and backward of the loss, without the optimizer."""

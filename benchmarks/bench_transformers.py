@@ -3,8 +3,7 @@
 `auto` and the other backends are "fastformer"; `torch` is "sdpa", `eager` is "eager", and
 `flash-attn`, on a GPU, "flash_attention_2". All are one model with one set of weights; they differ
 in the attention and in the masks that transformers makes for it. That they compute the same is
-checked, in evaluation, on the tokens that are no padding, before the timing. `torch` runs before
-each round of `auto`, in turn, and the ratio is the median over these pairs.
+checked, in evaluation, on the tokens that are no padding, before the timing.
 
 BERT's batch is padded: lengths spread evenly from S/2 to S. GPT-2's is not: its sdpa then takes
 torch's causal kernel. Dropout is the models' own, 0.1. On a CPU there is one layer of twelve and
@@ -18,12 +17,12 @@ import pytest
 import torch
 
 import fastformer as ff
+from benchmarks.peers import available
 
 GPU = torch.cuda.is_available()
 OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
-PEERS = {"torch": "sdpa", "eager": "eager"}
-if GPU:
-    PEERS["flash-attn"] = "flash_attention_2"
+NAMES = {"torch": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
+PEERS = available(*NAMES)
 LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
 SHORT = 128  # on a CPU the lengths end here, without --slow
 D_MODEL, HEADS, VOCAB, P = 768, 12, 1024, 0.1
@@ -42,15 +41,13 @@ def _model(name, layers, length):
     return transformers.GPT2Model(config)
 
 
-@pytest.mark.parametrize("provider", [*OURS, *PEERS])
+@pytest.mark.parametrize("provider", [*PEERS, *OURS])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", VALID)
 def test_step(measure, device, dtype, batch, name, length, provider, request):
     slow = request.config.getoption("slow")
     if not GPU and not slow and length > SHORT:
         pytest.skip(f"S = {length} on a CPU: needs --slow")
-    if provider == "flash-attn":
-        pytest.importorskip("flash_attn")
     layers, batch = (12, batch) if GPU or slow else (1, 1)
     model = _model(name, layers, length).to(device, dtype)
     ff.register_transformers()
@@ -64,7 +61,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     grad = torch.randn(batch, length, D_MODEL, device=device, dtype=dtype) * kept.unsqueeze(2)
 
     def run(who):
-        model.set_attn_implementation(PEERS.get(who, "fastformer"))
+        model.set_attn_implementation(NAMES.get(who, "fastformer"))
         with ff.use_backend(who if who in OURS else "auto"):
             return model(**given).last_hidden_state
 
@@ -88,7 +85,6 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
         provider=provider,
         backend=_ran(provider, device, dtype) if provider in OURS else None,
         dtype=dtype,
-        against=(lambda: step("torch")) if provider == "auto" else None,
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
         batch=batch,
         length=length,

@@ -7,9 +7,11 @@
     pytest benchmarks --benchmark-disable              calls everything once and times nothing
 
 Groups compare providers of the same work: `reference` and `triton` are this package's backends
-(`auto` is what it picks by itself), every other provider is a peer: `torch` is torch's own op, on a
-GPU the one that it picks by itself. The time is the median over rounds; on a GPU the table shows
-the time on the device. Data are random, never constant: a GPU runs faster on zeros.
+(`auto` is what it picks by itself), every other provider is a peer (peers.py). `torch` is torch's
+own op, on a GPU the one that it picks by itself, and comes first in its group: on a GPU each of the
+others is measured in turn with it, on a CPU each of ours. The time is the median over rounds; on a
+GPU the table shows the time on the device. Data are random, never constant: a GPU runs faster on
+zeros. `python -m benchmarks.report out.json --out FOLDER` makes tables and plots of the figures.
 """
 
 import functools
@@ -17,12 +19,14 @@ import math
 import os
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import peers, report
 from fastformer.environment import describe
 
 HERE = Path(__file__).parent
@@ -32,23 +36,18 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 LENGTHS = [2**n for n in range(7, 15)] if HAS_GPU else [128, 256, 512, 1024]
 SLOW_LENGTHS = [] if HAS_GPU else [2048, 4096]
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # the tests take one
-OURS = ("auto", "reference", "triton", "packed")
 TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batch size follows
 
-SECONDS, SHORTEST = 0.2, 1e-3  # for a measurement, and of one of its rounds
-ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 11, 100  # at least; at least beside a peer; at most
+SECONDS, SHORTEST = 0.2 if HAS_GPU else 0.1, 1e-3  # for a measurement, and of one of its rounds
+ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 7, 100  # at least; at least beside a peer; at most
+REPLAYS, LEAST_REPLAYS, REPLAY_SECONDS = 30, 5, 0.5  # on a GPU: at most, at least, in all
 L2_BYTES = 256 << 20  # more than any GPU's second-level cache
 
-NOTES = [
-    "x torch, x best: the time of torch's own op, and of the best peer, over this one's",
-    "x torch of auto: the median over pairs of rounds, run in turn",
-    "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run",
-]
+NOTES = list(report.LEGEND)
 if HAS_GPU:
     NOTES += ["left out: flex_attention, which compiles for each shape, without --slow"]
 else:
     NOTES += [
-        "left out: triton, whose interpreted speed means nothing (auto is reference on a CPU)",
         "left out: d_model = 1024, lengths above 1024, and above 256 of attention with a bias or a "
         "window, all layers of BERT and GPT-2, without --slow; lengths above 4096 without a GPU",
     ]
@@ -90,6 +89,11 @@ def pytest_runtest_call(item):
     pytest.skip(reason.splitlines()[0])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(output_json):
+    output_json["absent"] = peers.ABSENT
+
+
 # --------------------------------------------------------------------------------------- fixtures
 
 
@@ -101,6 +105,8 @@ def poisoned_empty():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    if "torch._dynamo" in sys.modules:  # after 8 shapes of a function it would run them uncompiled
+        torch._dynamo.reset()
     if HAS_GPU:
         torch.cuda.empty_cache()  # the graphs' private pools among it
 
@@ -144,57 +150,56 @@ def measure(benchmark, device):
     """Times a call and records the figures in `extra_info`.
 
     Args:
-        call: the work, without arguments.
-        group: what the providers of the same work share.
+        call: the work, without arguments; or, in its place, samples: seconds that it took
+            elsewhere, in another process say.
+        group: what the providers of the same work share; where `torch` is one, it comes first.
         provider: who does it; backend: what that turned out to run on, where it chooses.
         flops, nbytes: of one call; the formula stands in the benchmark. 0 leaves the figure out.
         dtype: of the call; the roof is measured in it.
-        against: the peer's call, run before each round: the ratio of such pairs does not see that a
-            machine's speed changes from minute to minute.
         shape: the sizes, as they shall be recorded.
     """
 
     def run(
-        call, *, group, provider, dtype, backend=None, flops=0, nbytes=0, against=None, **shape
+        call=None,
+        *,
+        group,
+        provider,
+        dtype,
+        backend=None,
+        flops=0,
+        nbytes=0,
+        samples=None,
+        **shape,
     ):
         benchmark.group = group
         info = benchmark.extra_info
-        info.update(_facts(device), provider=provider, backend=backend or provider)
+        info.update(
+            _facts(device, torch.get_num_threads()), provider=provider, backend=backend or provider
+        )
         info.update(dtype=str(dtype).removeprefix("torch."), **shape)
         if benchmark.disabled:
-            benchmark(call)
+            benchmark(call or (lambda: None))
             return
-        info["peak_mib"] = _peak_bytes(call, device) / 2**20
-        if against is not None:
-            against()
-        peer_times = []
-
-        def before():
-            if against is not None:
-                peer_times.append(_seconds(against))
-
-        estimate = _seconds(call)
-        loops = 1 if against is not None else math.ceil(SHORTEST / estimate)
-        least = ROUNDS if against is None else ROUNDS_IN_TURN
-        rounds = min(max(int(SECONDS / (estimate * loops)), least), MOST_ROUNDS)
-        setup = None if against is None else before
-        benchmark.pedantic(call, setup=setup, rounds=rounds, iterations=loops)
-
-        seconds = benchmark.stats.stats.median
-        if device.type == "cuda":
-            info["host_ms"] = seconds * 1e3
-            seconds, info["device_timer"] = _device_seconds(call)
-        info["ms"] = seconds * 1e3
-        if peer_times:
-            own_times = benchmark.stats.stats.data
-            ratios = [peer / own for peer, own in zip(peer_times, own_times)]
-            info["x_torch_in_turn"] = statistics.median(ratios)
+        if samples is not None:
+            samples = _replayed(benchmark, samples)
+        else:
+            against = _torch_of(group, provider, call)
+            info["peak_mib"] = _peak_bytes(call, device) / 2**20
+            if device.type == "cuda":
+                samples = _device_samples(benchmark, info, call, against)
+            else:
+                samples = _samples(benchmark, call, against if provider in report.OURS else None)
+        own = [pair[0] for pair in samples]
+        low, seconds, high = statistics.quantiles(own, n=4) if len(own) > 1 else own * 3
+        info.update(ms=seconds * 1e3, ms_low=low * 1e3, ms_high=high * 1e3, rounds=len(own))
+        if len(samples[0]) == 2:
+            info["x_torch_in_turn"] = statistics.median(peer / own for own, peer in samples)
         if flops:
             info["tflops"] = flops / seconds / 1e12
         if nbytes:
             info["gb_per_s"] = nbytes / seconds / 1e9
         if flops or nbytes:
-            peak, bandwidth = _roof(device, dtype)
+            peak, bandwidth = _roof(device, dtype, torch.get_num_threads())
             info["of_roof"] = max(flops / peak, nbytes / bandwidth) / seconds
             info["roof_tflops"], info["roof_gb_per_s"] = peak / 1e12, bandwidth / 1e9
 
@@ -203,12 +208,42 @@ def measure(benchmark, device):
 
 # -------------------------------------------------------------------------------------- measuring
 
+_torch = (None, None)  # group and call of the last provider `torch`
+
+
+def _torch_of(group, provider, call):
+    """torch's call of the same group, for the ratio of pairs of rounds: that does not see that a
+    machine's speed changes from minute to minute. None for torch itself, and where there is none.
+    """
+    global _torch
+    if provider == "torch":
+        _torch = group, call
+        return None
+    if _torch[0] != group:
+        _torch = None, None
+    return _torch[1]
+
+
+_elsewhere = 0.0  # seconds
+
 
 def _clock():
     """Seconds, once the device has finished all that it was given."""
     if HAS_GPU:
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.perf_counter() + _elsewhere
+
+
+def _replayed(benchmark, samples):
+    """Rounds that take as long as the samples did, by the clock."""
+    remaining = iter(samples)
+
+    def pass_by():
+        global _elsewhere
+        _elsewhere += next(remaining)
+
+    benchmark.pedantic(pass_by, rounds=len(samples), iterations=1)
+    return [(sample,) for sample in samples]
 
 
 def _seconds(call):
@@ -217,35 +252,80 @@ def _seconds(call):
     return _clock() - started
 
 
-def _device_seconds(call, repeats=30):
-    """(median time on the device, how it was taken): of a CUDA graph's replays, which hold no host
-    time, each after the L2 cache was overwritten. What cannot be captured is called as it is.
+def _samples(benchmark, call, against):
+    """Seconds of rounds, (call,) or (call, against) each."""
+    peer_times = []
+    if against is not None:
+        against()
+    estimate = _seconds(call)
+    loops = 1 if against is not None else math.ceil(SHORTEST / estimate)
+    least = ROUNDS if against is None else ROUNDS_IN_TURN
+    rounds = min(max(int(SECONDS / (estimate * loops)), least), MOST_ROUNDS)
+    setup = None if against is None else lambda: peer_times.append(_seconds(against))
+    benchmark.pedantic(call, setup=setup, rounds=rounds, iterations=loops)
+    own = benchmark.stats.stats.data
+    return list(zip(own, peer_times)) if peer_times else [(x,) for x in own]
+
+
+def _device_samples(benchmark, info, call, against):
+    """The same on the device; what the host takes goes into `info`: host_ms to hand over a call,
+    wall_ms until the device has done it.
     """
+    _samples(benchmark, call, None)
+    info["wall_ms"] = benchmark.stats.stats.median * 1e3
+    info["host_ms"] = statistics.median(_host_seconds(call) for _ in range(ROUNDS)) * 1e3
+    calls = [call] if against is None else [call, against]
+    samples, timers = _device_seconds(calls)
+    info["device_timer"] = timers[0]
+    return samples
+
+
+def _host_seconds(call):
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _device_seconds(calls):
+    """(rounds of the seconds of each call on the device, how each was taken).
+
+    The calls are run in turn, each after the L2 cache was overwritten: as a CUDA graph's replays,
+    which hold no host time, or, what cannot be captured, as it is.
+    """
+    replays, timers = zip(*map(_captured, calls))
+    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    estimate = sum(map(_seconds, replays))
+    rounds = min(max(int(REPLAY_SECONDS / estimate), LEAST_REPLAYS), REPLAYS)
+    events = []
+    for _ in range(rounds):
+        events.append([])
+        for replay in replays:
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            flush.zero_()  # while it runs, the host hands over the rest
+            pair[0].record()
+            replay()
+            pair[1].record()
+            events[-1].append(pair)
+    torch.cuda.synchronize()
+    samples = [tuple(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in events]
+    return samples, timers
+
+
+def _captured(call):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
-    replay, timer = call, "events around calls"
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             call()
-        replay, timer = graph.replay, "CUDA graph"
     except RuntimeError:
         torch.cuda.synchronize()
-
-    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
-    pairs = []
-    for _ in range(repeats):
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        flush.zero_()  # while it runs, the host hands over the rest
-        pair[0].record()
-        replay()
-        pair[1].record()
-        pairs.append(pair)
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3, timer
+        return call, "events around calls"
+    return graph.replay, "CUDA graph"
 
 
 def _peak_bytes(call, device):
@@ -269,8 +349,10 @@ def _peak_bytes(call, device):
 
 
 @functools.cache
-def _roof(device, dtype):
-    """(FLOP/s of a large matrix product, bytes/s of a copy, read and written), the best of some."""
+def _roof(device, dtype, threads):
+    """(FLOP/s of a large matrix product, bytes/s of a copy, read and written): on a GPU the median
+    of rounds, on a CPU, which others use too, the best of some.
+    """
     n, elements = (8192, 1 << 29) if device.type == "cuda" else (1024, 1 << 24)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     source = torch.randn(elements, device=device, dtype=dtype)
@@ -279,7 +361,7 @@ def _roof(device, dtype):
     def best(call):
         call()
         if device.type == "cuda":
-            return _device_seconds(call)[0]
+            return statistics.median(sample[0] for sample in _device_seconds([call])[0])
         return min(_seconds(call) for _ in range(7))
 
     product, copy = best(lambda: torch.mm(a, b)), best(lambda: target.copy_(source))
@@ -287,8 +369,8 @@ def _roof(device, dtype):
 
 
 @functools.cache
-def _facts(device):
-    """What a reader needs to know about the figures, the same for all of a run."""
+def _facts(device, threads):
+    """What a reader needs to know about the figures, the same for all of a run but the threads."""
     facts = describe(device)
     facts["commit"] = _output("git", "-C", str(HERE), "describe", "--always", "--dirty")
     if device.type == "cuda":
@@ -311,54 +393,22 @@ def _output(*command):
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
-    groups = {}
-    for result in session.benchmarks if session else []:
-        if "ms" in result.extra_info:  # a measurement of these suites that came to its end
-            groups.setdefault(result.group, []).append(result.extra_info)
-    if not groups:
+    rows = [{"group": b.group, **b.extra_info} for b in session.benchmarks] if session else []
+    # What these suites measured, and what came to its end.
+    results = report.Results([row for row in rows if "ms" in row])
+    if not results.rows:
         return
     write = terminalreporter.write_line
     terminalreporter.section("fastformer beside its peers")
-    header = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "of roof")
-    write(" " * 34 + "".join(f"{title:>10s}" for title in header))
-    for group, rows in groups.items():
+    write(" " * 34 + "".join(f"{title:>10s}" for title in report.COLUMNS))
+    for group, rows in results.groups().items():
         write(group)
-        for line in _lines(rows):
-            write("    " + line)
-    facts = rows[0]
-    peak, bandwidth = _roof(DEVICE, DTYPE)
+        for name, cells in report.table(rows):
+            write(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
     write("")
-    write(
-        f"{facts['gpu'] or facts['platform']}, {facts['threads']} CPU threads, "
-        f"torch {facts['torch']}, triton {facts['triton']}, commit {facts['commit']}"
-    )
-    write(f"roof in {DTYPE}: P = {peak / 1e12:.3f} TFLOP/s, BW = {bandwidth / 1e9:.1f} GB/s")
-    for note in NOTES:
+    notes = [report.machine(results.rows[0])]
+    notes += [f"roof in {roof}" for roof in report.roofs(results.rows)]
+    notes += map(str, report.growth(results))
+    notes += [f"absent: {name} ({why})" for name, why in peers.ABSENT.items()]
+    for note in notes + NOTES:
         write(note)
-
-
-def _lines(rows):
-    """One for each provider of a group; a ratio above 1 says how many times faster it is."""
-    times = {row["provider"]: row["ms"] for row in rows}
-    peers = [ms for name, ms in times.items() if name not in OURS]
-    for row in rows:
-        name, ms = row["provider"], row["ms"]
-        if row["backend"] != name:
-            name += f" ({row['backend']})"
-        to_torch = times["torch"] / ms if "torch" in times else None
-        cells = [
-            ms,
-            row.get("tflops"),
-            row.get("gb_per_s"),
-            row["peak_mib"],
-            row.get("x_torch_in_turn", to_torch),
-            min(peers) / ms if peers else None,
-            row.get("of_roof"),
-        ]
-        yield f"{name:30s}" + "".join(f"{_cell(cell):>10s}" for cell in cells)
-
-
-def _cell(value):
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,6 +1,7 @@
 """The command `fastformer`.
 
     fastformer copy-task    train the copy task under both backends and compare them
+    fastformer plot NAME    draw what the tutorials draw: masks, encodings, targets, attention
     fastformer info         versions, devices, and the backend that each op would take, and why
 
 Exit status: 0 success, 1 the copy task failed, 2 a bad option or a request that cannot be met here.
@@ -9,10 +10,12 @@ Exit status: 0 success, 1 the copy task failed, 2 a bad option or a request that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastformer {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_copy_task(commands)
+    _add_plot(commands)
     _add_info(commands)
     return parser
 
@@ -173,13 +177,9 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         chosen.remove("triton")
         left_out = str(error)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(arguments.threads)
-    try:
+    with _threads(arguments.threads):
         runs = copy_task.compare(settings, chosen)
         where = environment.describe(settings.device)
-    finally:
-        torch.set_num_threads(threads)
     if left_out is not None:
         print(f"\nThe triton run is left out: {left_out}")
     if arguments.json is not None:
@@ -197,6 +197,16 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
     return 1 if found else 0
 
 
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _command(arguments: argparse.Namespace) -> str:
     """The command line, every option written out, that gives these runs again."""
     words = ["fastformer", "copy-task"]
@@ -205,6 +215,71 @@ def _command(arguments: argparse.Namespace) -> str:
             option = {"N": "layers", "h": "heads"}.get(name, name.replace("_", "-"))
             words += [f"--{option}", str(value)]
     return shlex.join(words)
+
+
+# --------------------------------------------------------------------------------------------- plot
+
+TRAINED = ("attention-maps", "loss-curves")
+
+
+def _add_plot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plot",
+        help="draw what the tutorials draw",
+        description="Draws one picture from what the package computes. attention-maps trains the "
+        "copy task first; loss-curves trains it under both backends, as copy-task --plot does, or "
+        "draws what copy-task --json wrote.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    default = copy_task.Settings()
+    add = parser.add_argument
+    add("name", choices=(*plots.PICTURES, *TRAINED))
+    add("--out", type=_figure_file, required=True, metavar="FILE", help="its ending: the format")
+    add("--steps", type=int, default=default.steps, help="to train, where the picture needs it")
+    add("--seed", type=int, default=default.seed, help="of that training")
+    add("--json", type=Path, metavar="FILE", help="loss-curves: of this file of copy-task --json")
+    parser.set_defaults(run=_plot, parser=parser)
+
+
+def _plot(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    name, out = arguments.name, arguments.out
+    if arguments.json is not None and name != "loss-curves":
+        parser.error(f"{name} takes no --json")
+    if name in plots.PICTURES:
+        picture = plots.PICTURES[name]
+        figure = picture.draw(picture.data())
+    elif name == "attention-maps":
+        try:
+            settings = copy_task.Settings(steps=arguments.steps, seed=arguments.seed)
+        except ValueError as error:
+            parser.error(str(error))
+        with _threads(1):
+            maps = copy_task.attention_maps(settings)
+        figure = plots.attention_maps(maps, settings.sentence)
+    elif arguments.json is not None:
+        figure = _drawn(arguments.json, parser)
+    else:
+        words = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
+        return main(["copy-task", *words, "--plot", str(out)])
+    figure.savefig(out)
+    print(f"Wrote {out}")
+    return 0
+
+
+def _drawn(path: Path, parser: argparse.ArgumentParser) -> Any:
+    """The loss curves of a file that copy-task --json wrote."""
+    try:
+        result = json.loads(path.read_text())
+        where, runs = result["environment"], result["runs"]
+        curves = {
+            run["backend"] + ", interpreted" * run["interpreted"]: [
+                math.nan if loss is None else loss for loss in run["losses"]
+            ]
+            for run in runs
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{path} holds no result of copy-task --json: {error}")
+    return plots.loss_curves(curves, f"Copy task on {where.get('gpu') or where.get('device')}")
 
 
 # --------------------------------------------------------------------------------------------- info

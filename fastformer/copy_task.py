@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
 from fastformer.decoding import greedy_decode
-from fastformer.modules import _require_size
+from fastformer.modules import MultiHeadedAttention, _require_size
 from fastformer.training import (
     Batch,
     LabelSmoothing,
@@ -36,6 +36,7 @@ __all__ = [
     "CopyData",
     "Run",
     "Settings",
+    "attention_maps",
     "compare",
     "faults",
     "interpreted",
@@ -165,6 +166,12 @@ def train(
     Kernels that are interpreted train as many steps as fit `limit` seconds, at least three.
     Raises RuntimeError where the backend cannot run on the device.
     """
+    return _trained(settings, backend, limit, verbose)[0]
+
+
+def _trained(
+    settings: Settings, backend: str, limit: float, verbose: bool
+) -> tuple[Run, EncoderDecoder]:
     is_interpreted = interpreted(backend, settings.device)
     say = _say if verbose else _silent
     say(f"\n{backend}" + (", in Triton's interpreter on the CPU" if is_interpreted else ""))
@@ -226,7 +233,27 @@ def train(
             say(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
         else:
             say("  not trained in full, so there is nothing to decode")
-    return Run(backend, is_interpreted, torch.stack(losses).tolist(), speed, decoded)
+    return Run(backend, is_interpreted, torch.stack(losses).tolist(), speed, decoded), model
+
+
+def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
+    """Trains a model and has it copy the sentence: by name the weights [h, T, S] of each attention.
+
+    The decoder is given all of the sentence but the last symbol, and is to say all but the first.
+    """
+    model = _trained(settings, backend, INTERPRETED_SECONDS, True)[1].eval()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MultiHeadedAttention)
+    }
+    for layer in layers.values():
+        layer.keep_attention = True
+    sentence = torch.tensor([settings.sentence], device=settings.device)
+    batch = Batch(sentence, sentence, PAD)
+    with torch.no_grad(), use_backend(backend):
+        model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+    return {name: layer.attn[0] for name, layer in layers.items() if layer.attn is not None}
 
 
 def _decode(settings: Settings, model: EncoderDecoder) -> list[int]:

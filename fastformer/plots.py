@@ -1,19 +1,32 @@
 """Figures. matplotlib is imported when one is drawn: `pip install fastformer[plot]`.
 
-Every function returns a matplotlib Figure that no window holds: save it with
+PICTURES holds what the tutorials draw, by name: the data of a picture, computed by the package
+itself, and the function that draws it. `fastformer plot NAME --out FILE` makes one.
+
+Every drawing function returns a matplotlib Figure that no window holds: save it with
 `figure.savefig(path)`, or leave it as the last line of a notebook's cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.modules import PositionalEncoding
+from fastformer.training import LabelSmoothing, rate
+from fastformer.transformer import subsequent_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["loss_curves", "require_format"]
+__all__ = ["PICTURES", "Picture", "attention_maps", "heat_map", "lines", "loss_curves"]
+__all__ += ["require_format"]
+
+Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
@@ -32,6 +45,60 @@ def require_format(path: str | Path) -> None:
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in formats:
         raise ValueError(f"{path} ends in {suffix!r}; expected one of {', '.join(sorted(formats))}")
+
+
+# -------------------------------------------------------------------------------- kinds of figures
+
+
+def lines(series: Series, title: str, x: str, y: str) -> Figure:
+    """A curve for each name: (abscissae, ordinates)."""
+    figure = _figure()
+    axes = figure.subplots()
+    for name, (abscissae, ordinates) in series.items():
+        axes.plot(abscissae, ordinates, label=name)
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    if len(series) > 1:
+        axes.legend()
+    return figure
+
+
+def _array(values: Tensor) -> Any:
+    return values.detach().cpu().float().numpy()
+
+
+def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
+    """values: [rows, columns], the first row on top."""
+    figure = _figure(6.0, 5.0)
+    from matplotlib.ticker import MaxNLocator
+
+    axes = figure.subplots()
+    image = axes.imshow(_array(values), aspect="auto", interpolation="nearest")
+    axes.set(title=title, xlabel=x, ylabel=y)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image)
+    return figure
+
+
+def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
+    """A row for each name and a panel for each head: weights [h, T, S], queries down, keys across.
+
+    symbols: what stands at the positions.
+    """
+    heads = max(len(weights) for weights in maps.values())
+    figure = _figure(2.0 * heads + 1.0, 2.1 * len(maps))
+    panels = figure.subplots(len(maps), heads, squeeze=False)
+    for row, (name, weights) in zip(panels, maps.items()):
+        for head, (axes, weight) in enumerate(zip(row, _array(weights))):
+            axes.imshow(weight, vmin=0, vmax=1, interpolation="nearest")
+            for set_ticks, size in zip((axes.set_yticks, axes.set_xticks), weight.shape):
+                set_ticks(range(size), [str(s) for s in symbols[:size]], fontsize=6)
+            axes.set_title(f"head {head + 1}", fontsize=8)
+        row[0].set_ylabel(name, fontsize=8)
+        for axes in row[len(weights) :]:
+            axes.set_axis_off()
+    return figure
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
@@ -58,3 +125,70 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
     if title is not None:
         axes.set_title(title)
     return figure
+
+
+# ------------------------------------------------------------------------ what the tutorials draw
+
+
+def _positions(d_model: int, length: int = 100) -> Tensor:
+    """[length, d_model]: what PositionalEncoding adds."""
+    encode = PositionalEncoding(d_model, dropout=0.0, max_len=length)
+    return encode(torch.zeros(1, length, d_model))[0].detach()
+
+
+def _dimensions() -> Series:
+    encoding = _positions(20)
+    positions = list(range(len(encoding)))
+    return {f"dimension {i}": (positions, encoding[:, i].tolist()) for i in range(4, 8)}
+
+
+def _smoothed_targets() -> Tensor:
+    """[targets, classes]: what the loss compares with; class 0 is padding, and so is target 0."""
+    criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=0.5)
+    criterion(torch.full((5, 5), 0.2).log(), torch.tensor([2, 1, 0, 3, 3]))
+    assert criterion.true_dist is not None
+    return criterion.true_dist
+
+
+def _relu() -> Series:
+    x = torch.linspace(-5, 5, 201)
+    return {"relu": (x.tolist(), x.relu().tolist())}
+
+
+def _learning_rates() -> Series:
+    steps = list(range(1, 20001))
+    return {
+        f"d_model {d}, warm-up {warmup}": (steps, [rate(step, d, 1.0, warmup) for step in steps])
+        for d, warmup in ((512, 4000), (512, 8000), (256, 4000))
+    }
+
+
+class Picture(NamedTuple):
+    data: Callable[[], Any]
+    draw: Callable[[Any], Figure]
+
+
+PICTURES = {
+    "subsequent-mask": Picture(
+        lambda: subsequent_mask(20)[0],
+        lambda mask: heat_map(mask, "subsequent_mask(20): what may be seen", "key", "query"),
+    ),
+    "positional-encoding": Picture(
+        _dimensions,
+        lambda data: lines(data, "PositionalEncoding(20, 0)", "position", "added to the embedding"),
+    ),
+    "positional-heat-map": Picture(
+        lambda: _positions(128),
+        lambda data: heat_map(data, "PositionalEncoding(128, 0)", "dimension", "position"),
+    ),
+    "smoothed-targets": Picture(
+        _smoothed_targets,
+        lambda data: heat_map(
+            data, "LabelSmoothing(5, 0, smoothing=0.5)", "class", "row, of targets 2 1 0 3 3"
+        ),
+    ),
+    "relu": Picture(_relu, lambda data: lines(data, "relu(x) = max(x, 0)", "x", "relu(x)")),
+    "learning-rate": Picture(
+        _learning_rates, lambda data: lines(data, "rate(step, d_model, 1, warmup)", "step", "rate")
+    ),
+}

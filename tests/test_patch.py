@@ -543,7 +543,7 @@ class Halved(nn.Dropout):
 
 
 def test_inference_runs_every_part(device):
-    """A dropout of another class, one that draws in evaluation, hooks: with gradients or without."""
+    """A dropout of another class, or that draws in evaluation, or with hooks."""
     x = torch.randn(N, S, E, device=device)
     for name in ("dropout", "dropout1", "dropout2"):
         layer = randomized(nn.TransformerEncoderLayer(E, H, 24, 0.5, batch_first=True), device)

@@ -1,4 +1,6 @@
-"""The README's snippets run, its commands are two, its links lead somewhere."""
+"""The snippets of the README and of docs/ run and print what they promise, the README's commands are
+two, links lead somewhere.
+"""
 
 import re
 from pathlib import Path
@@ -6,31 +8,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
 
 
 def test_two_commands():
-    lines = re.search(r"```\n(.*?)```", TEXT, re.S)[1].strip().splitlines()
+    lines = re.search(r"```\n(.*?)```", PAGES[0].read_text(), re.DOTALL)[1].strip().splitlines()
     assert len(lines) == 2
     assert "fastformer copy-task" in lines[0] and lines[1].endswith("pytest")
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, capsys):
-    exec(compile(snippet, "README.md", "exec"), {})
+    exec(compile(snippet, "snippet", "exec"), {})
     printed = capsys.readouterr().out
     for promised in re.findall(r"print\(.*\) +# (.*)", snippet):
         assert promised in printed
 
 
 def test_the_report_is_what_accelerate_prints():
-    (snippet,) = (s for s in SNIPPETS if "ff.accelerate" in s)
+    text = PAGES[0].read_text()
+    (snippet,) = re.findall(r"```python\n([^`]*?ff\.accelerate.*?)src, tgt", text, re.DOTALL)
     names = {}
-    exec(snippet.split("src, tgt")[0], names)
-    assert f"```\n{names['report']}\n```" in TEXT
+    exec(snippet, names)
+    assert f"```\n{names['report']}\n```" in text
 
 
-def test_links():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert "://" in target or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target

@@ -1,0 +1,92 @@
+"""A pytest plugin that writes down what each test came to as soon as it ends, so that a run that is
+cut short keeps what it has, and the next one goes on behind it.
+
+    python -m pytest -p benchmarks.journal --journal FILE [--matching REGEX] ...
+
+One JSON line for each event: the test that begins, then its outcome and what a benchmark measured.
+A test that FILE has already begun is left out: where the same command runs again after a crash, it
+goes on with the test after the one that crashed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEVICE_LOST = 75  # the exit status once every further call of the GPU would fail
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a journal; the last line may have been cut."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+class Journal:
+    def __init__(self, path: Path, matching: str) -> None:
+        self.done = {event["begun"] for event in read(path) if "begun" in event}
+        self.matching = re.compile(matching)
+        self.file = path.open("a")
+
+    def write(self, **event: Any) -> None:
+        print(json.dumps(event), file=self.file, flush=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        wanted = [
+            item
+            for item in items
+            if item.nodeid not in self.done and self.matching.search(item.nodeid)
+        ]
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
+        if "benchmarks.peers" in sys.modules:
+            self.write(absent=sys.modules["benchmarks.peers"].ABSENT)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(begun=nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        if report.failed:
+            reason = str(call.excinfo.value).strip() or call.excinfo.typename
+            self.write(test=item.nodeid, outcome="failed", reason=reason[-500:])
+        elif report.skipped:
+            self.write(test=item.nodeid, outcome="skipped", reason=str(call.excinfo.value)[-500:])
+        elif report.when == "call":
+            benchmark = item.funcargs.get("benchmark")
+            figures = {}
+            if benchmark is not None and "ms" in benchmark.extra_info:
+                figures = {"row": {"group": benchmark.group, **benchmark.extra_info}}
+            self.write(test=item.nodeid, outcome="passed", **figures)
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        torch = sys.modules.get("torch")
+        if not report.failed or torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            pytest.exit(f"the GPU is lost to this process: {error}", DEVICE_LOST)
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--journal", type=Path, help="append what each test came to, as JSON lines")
+    parser.addoption("--matching", default="", help="only the tests whose id this regex finds")
+
+
+def pytest_configure(config: Any) -> None:
+    path = config.getoption("journal")
+    if path is not None:
+        config.pluginmanager.register(Journal(path, config.getoption("matching")), "the-journal")

@@ -1,0 +1,426 @@
+"""Tables and plots of figures that were measured.
+
+    python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
+    python -m benchmarks.report --readme                     the README's block of figures, made
+                                                             from benchmarks/results/*.json
+
+Takes what `pytest --benchmark-only --benchmark-json=results.json` and `python -m benchmarks.gpu`
+write, and its journals (.jsonl). Nothing here measures, and no figure stands here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import journal
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+OURS = ("auto", "reference", "triton", "packed")
+COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "of roof")
+LEGEND = [
+    "x torch, x best: the time of torch's own op, and of the best peer, over this one's; "
+    "x torch: the median over pairs of rounds, run in turn, where there are such",
+    "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run",
+]
+# What the README shows: of each family the largest size with a kernel's figure.
+HEADLINES = [
+    r"attention padding\+dropout d=64 ",
+    r"attention plain d=128 ",
+    r"attention causal d=64 ",
+    r"attention causal d=128 ",
+    r"layer_norm N=512 ",
+    r"dropout_add_layer_norm ",
+    r"feed_forward 512->2048 ",
+    r"linear_cross_entropy ",
+    r"encoder layer ",
+    r"Transformer ",
+]
+START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
+PICTURE = "benchmarks/results/headline.png"
+UNMEASURED = "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one."
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Results:
+    """What a run left: a row for each measurement, the providers that were absent, and what failed.
+
+    A row has group, provider, backend, ms and its quartiles ms_low and ms_high, and where known
+    tflops, gb_per_s, peak_mib, of_roof, x_torch_in_turn; the sizes; and the facts of the machine.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def groups(self) -> dict[str, list[Row]]:
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(row["group"], []).append(row)
+        return groups
+
+    def families(self) -> dict[str, list[Row]]:
+        """Rows that differ in length and provider alone, by what they have in common."""
+        families: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if "length" in row:
+                families.setdefault(re.sub(r" S=\d+", "", row["group"]), []).append(row)
+        return families
+
+
+def load(*paths: Path) -> Results:
+    """The results in files: JSON of pytest-benchmark or of benchmarks.gpu, or its journals."""
+    results = Results()
+    for path in paths:
+        data = _journal(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
+        for key in ("absent", "failed"):
+            getattr(results, key).update(data.get(key, {}))
+        rows = data.get("rows", [])
+        rows += [{"group": b["group"], **b["extra_info"]} for b in data.get("benchmarks", [])]
+        results.rows += [row for row in rows if "ms" in row]
+    return results
+
+
+def _journal(path: Path) -> Row:
+    data: Row = {"rows": [], "absent": {}, "failed": {}}
+    events = list(journal.read(path))
+    ended = {event["test"] for event in events if "test" in event}
+    for event in events:
+        data["absent"].update(event.get("absent", {}))
+        data["rows"] += [event["row"]] if "row" in event else []
+        if "begun" in event and event["begun"] not in ended:
+            data["failed"][event["begun"]] = "did not come to its end"
+        if event.get("outcome") == "failed":
+            data["failed"][event["test"]] = event["reason"]
+    return data
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
+    """(provider, cells of COLUMNS) for each row of a group; a ratio of 2: twice as fast."""
+    times = {row["provider"]: row["ms"] for row in rows}
+    peers = [ms for name, ms in times.items() if name not in OURS]
+    if len(peers) == len(times):  # there is nothing of ours to compare
+        peers = []
+    for row in rows:
+        name, ms = row["provider"], row["ms"]
+        if row["backend"] != name:
+            name += f" ({row['backend']})"
+        to_torch = times["torch"] / ms if "torch" in times else None
+        cells = [
+            ms,
+            row.get("tflops"),
+            row.get("gb_per_s"),
+            row.get("peak_mib"),
+            row.get("x_torch_in_turn", to_torch),
+            min(peers) / ms if peers else None,
+            row.get("of_roof"),
+        ]
+        yield name, [_cell(cell) for cell in cells]
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """time ~ length^exponent, by least squares in the logarithms; `late` over the upper half."""
+
+    family: str
+    provider: str
+    lengths: tuple[int, int]
+    exponent: float
+    late: float
+    expected: str
+
+    def __str__(self) -> str:
+        low, high = self.lengths
+        return (
+            f"{self.family}, {self.provider}: time ~ n^{self.exponent:.2f} over n = {low}..{high}, "
+            f"n^{self.late:.2f} over its upper half; work {self.expected}"
+        )
+
+
+def growth(results: Results) -> list[Growth]:
+    """Of the families whose rows say what work they expect (`work`), over three lengths or more."""
+    found = []
+    for family, rows in results.families().items():
+        for provider in dict.fromkeys(row["provider"] for row in rows):
+            own = [row for row in rows if row["provider"] == provider and "work" in row]
+            points = sorted((row["length"], row["ms"]) for row in own)
+            if len(points) >= 3:
+                ends = points[0][0], points[-1][0]
+                late = points[-(len(points) // 2 + 1) :]
+                exponents = exponent(points), exponent(late)
+                found.append(Growth(family, provider, ends, *exponents, own[0]["work"]))
+    return found
+
+
+def exponent(points: Sequence[tuple[float, float]]) -> float:
+    """The slope of log y over log x, by least squares."""
+    x, y = ([math.log(v) for v in values] for values in zip(*points))
+    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
+    products = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y))
+    return products / sum((a - x_mean) ** 2 for a in x)
+
+
+def machine(row: Row) -> str:
+    """Where a row was measured, with which versions."""
+    words = [row.get("gpu") or row.get("platform") or "unknown machine"]
+    for name in ("driver", "torch", "triton", "commit"):
+        words += [f"{name} {row[name]}"] if row.get(name) else []
+    return ", ".join(words)
+
+
+def roofs(rows: Iterable[Row]) -> list[str]:
+    """P and BW of each machine and dtype."""
+    return list(
+        dict.fromkeys(
+            f"{row['dtype']}{_threads(row)}: P = {row['roof_tflops']:.3g} TFLOP/s, "
+            f"BW = {_cell(row['roof_gb_per_s'])} GB/s"
+            for row in rows
+            if "roof_tflops" in row
+        )
+    )
+
+
+def _threads(row: Row) -> str:
+    return "" if row.get("gpu") else f" on {row['threads']} CPU threads"
+
+
+def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:
+    """The whole of the results."""
+    lines = ["# Measured figures", ""]
+    lines += [f"- {place}" for place in dict.fromkeys(map(machine, results.rows))]
+    lines += [f"- roof in {roof}" for roof in roofs(results.rows)]
+    lines += [f"- {note}" for note in LEGEND]
+    lines += ["- a time stands with the lower and the upper quartile of its rounds"]
+    lines += [f"- absent: {name} ({why})" for name, why in sorted(results.absent.items())]
+    lines += [f"- FAILED: {name}: {why}" for name, why in results.failed.items()]
+    lines += [f"- {found}" for found in growth(results)]
+    for path in pictures:
+        lines += ["", f"![{path.stem}]({path.name})"]
+    for group, rows in results.groups().items():
+        lines += ["", f"## {group}", "", _shape(rows), ""]
+        lines += ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+        for row, (name, cells) in zip(rows, table(rows)):
+            if "ms_low" in row:
+                cells[0] += f" ({_cell(row['ms_low'])} to {_cell(row['ms_high'])})"
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+SHAPES = ("batch", "heads", "length", "head_dim", "valid_keys", "rows", "width", "d", "d_ff")
+SHAPES += ("d_model", "layers", "vocab", "classes", "dropout_p")
+
+
+def _shape(rows: Sequence[Row]) -> str:
+    """The sizes that all of the rows share."""
+    first = {k: rows[0][k] for k in SHAPES if k in rows[0]}
+    shared = {k: v for k, v in first.items() if all(row.get(k) == v for row in rows)}
+    return ", ".join([str(rows[0]["dtype"]), *(f"{k} = {v}" for k, v in shared.items())])
+
+
+# ------------------------------------------------------------------------------------------ plots
+
+
+def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]]:
+    """provider: (length, value), sorted. `value` is a field of the rows, `roof` (what the roof
+    allows, in the unit of `rate`) or `x best` (the best peer's time over the provider's own).
+    """
+    best: dict[int, float] = {}
+    for row in rows:
+        if row["provider"] not in OURS:
+            best[row["length"]] = min(row["ms"], best.get(row["length"], math.inf))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        y = row.get(value)
+        if value == "x best" and row["provider"] in OURS and row["length"] in best:
+            y = best[row["length"]] / row["ms"]
+        if value == "roof" and "of_roof" in row:
+            y = row[rate(rows)] / row["of_roof"]
+        if y is not None:
+            name = "roof" if value == "roof" else row["provider"]
+            found.setdefault(name, []).append((row["length"], y))
+    if "roof" in found:  # the same for all providers
+        found["roof"] = list(dict(found["roof"]).items())
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def rate(rows: Sequence[Row]) -> str:
+    """The figure that the roof bounds: FLOPs, where they are counted, or bytes."""
+    return "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
+
+
+def draw(family: str, rows: Sequence[Row]) -> Any:
+    """A matplotlib Figure: time, rate under its roof, peak memory, and the ratio to the best peer,
+    against the length.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    unit = rate(rows)
+    panels = {
+        "ms": "time, ms (band: quartiles)",
+        unit: {"tflops": "TFLOP/s", "gb_per_s": "GB/s"}[unit],
+        "peak_mib": "peak memory of a call, MiB",
+        "x best": "best peer's time over ours",
+    }
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    colours = {name: f"C{i % 10}" for i, name in enumerate(providers)}
+    for axes, (value, label) in zip(figure.subplots(2, 2).flat, panels.items()):
+        drawn = curves(rows, value)
+        if not drawn:  # of no peer, or of no memory
+            fitted = [f"{g.provider}: ~ n^{g.exponent:.2f}" for g in growth(Results(list(rows)))]
+            axes.set_axis_off()
+            axes.text(0.1, 0.5, "\n".join(["growth of the time", *fitted] if fitted else []))
+            continue
+        for name, points in drawn.items():
+            x, y = zip(*points)
+            style = dict(color=colours[name], linewidth=2.2 if name in OURS else 1.2)
+            axes.plot(x, y, marker="o", markersize=4, label=name, **style)
+        if value == "ms":
+            for name in providers:
+                band = [r for r in rows if r["provider"] == name and "ms_low" in r]
+                band.sort(key=lambda r: r["length"])
+                low, high = ([r[k] for r in band] for k in ("ms_low", "ms_high"))
+                lengths = [r["length"] for r in band]
+                axes.fill_between(lengths, low, high, color=colours[name], alpha=0.2, linewidth=0)
+            axes.legend(fontsize=8)
+        if value == unit and (roof := curves(rows, "roof").get("roof")):
+            axes.plot(*zip(*roof), color="black", linestyle="--", label="roof, measured")
+            axes.legend(fontsize=8)
+        if value == "x best":
+            axes.axhline(1, color="black", linewidth=0.8)
+        lengths = sorted({row["length"] for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(n) for n in lengths], fontsize=8)
+        if value != "x best" and all(row.get(value, 1) > 0 for row in rows):
+            axes.set_yscale("log")
+        axes.set(xlabel="sequence length", title=label)
+        axes.grid(alpha=0.3)
+    figure.suptitle(family)
+    caption = [_shape(rows), *roofs(rows), *dict.fromkeys(map(machine, rows))]
+    figure.supxlabel("\n".join(caption), fontsize=8)
+    return figure
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """report.md and a picture for each family of two lengths or more; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for family, rows in results.families().items():
+        if len({row["length"] for row in rows}) > 1:
+            path = folder / (re.sub(r"\W+", "_", family).strip("_") + ".png")
+            draw(family, rows).savefig(path, dpi=100)
+            pictures.append(path)
+    report = folder / "report.md"
+    report.write_text(markdown(results, pictures))
+    return [report, *pictures]
+
+
+# ----------------------------------------------------------------------------------------- README
+
+
+def readme_block(results: Results) -> str:
+    """The figures that the README shows: those of kernels on a GPU, or that there are none."""
+    shown = list(_headlines(results))
+    if not shown:
+        return UNMEASURED
+    lines = ["| measured on a GPU | " + " | ".join(COLUMNS) + " |"]
+    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
+    for rows in shown:
+        for row, (name, cells) in zip(rows, table(rows)):
+            if row["backend"] == "triton":
+                lines.append(f"| {row['group']}, {name} | " + " | ".join(cells) + " |")
+    rows = [row for group in shown for row in group]
+    lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
+    lines += [f"Roof in {roof}." for roof in roofs(rows)]
+    lines += [f"**Failed in this run**: `{test}`." for test in results.failed]
+    family = headline_family(results)
+    return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
+
+
+def _headlines(results: Results) -> Iterator[list[Row]]:
+    """The groups of HEADLINES, of each the largest size, forward and with the gradients."""
+    for headline in HEADLINES:
+        largest: dict[bool, list[Row]] = {}
+        for group, rows in results.groups().items():
+            kernels = [row for row in rows if row.get("gpu") and row["backend"] == "triton"]
+            if kernels and re.match(headline, group):
+                former = largest.setdefault("backward" in group, rows)
+                if _size(rows) > _size(former):
+                    largest["backward" in group] = rows
+        yield from largest.values()
+
+
+def headline_family(results: Results) -> tuple[str, list[Row]] | None:
+    """What the README draws: the first of its groups that was measured at several lengths."""
+    shown = {rows[0]["group"] for rows in _headlines(results)}
+    for family, rows in results.families().items():
+        lengths = {row["length"] for row in rows}
+        if len(lengths) > 1 and shown & {row["group"] for row in rows}:
+            return family, rows
+    return None
+
+
+def _size(rows: Sequence[Row]) -> float:
+    return max(row.get("length") or row.get("classes") or row.get("width") or 0 for row in rows)
+
+
+def with_figures(text: str, block: str) -> str:
+    """The README with the block between its marks. ValueError where it has no marks."""
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise ValueError(f"the README has no block {START} ... {END}")
+    return f"{before}{START}\n{block}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("results", nargs="*", type=Path, help=f"JSON files; by default {RESULTS.name}/*.json")
+    add("--out", type=Path, help="folder of report.md and the plots")
+    add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to bring up")
+    options = parser.parse_args(argv)
+    if not (options.out or options.readme):
+        parser.error("nothing to do: give --out FOLDER or --readme")
+    paths = options.results or sorted(RESULTS.glob("*.json"))
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    results = load(*paths)
+    if options.out:
+        if not results.rows:
+            parser.error("there are no figures in " + (", ".join(map(str, paths)) or str(RESULTS)))
+        for path in write(results, options.out):
+            print(f"Wrote {path}")
+    if options.readme:
+        text = options.readme.read_text()
+        options.readme.write_text(with_figures(text, readme_block(results)))
+        if family := headline_family(results):
+            path = options.readme.parent / PICTURE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw(*family).savefig(path, dpi=100)
+        print(f"Wrote {options.readme}")
+
+
+if __name__ == "__main__":
+    main()

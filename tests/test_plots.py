@@ -1,0 +1,120 @@
+"""The data of each picture are what the tutorials draw, and `fastformer plot` writes each one."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fastformer import cli, copy_task, plots
+
+pytest.importorskip("matplotlib")
+
+
+def data(name):
+    return plots.PICTURES[name].data()
+
+
+def test_subsequent_mask():
+    mask = data("subsequent-mask")
+    assert mask.shape == (20, 20)
+    assert torch.equal(mask.bool(), torch.ones(20, 20).tril().bool())
+
+
+def test_positional_encoding_has_dimensions_4_to_7_over_100_positions():
+    series = data("positional-encoding")
+    assert list(series) == [f"dimension {i}" for i in (4, 5, 6, 7)]
+    for i, (positions, values) in zip((4, 5, 6, 7), series.values()):
+        assert positions == list(range(100))
+        wave = math.cos if i % 2 else math.sin
+        wanted = [wave(p / 10000 ** ((i - i % 2) / 20)) for p in positions]
+        assert values == pytest.approx(wanted, abs=1e-5)
+    heat = data("positional-heat-map")
+    assert heat.shape == (100, 128) and heat[0].tolist() == [0.0, 1.0] * 64
+
+
+def test_smoothed_targets():
+    sixth = 1 / 6
+    assert data("smoothed-targets").tolist() == pytest.approx(
+        [
+            pytest.approx([0, sixth, 0.5, sixth, sixth]),
+            pytest.approx([0, 0.5, sixth, sixth, sixth]),
+            pytest.approx([0] * 5),
+            pytest.approx([0, sixth, sixth, 0.5, sixth]),
+            pytest.approx([0, sixth, sixth, 0.5, sixth]),
+        ]
+    )
+
+
+def test_relu_and_the_learning_rate():
+    ((x, y),) = data("relu").values()
+    assert (x[0], x[-1]) == (-5, 5) and y == [max(v, 0) for v in x]
+    rates = data("learning-rate")
+    steps, values = rates["d_model 512, warm-up 4000"]
+    assert steps[0] == 1 and max(values) == values[4000 - 1]
+    assert max(values) == pytest.approx(512**-0.5 * 4000**-0.5)
+    assert len(rates) == 3
+
+
+@pytest.mark.parametrize("name", plots.PICTURES)
+def test_the_command_writes_each(name, tmp_path, capsys):
+    out = tmp_path / "picture.png"
+    assert cli.main(["plot", name, "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG") and f"Wrote {out}" in capsys.readouterr().out
+
+
+def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
+    trained, shown = copy_task.attention_maps, {}
+
+    def tiny(settings):
+        assert settings.steps == 2 and settings.seed == 3
+        shown.update(
+            trained(copy_task.Settings(steps=2, length=4, vocab=6, N=1, d_model=8, d_ff=8, h=2))
+        )
+        return shown
+
+    monkeypatch.setattr(copy_task, "attention_maps", tiny)
+    out = tmp_path / "maps.png"
+    words = ["plot", "attention-maps", "--steps", "2", "--seed", "3", "--out", str(out)]
+    assert cli.main(words) == 0 and out.read_bytes().startswith(b"\x89PNG")
+    shapes = {name: tuple(weights.shape) for name, weights in shown.items()}
+    assert shapes == {
+        "encoder.layers.0.self_attn": (2, 4, 4),
+        "decoder.layers.0.self_attn": (2, 3, 3),
+        "decoder.layers.0.src_attn": (2, 3, 4),
+    }
+    for weights in shown.values():
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]).to(weights))
+    assert not shown["decoder.layers.0.self_attn"].triu(1).any()
+
+
+def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
+    runs = [
+        dict(backend="reference", interpreted=False, losses=[2.0, 1.0, None]),
+        dict(backend="triton", interpreted=True, losses=[2.0, 1.0]),
+    ]
+    source, out = tmp_path / "result.json", tmp_path / "curves.svg"
+    source.write_text(json.dumps({"runs": runs, "environment": {"gpu": None, "device": "cpu"}}))
+    drawn = {}
+    draw = plots.loss_curves
+    monkeypatch.setattr(plots, "loss_curves", lambda c, t: draw(drawn.update(c) or c, t))
+    assert cli.main(["plot", "loss-curves", "--json", str(source), "--out", str(out)]) == 0
+    assert out.read_text().startswith("<?xml")
+    assert drawn["triton, interpreted"] == [2.0, 1.0] and math.isnan(drawn["reference"][2])
+
+    source.write_text("{}")
+    for words, complaint in (
+        (["loss-curves", "--json", str(source)], "holds no result of copy-task --json"),
+        (["relu", "--json", str(source)], "relu takes no --json"),
+        (["attention-maps", "--steps", "0"], "steps is 0"),
+        (["a-portrait"], "invalid choice: 'a-portrait'"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["plot", *words, "--out", str(out)])
+        assert stopped.value.code == 2 and complaint in capsys.readouterr().err
+
+    monkeypatch.setattr(copy_task, "compare", lambda *given: asked.append(given) or [run])
+    asked, run = [], copy_task.Run("reference", False, [1.0] * 7, 1.0, None)
+    assert cli.main(["plot", "loss-curves", "--steps", "7", "--out", str(out)]) == 0
+    ((settings, backends),) = asked
+    assert settings.steps == 7 and "reference" in backends

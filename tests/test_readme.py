@@ -1,5 +1,5 @@
-"""The snippets of the README and of docs/ run and print what they promise, the README's commands are
-two, links lead somewhere.
+"""The snippets of the README and of docs/ run and print what they promise, the README's commands
+are two, links lead somewhere.
 """
 
 import re

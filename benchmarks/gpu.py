@@ -88,6 +88,7 @@ def on_gpu() -> list[Part]:
             "feed-forward", 60, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)
         ),
         figures("model", 60, "transformer", having("512|2048", r"torch|nn\..*|auto")),
+        figures("drop-in", 60, "accelerate transformers", having("512", r"torch|auto")),
         Part("copy-task", [*COMMAND, *copy_task], 60),
         figures("first-call", 70, "first_call host_cost"),
         figures("sequence-layers", 45, "sequence_layers"),

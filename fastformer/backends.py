@@ -212,8 +212,10 @@ class telling:
     def __enter__(self) -> None:
         obstacle, watch = self._own
         self._former = _state.obstacle, _state.watch
-        _state.obstacle = obstacle or _state.obstacle
-        _state.watch = watch or _state.watch
+        if obstacle is not None:
+            _state.obstacle = obstacle
+        if watch is not None:
+            _state.watch = watch
 
     def __exit__(self, *error: object) -> None:
         _state.obstacle, _state.watch = self._former

@@ -220,13 +220,17 @@ def mask(
         ValueError: the model is of a kind that computes its attention by itself, and would take the
             mask for another.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        sdpa_mask,
+    )
 
     if config is not None:
         _require_interface(type(config).__module__)
     if mask_function is None:
-        mask_function = masking_utils.causal_mask_function
-    sides = _sides(mask_function, masking_utils)
+        mask_function = causal_mask_function
+    sides = _sides(mask_function, causal_mask_function, bidirectional_mask_function)
     free = sides == (None, None)
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     known = attention_mask is None or (
@@ -238,9 +242,7 @@ def mask(
     if sides is None or not (skip and known and (free or aligned)):
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs
-        )
+        return sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
 
     padding = None
     if attention_mask is not None:
@@ -260,20 +262,20 @@ def mask(
     return padding.view(torch.int8).expand(-1, *shape, -1)
 
 
-def _sides(mask_function: Callable[..., Any], utils: Any) -> _Sides | None:
+def _sides(mask_function: Callable[..., Any], causal: Any, bidirectional: Any) -> _Sides | None:
     """How far a query sees to the left and to the right, in one of transformers' own patterns."""
-    if mask_function is utils.causal_mask_function:
+    if mask_function is causal:
         return None, 0
-    if mask_function is utils.bidirectional_mask_function:
+    if mask_function is bidirectional:
         return None, None
     if torch.compiler.is_compiling():  # which does not look into functions
         return None
     overlay, base = (*_captured(mask_function, "mask_functions", ()), None, None)[:2]
     window = _captured(overlay, "sliding_window", None)
     kind = getattr(overlay, "__qualname__", "").partition(".")[0]
-    if kind == "sliding_window_overlay" and base is utils.causal_mask_function:
+    if kind == "sliding_window_overlay" and base is causal:
         return window - 1, 0
-    if kind == "sliding_window_bidirectional_overlay" and base is utils.bidirectional_mask_function:
+    if kind == "sliding_window_bidirectional_overlay" and base is bidirectional:
         return window, window
     return None
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import PLANTED
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -117,15 +118,7 @@ def test_the_model_embeds_in_one_op(device, monkeypatch, learned):
     assert calls == [1] and hooked == [1]
 
 
-BUGS = {
-    "scale forgotten": ("_forward", "to(ACC) * scale", "to(ACC)"),
-    "position of the row": ("_forward", "(i % S)", "(i % (S + 1))"),
-    "dropout not rescaled": ("_forward", "y * inv_keep", "y"),
-    "dropout of another tile": ("_forward", "rows, o, threshold", "rows, 0, threshold"),
-    "gradient not dropped": ("_backward", "g * inv_keep, 0.0", "g * inv_keep, g"),
-    "gradient not scaled": ("_backward", "to(ACC) * scale", "to(ACC)"),
-    "token of another row": ("_forward", "tl.load(T + i,", "tl.load(T + i // 2,"),
-}
+BUGS = PLANTED["embedding"]
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from mutants import PLANTED
@@ -324,32 +323,44 @@ def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, bias=bias)
 
 
-@pytest.mark.parametrize("far", ["query", "key", "value", "bias", "attn_mask"])
-def test_offsets_past_int32(backend, device, against_oracle, far):
-    """Rows so far apart that the last one stands past 2^31 elements; only the rows are touched."""
-    n, apart = 40, 2**26
+FAR = [(name, 2) for name in ("query", "key", "value", "bias", "attn_mask", "gradient")]
+FAR += [(name, dim) for name in ("query", "key", "value", "gradient") for dim in (0, 1)]
 
-    def spread(x):
-        if device.type == "cpu":  # memory that nothing touches is not there
-            kind = np.uint8 if x.dtype == torch.bool else np.uint16
-            flat = torch.from_numpy(np.empty(n * apart, kind)).view(x.dtype)
-        else:
-            flat = torch.empty(n * apart, dtype=x.dtype, device=device)
-        return flat.as_strided(x.shape, (1, 1, apart, 1)).copy_(x)
 
-    x = qkv(b=1, h=1, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("far, dim", FAR)
+def test_offsets_past_int32(backend, device, spread, far, dim):
+    """Rows, heads or batches so far apart that the last one stands past 2^31 elements."""
+    n, sizes = (40, (1, 1)) if dim == 2 else (20, (3, 1) if dim == 0 else (1, 3))
+    x = qkv(*sizes, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+    x["gradient"] = torch.randn_like(x["query"])
     x["bias"] = torch.randn(1, 1, n, n, device=device).bfloat16()
     x["attn_mask"] = torch.rand(1, 1, n, n, device=device) > 0.3
     attend, results = functional.scaled_dot_product_attention, []
-    for inputs in (x, {**x, far: spread(x[far])}):
+    for inputs in (x, {**x, far: spread(x[far], dim)}):
         leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
+        gradient = leaves.pop("gradient")
         for name in leaves.keys() - {"attn_mask"}:
             leaves[name].requires_grad_()
         wanted = [t for t in leaves.values() if t.requires_grad]
         out = attend(**leaves)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), wanted)])
+        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
     for near, spread_out in zip(*results):
         assert torch.equal(near, spread_out)
+
+
+def test_a_length_past_the_keys(device):
+    """It is not checked on a GPU: clamped, it never reads out of bounds."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    x = qkv(b=1, h=1, sq=20, sk=20, d=16, device=device)
+    for name in ("key", "value"):
+        buffer = torch.full((1, 1, 40, 16), float("nan"), device=device)
+        x[name] = buffer[:, :, :20].copy_(x[name])
+    outs = []
+    for length in (20, 30):
+        lengths = torch.tensor([length], device=device)
+        rest = (None, 0.0, False, 0.25, False, None, lengths, None, "top_left", None, None, None)
+        outs.append(attention.forward(*x.values(), *rest, False)[0])
+    assert torch.equal(*outs)
 
 
 def test_large_logits(backend, device, against_oracle):

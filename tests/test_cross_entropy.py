@@ -115,6 +115,27 @@ def test_views_and_more_dimensions(backend, device, against_oracle):
         against_oracle(functional.linear_cross_entropy, x, target=target, reduction=reduction)
 
 
+def test_offsets_past_int32(backend, device, spread):
+    """Rows of logits so far apart that the last one stands past 2^31 elements."""
+    near = logits(40, 37, dtype=torch.bfloat16, device=device)["logits"]
+    target, results = targets(40, classes=37, device=device), []
+    for x in (near, spread(near)):
+        x = x.detach().requires_grad_()
+        loss = functional.cross_entropy(x, target, "none")
+        results.append([loss, torch.autograd.grad(loss.sum(), x)[0]])
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def test_a_target_past_the_classes(device):
+    """It is not checked on a GPU, and never reads out of bounds."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    x = torch.full((3, 7), float("nan"), device=device)[1:2].normal_()
+    for bad in (-1, 7):
+        target = torch.tensor([bad], device=device)
+        assert kernels.forward(x, target, "none", -100, 0.0, "uniform")[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -80,6 +80,14 @@ def test_gradients_for_some_inputs_only(backend, device, activation, needed):
         assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
 
 
+def test_offsets_past_int32(backend, device, spread):
+    """Rows so far apart that the last one stands past 2^31 elements."""
+    x = inputs(258, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        near = functional.feed_forward(**x)
+        assert torch.equal(near, functional.feed_forward(**{**x, "input": spread(x["input"])}))
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_saves_one_hidden_tensor(device, activation):
     """relu saves h alone, the others z alone: one [tokens, d_ff] tensor a layer."""

@@ -75,6 +75,28 @@ def test_several_dimensions_and_views(backend, device, against_oracle):
         against_oracle(functional.layer_norm, x, normalized_shape=view.shape[-1])
 
 
+@pytest.mark.parametrize("far", ["input", "gradient"])
+def test_offsets_past_int32(backend, device, spread, far):
+    """Rows so far apart that the last one stands past 2^31 elements."""
+    x = inputs(40, 30, dtype=torch.bfloat16, device=device)
+    x["gradient"] = torch.randn_like(x["input"])
+    results = []
+    for inputs_ in (x, {**x, far: spread(x[far])}):
+        leaves = {name: t.detach() for name, t in inputs_.items()}
+        gradient = leaves.pop("gradient")
+        wanted = [t.requires_grad_() for t in leaves.values()]
+        out = functional.layer_norm(**leaves, normalized_shape=30)
+        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
+    for near, spread_out in zip(*results):
+        assert torch.equal(near, spread_out)
+
+
+def test_strided_weights(backend, device, against_oracle):
+    wide = inputs(3, 80, device=device)
+    x = {"input": wide["input"][:, :40], "weight": wide["weight"][::2], "bias": wide["bias"][::2]}
+    against_oracle(functional.layer_norm, x, normalized_shape=40)
+
+
 def test_float32_weights_with_a_bfloat16_input(backend, device):
     x, w, b = inputs(7, 40, device=device).values()
     low = x.bfloat16()
@@ -213,6 +235,15 @@ def test_the_sum_by_its_parts(backend, device):
     ones = {**x, "input": torch.ones(2, 5, 16, device=device), "residual": torch.zeros_like(total)}
     _, kept = ff.dropout_add_layer_norm(**ones, dropout_p=1.0)
     assert (kept == 0).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_what_is_normalized_is_the_sum_as_returned(device, dtype):
+    """Rounded to its dtype: the same bits as the norm of the second output."""
+    x = added(9, 40, dtype=dtype, device=device)
+    with use_backend("triton"):
+        normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.3, dropout_seed=3)
+        assert torch.equal(normalized, ff.layer_norm(total, 40, x["weight"], x["bias"]))
 
 
 def test_the_words_of_a_row():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -80,6 +81,7 @@ class Mutant:
         return [[f"tests/test_{self.kernel}.py::{QUICK}"], *files]
 
 
+@functools.cache
 def _lines(source: str, function: str) -> tuple[int, int] | None:
     """Where a function, or method after a dot, stands; the whole file for an empty name."""
     scope: Any = ast.parse(source)
@@ -115,7 +117,8 @@ class Verdict:
     digest: str  # of the changed file
 
     def good(self) -> bool:
-        return (self.verdict == "survived") == ((self.kernel, self.name) in EQUIVALENT)
+        expected = "survived" if (self.kernel, self.name) in EQUIVALENT else "killed"
+        return self.verdict == expected
 
 
 class Checkout:

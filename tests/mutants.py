@@ -692,9 +692,9 @@ EQUIVALENT = {
 
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
-    "attention": ("test_attention.py", "test_padding.py", "test_autograd.py"),
-    "layer_norm": ("test_layer_norm.py", "test_autograd.py"),
-    "feed_forward": ("test_feed_forward.py", "test_autograd.py"),
+    "attention": ("test_attention.py", "test_padding.py"),
+    "layer_norm": ("test_layer_norm.py",),
+    "feed_forward": ("test_feed_forward.py",),
     "embedding": ("test_embedding.py",),
     "cross_entropy": ("test_cross_entropy.py",),
     "common": ("test_dropout.py", "test_embedding.py", "test_layer_norm.py", "test_attention.py"),

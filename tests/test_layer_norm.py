@@ -106,6 +106,18 @@ def test_float32_weights_with_a_bfloat16_input(backend, device):
     assert (out.double() - want).abs().max() <= want.abs().max() * 2**-8
 
 
+def test_float32_weight_gradients_of_a_bfloat16_input(backend, device):
+    """Summed in float32 from the first row to the last."""
+    x, w, b = inputs(300, 40, device=device).values()
+    low, gradient = x.bfloat16(), torch.randn_like(x).bfloat16()
+    leaves = [t.requires_grad_() for t in (w, b)]
+    have = torch.autograd.grad(functional.layer_norm(low, 40, *leaves), leaves, gradient)
+    leaves = [t.detach().double().requires_grad_() for t in (w, b)]
+    out = F.layer_norm(low.double(), (40,), *leaves)
+    for a, b in zip(have, torch.autograd.grad(out, leaves, gradient.double())):
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
 def test_ill_conditioned(backend, device, against_oracle):
     """A mean 1000 times the spread: sum(x^2) - mean^2 would have no digit left."""
     x = inputs(4, 64, device=device)

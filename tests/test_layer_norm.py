@@ -235,6 +235,8 @@ def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
     x["input"] = torch.randn(6, 80, device=device)[:, ::2]
     x["residual"] = torch.randn(40, 6, device=device).t()
     against_oracle(joined_sum, x, dropout_p=0.1)
+    x["residual"] = torch.randn(6, 60, device=device)[:, :40]
+    against_oracle(joined_sum, x, dropout_p=0.1)
 
 
 def test_the_sum_by_its_parts(backend, device):

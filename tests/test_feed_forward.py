@@ -49,6 +49,9 @@ def test_without_biases_on_views(backend, device, against_oracle, activation):
     x["w_1"] = torch.randn(24, 70, device=device).t() * 0.2
     x["w_2"] = torch.randn(70, 20, device=device).t() * 0.1
     against_oracle(functional.feed_forward, x, activation=activation)
+    x["input"] = torch.randn(9, 48, device=device)[:, ::2]  # as rows a view still
+    x["b_1"] = torch.randn(140, device=device)[::2]
+    against_oracle(functional.feed_forward, x, activation=activation)
 
 
 def test_everything_dropped(backend, device):

@@ -687,6 +687,7 @@ EQUIVALENT = {
         "common",
         "threshold off by one",
     ): "another mask where a word equals the threshold, one in 2^32",
+    ("common", "kept at p = 1"): "the threshold alone drops all but one element in 2^32",
     ("common", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }
 

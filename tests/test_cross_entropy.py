@@ -84,10 +84,30 @@ def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
     monkeypatch.setattr(kernels, "CHUNK", 8)
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
-    target = target_of(case, 21, classes=37, device=device)
-    x = linear(21, 24, 37, device=device, bias=bias)
-    with use_backend("triton"):
-        against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+    for rows in (21, 9, 1):  # the last chunk has five, or one, or is the first
+        target = targets(rows, classes=37, device=device)
+        x = linear(rows, 24, 37, device=device, bias=bias)
+        with use_backend("triton"):
+            against_oracle(functional.linear_cross_entropy, x, target=target, **CASES[case])
+
+
+def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch):
+    """Over the chunks: with 16-bit logits and gradients, what is left is rounding their terms."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    product, seen = kernels._wide_product, []
+
+    def wide_product(a, b, dtype):
+        have, want = product(a, b, dtype), a.double() @ b.double()
+        assert have.dtype == torch.float32 and (have - want).norm() < 1e-5 * want.norm()
+        seen.append(1)
+        return have
+
+    monkeypatch.setattr(kernels, "_wide_product", wide_product)
+    x = linear(50, 24, 37, dtype=torch.bfloat16, device=device)
+    leaves = [t.requires_grad_() for t in x.values()]
+    target = targets(50, classes=37, device=device)
+    torch.autograd.grad(ff.linear_cross_entropy(**x, target=target), leaves)
+    assert len(seen) == (backend == "triton")
 
 
 @pytest.mark.parametrize("m, v", [(1, 1), (3, 2), (2, 5000), (0, 7)])

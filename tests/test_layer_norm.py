@@ -260,6 +260,18 @@ def test_what_is_normalized_is_the_sum_as_returned(device, dtype):
         assert torch.equal(normalized, ff.layer_norm(total, 40, x["weight"], x["bias"]))
 
 
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.7, 1.0])
+def test_every_probability(device, p):
+    """A threshold of more than 31 bits as well; at 1 nothing is kept."""
+    x = added(9, 40, device=device)
+    sums = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend):
+            sums.append(ff.dropout_add_layer_norm(**x, dropout_p=p, dropout_seed=3)[1])
+    torch.testing.assert_close(*sums)
+    assert p < 1 or torch.equal(sums[1], x["residual"])
+
+
 def test_the_words_of_a_row():
     """Single elements against the rule worked out in Python integers."""
     seed = -0x123456789ABCDEF

@@ -680,6 +680,7 @@ MORE = {
 
 # Mutants that compute the same, and why.
 EQUIVALENT = {
+    ("common", "threshold signed"): "Triton compares uint32 with int32 as unsigned",
     ("attention", "the same order of causal rows"): "the order of the programs alone: on a GPU the "
     "longest rows start last",
     ("attention", "keys past the length walked"): "their P is 0: on a GPU it costs time",

@@ -3,6 +3,7 @@
 import inspect
 import linecache
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,27 @@ def plant(monkeypatch, tmp_path):
 
     yield plant
     common.plans.clear()
+
+
+@pytest.fixture
+def spread():
+    """spread(x, dim): x with what follows along `dim` so far apart that the last stands past 2^31
+    elements. On a CPU, memory that nothing touches is not there.
+    """
+
+    def spread(x, dim=0):
+        strides = list(x.contiguous().stride())
+        strides[dim] = -(-(2**31) // (x.shape[dim] - 1))
+        assert strides[dim] >= x.numel()
+        size = sum((n - 1) * s for n, s in zip(x.shape, strides)) + 1
+        if x.device.type == "cpu":
+            kind = {1: np.uint8, 2: np.uint16}[x.element_size()]
+            flat = torch.from_numpy(np.empty(size, kind)).view(x.dtype)
+        else:
+            flat = torch.empty(size, dtype=x.dtype, device=x.device)
+        return flat.as_strided(x.shape, strides).copy_(x)
+
+    return spread
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
+from mutants import PLANTED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
@@ -323,32 +323,44 @@ def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, bias=bias)
 
 
-@pytest.mark.parametrize("far", ["query", "key", "value", "bias", "attn_mask"])
-def test_offsets_past_int32(backend, device, against_oracle, far):
-    """Rows so far apart that the last one stands past 2^31 elements; only the rows are touched."""
-    n, apart = 40, 2**26
+FAR = [(name, 2) for name in ("query", "key", "value", "bias", "attn_mask", "gradient")]
+FAR += [(name, dim) for name in ("query", "key", "value", "gradient") for dim in (0, 1)]
 
-    def spread(x):
-        if device.type == "cpu":  # memory that nothing touches is not there
-            kind = np.uint8 if x.dtype == torch.bool else np.uint16
-            flat = torch.from_numpy(np.empty(n * apart, kind)).view(x.dtype)
-        else:
-            flat = torch.empty(n * apart, dtype=x.dtype, device=device)
-        return flat.as_strided(x.shape, (1, 1, apart, 1)).copy_(x)
 
-    x = qkv(b=1, h=1, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("far, dim", FAR)
+def test_offsets_past_int32(backend, device, spread, far, dim):
+    """Rows, heads or batches so far apart that the last one stands past 2^31 elements."""
+    n, sizes = (40, (1, 1)) if dim == 2 else (20, (3, 1) if dim == 0 else (1, 3))
+    x = qkv(*sizes, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+    x["gradient"] = torch.randn_like(x["query"])
     x["bias"] = torch.randn(1, 1, n, n, device=device).bfloat16()
     x["attn_mask"] = torch.rand(1, 1, n, n, device=device) > 0.3
     attend, results = functional.scaled_dot_product_attention, []
-    for inputs in (x, {**x, far: spread(x[far])}):
+    for inputs in (x, {**x, far: spread(x[far], dim)}):
         leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
+        gradient = leaves.pop("gradient")
         for name in leaves.keys() - {"attn_mask"}:
             leaves[name].requires_grad_()
         wanted = [t for t in leaves.values() if t.requires_grad]
         out = attend(**leaves)
-        results.append([out, *torch.autograd.grad(out.float().square().sum(), wanted)])
+        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
     for near, spread_out in zip(*results):
         assert torch.equal(near, spread_out)
+
+
+def test_a_length_past_the_keys(device):
+    """It is not checked on a GPU: clamped, it never reads out of bounds."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    x = qkv(b=1, h=1, sq=20, sk=20, d=16, device=device)
+    for name in ("key", "value"):
+        buffer = torch.full((1, 1, 40, 16), float("nan"), device=device)
+        x[name] = buffer[:, :, :20].copy_(x[name])
+    outs = []
+    for length in (20, 30):
+        lengths = torch.tensor([length], device=device)
+        rest = (None, 0.0, False, 0.25, False, None, lengths, None, "top_left", None, None, None)
+        outs.append(attention.forward(*x.values(), *rest, False)[0])
+    assert torch.equal(*outs)
 
 
 def test_large_logits(backend, device, against_oracle):
@@ -692,67 +704,7 @@ def test_bad_input_of_the_weights(change, error, words):
 
 # ------------------------------------------------------------------------------------------ bugs
 
-# name: kernel function, what stands there, what is planted
-BUGS = {
-    "scale off by 5%": ("_score_scale", "return scale * LOG2E", "return scale * LOG2E * 1.05"),
-    "scale forgotten in dq": ("_backward_dq", "dq = dq * scale", "dq = dq"),
-    "scale forgotten in dk": ("_backward_dkdv", "dk = dk * scale", "dk = dk"),
-    "mask inverted": ("_scores", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
-    "key mask inverted": ("_key_row", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
-    "causal off by one": ("_scores", "j <= i + (shift + right)", "j < i + (shift + right)"),
-    "window off by one": ("_scores", "j >= i + (shift - left)", "j > i + (shift - left)"),
-    "last keys of the band": ("_keys_of_rows", "i0 + BM + shift", "i0 + shift"),
-    "first keys of the band": ("_keys_of_rows", "shift - left, 0)", "shift - left + BN, 0)"),
-    "whole tiles beyond the band": ("_forward", "_clamp(i0 + shift + right + 1", "_clamp(i0 + BN"),
-    "cut tiles taken for whole": ("_forward", "i0 + BM - 1 + shift - left", "i0 + shift - left"),
-    "queries of the band in dk": ("_backward_dkdv", "tl.maximum(n0 - shift", "tl.maximum(n0 + BM"),
-    "last queries of the window": ("_backward_dkdv", "n0 + BN - shift + left", "n0 - shift + left"),
-    "shift of dq": ("_backward_dq", "shift = length - queries", "shift = Sk - queries"),
-    "head offset": ("_forward", "b * s_qb + h * s_qh", "b * s_qb"),
-    "head offset in dq": ("_backward_dq", "K + b * s_kb + g * s_kg", "K + b * s_kb"),
-    "batch offset": ("_backward_dkdv", "V + b * s_vb", "V"),
-    "key-value head of a group": ("_forward", "g = h // GROUP", "g = h % (H // GROUP)"),
-    "a head of the group lost": ("_backward_dkdv", "tl.range(0, GROUP)", "tl.range(0, 1)"),
-    "length ignored": ("_sequence", "length = _clamp(", "length = Sk + 0 * _clamp("),
-    "dropout not rescaled": ("_forward", "(inv_keep / sums)", "(1.0 / sums)"),
-    "dropout in dv not rescaled": ("_backward_dkdv", "dv = dv * inv_keep", "dv = dv"),
-    "dropout in dp not rescaled": (
-        "_backward_dkdv",
-        "tl.where(keep, dp, 0.0) * inv_keep",
-        "tl.where(keep, dp, 0.0)",
-    ),
-    "dropout of another plane": ("_score_gradient", "seed, plane,", "seed, plane + 1,"),
-    "dropout of another tile": ("_forward_tiles", "plane, i0, n0,", "plane, i0, n0 + BN,"),
-    "no rescaling of the sum": ("_forward_tiles", "l = l * rescale +", "l = l +"),
-    "no rescaling of the output": ("_forward_tiles", "acc = acc * rescale[:, None]", "acc = acc"),
-    "wrong delta": ("_backward_dkdv", "dp - delta[None, :]", "dp"),
-    "dlse forgotten": ("_delta", "delta -= tl.load(", "delta -= 0 * tl.load("),
-    "lse in base 2": ("_forward", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
-    "a key lost at the edge": ("_forward_tiles", "inside = j < length", "inside = j < length - 1"),
-    "bias in base e": ("_scores", "tile.to(ACC) * LOG2E", "tile.to(ACC)"),
-    "bias of another head": ("_forward", "b * s_bb + h * s_bh", "b * s_bb"),
-    "key bias of another head": ("_backward_dkdv", "b * s_bb + h * s_bh", "b * s_bb"),
-    "bias gradient of one batch": ("_backward_dbias", "own_b + member // over_h", "own_b"),
-    "bias gradient of one head": ("_backward_dbias", "own_h + member % over_h", "own_h"),
-    "bias gradient in another row": (
-        "_backward_dbias",
-        "own_h * s_dbh + first * s_dbm",
-        "own_h * s_dbh",
-    ),
-    "bias gradient outside the band": (
-        "_backward_dbias",
-        "tl.where((n0 >= lo) & (n0 < hi), members, 0)",
-        "1",
-    ),
-    "key bias gradient overwritten": ("_backward_dkdv", "dbias += tl.sum", "dbias = tl.sum"),
-    "softcap's derivative": ("_backward_dkdv", "1.0 - tanh * tanh", "1.0 - tanh"),
-    "softcap's derivative in dq": ("_backward_dq", "ds = ds * (1.0 - tanh * tanh)", "ds = ds"),
-    "alibi without its shift": ("_scores", "tl.abs(i + shift - j)", "tl.abs(i - j)"),
-    "alibi signed": ("_scores", "tl.abs(i + shift - j)", "(i + shift - j)"),
-    "packed queries": ("_forward", "first = q0 + i0", "first = k0 + i0"),
-    "packed keys": ("_backward_dq", "g * s_kg + k0 * s_kn", "g * s_kg"),
-    "packed statistics": ("_row", "q_rows + q0", "q_rows"),
-}
+BUGS = PLANTED["attention"]
 
 
 def with_lse(**inputs):

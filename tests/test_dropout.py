@@ -8,6 +8,13 @@ import torch
 import fastformer as ff
 from fastformer import reference, use_backend
 
+try:
+    import triton
+    import triton.language as tl
+    from fastformer.kernels.common import row_dropout_keep
+except ImportError:
+    triton = None
+
 M32 = 0xFFFFFFFF
 
 
@@ -42,6 +49,28 @@ def test_known_answer():
     for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
         word = word_by_hand(seed & (2**64 - 1), plane, i, j)
         assert drop[plane, i, j] == (word < round(0.4 * 2**32))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rows_kept(OUT, SEED, first, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
+        i, j = tl.arange(0, BM), tl.arange(0, BLOCK)
+        keep = row_dropout_keep(tl.load(SEED), first + i, 0, threshold, BM, BLOCK)
+        tl.store(OUT + (i[:, None] * BLOCK + j[None, :]), keep.to(tl.int8))
+
+
+@pytest.mark.skipif(triton is None, reason="needs triton")
+@pytest.mark.parametrize("first", [2**31, 2**32 - 1, 2**40])
+def test_rows_past_int32(device, first):
+    """Single elements of a kernel's rows against the words worked out in Python integers."""
+    out = torch.zeros(4, 16, dtype=torch.int8, device=device)
+    seed = torch.tensor([77], device=device)
+    _rows_kept[(1,)](out, seed, first, 2**30, BM=4, BLOCK=16)
+    for i, j in [(0, 0), (1, 5), (2, 14), (3, 3)]:
+        low, high = (first + i) & M32, first + i >> 32
+        words = reference.philox(j // 4, low, high, 1, 77)
+        assert out[i, j] == (words[j % 4] >= 2**30)
 
 
 def test_numpy_and_torch_draw_the_same():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import PLANTED
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -44,8 +45,27 @@ def test_without_positions_and_in_views(backend, device, against_oracle):
     tokens = ids(7, 4, device=device).t()
     weight = torch.randn(N, V, device=device).t()
     against_oracle(functional.embed, {"weight": weight}, tokens=tokens, positional=None)
-    x = {"weight": weight, "positional": torch.randn(9, 2 * N, device=device)[:, ::2]}
-    against_oracle(functional.embed, x, tokens=tokens.int(), scale=1.0)
+    wide = torch.randn(9, 2 * N, device=device)
+    for positional in (wide[:, ::2], wide[:, :N]):
+        x = {"weight": weight, "positional": positional}
+        against_oracle(functional.embed, x, tokens=tokens.int(), scale=1.0)
+
+
+def test_offsets_past_int32(backend, device, spread):
+    """Rows of the table so far apart that the last one stands past 2^31 elements."""
+    x, tokens = inputs(torch.bfloat16, device), torch.arange(V, device=device).view(1, V)[:, -9:]
+    with torch.no_grad():
+        near = functional.embed(tokens, **x)
+        assert torch.equal(near, functional.embed(tokens, spread(x["weight"]), x["positional"]))
+
+
+def test_a_token_past_the_table(device):
+    """It is not checked on a GPU: clamped, it never reads out of bounds."""
+    kernels = pytest.importorskip("fastformer.kernels.embedding")
+    weight = torch.full((V + 2, N), float("nan"), device=device)[1:-1].normal_()
+    tokens = torch.tensor([[-1, V]], device=device)
+    out = kernels.forward(tokens, weight, None, 0.0, 1.0, None, None)
+    assert torch.equal(out[0], weight[[0, -1]])
 
 
 def test_mixed_positions(backend, device):
@@ -117,15 +137,7 @@ def test_the_model_embeds_in_one_op(device, monkeypatch, learned):
     assert calls == [1] and hooked == [1]
 
 
-BUGS = {
-    "scale forgotten": ("_forward", "to(ACC) * scale", "to(ACC)"),
-    "position of the row": ("_forward", "(i % S)", "(i % (S + 1))"),
-    "dropout not rescaled": ("_forward", "y * inv_keep", "y"),
-    "dropout of another tile": ("_forward", "rows, o, threshold", "rows, 0, threshold"),
-    "gradient not dropped": ("_backward", "g * inv_keep, 0.0", "g * inv_keep, g"),
-    "gradient not scaled": ("_backward", "to(ACC) * scale", "to(ACC)"),
-    "token of another row": ("_forward", "tl.load(T + i,", "tl.load(T + i // 2,"),
-}
+BUGS = PLANTED["embedding"]
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])

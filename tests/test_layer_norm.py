@@ -5,6 +5,7 @@ float64.
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import PLANTED
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -74,6 +75,28 @@ def test_several_dimensions_and_views(backend, device, against_oracle):
         against_oracle(functional.layer_norm, x, normalized_shape=view.shape[-1])
 
 
+@pytest.mark.parametrize("far", ["input", "gradient"])
+def test_offsets_past_int32(backend, device, spread, far):
+    """Rows so far apart that the last one stands past 2^31 elements."""
+    x = inputs(40, 30, dtype=torch.bfloat16, device=device)
+    x["gradient"] = torch.randn_like(x["input"])
+    results = []
+    for inputs_ in (x, {**x, far: spread(x[far])}):
+        leaves = {name: t.detach() for name, t in inputs_.items()}
+        gradient = leaves.pop("gradient")
+        wanted = [t.requires_grad_() for t in leaves.values()]
+        out = functional.layer_norm(**leaves, normalized_shape=30)
+        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
+    for near, spread_out in zip(*results):
+        assert torch.equal(near, spread_out)
+
+
+def test_strided_weights(backend, device, against_oracle):
+    wide = inputs(3, 80, device=device)
+    x = {"input": wide["input"][:, :40], "weight": wide["weight"][::2], "bias": wide["bias"][::2]}
+    against_oracle(functional.layer_norm, x, normalized_shape=40)
+
+
 def test_float32_weights_with_a_bfloat16_input(backend, device):
     x, w, b = inputs(7, 40, device=device).values()
     low = x.bfloat16()
@@ -81,6 +104,18 @@ def test_float32_weights_with_a_bfloat16_input(backend, device):
     assert out.dtype == torch.bfloat16
     want = F.layer_norm(low.double(), (40,), w.double(), b.double())
     assert (out.double() - want).abs().max() <= want.abs().max() * 2**-8
+
+
+def test_float32_weight_gradients_of_a_bfloat16_input(backend, device):
+    """Summed in float32 from the first row to the last."""
+    x, w, b = inputs(300, 40, device=device).values()
+    low, gradient = x.bfloat16(), torch.randn_like(x).bfloat16()
+    leaves = [t.requires_grad_() for t in (w, b)]
+    have = torch.autograd.grad(functional.layer_norm(low, 40, *leaves), leaves, gradient)
+    leaves = [t.detach().double().requires_grad_() for t in (w, b)]
+    out = F.layer_norm(low.double(), (40,), *leaves)
+    for a, b in zip(have, torch.autograd.grad(out, leaves, gradient.double())):
+        assert (a - b).norm() < 1e-5 * b.norm()
 
 
 def test_ill_conditioned(backend, device, against_oracle):
@@ -200,6 +235,8 @@ def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
     x["input"] = torch.randn(6, 80, device=device)[:, ::2]
     x["residual"] = torch.randn(40, 6, device=device).t()
     against_oracle(joined_sum, x, dropout_p=0.1)
+    x["residual"] = torch.randn(6, 60, device=device)[:, :40]
+    against_oracle(joined_sum, x, dropout_p=0.1)
 
 
 def test_the_sum_by_its_parts(backend, device):
@@ -212,6 +249,27 @@ def test_the_sum_by_its_parts(backend, device):
     ones = {**x, "input": torch.ones(2, 5, 16, device=device), "residual": torch.zeros_like(total)}
     _, kept = ff.dropout_add_layer_norm(**ones, dropout_p=1.0)
     assert (kept == 0).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_what_is_normalized_is_the_sum_as_returned(device, dtype):
+    """Rounded to its dtype: the same bits as the norm of the second output."""
+    x = added(9, 40, dtype=dtype, device=device)
+    with use_backend("triton"):
+        normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.3, dropout_seed=3)
+        assert torch.equal(normalized, ff.layer_norm(total, 40, x["weight"], x["bias"]))
+
+
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.7, 1.0])
+def test_every_probability(device, p):
+    """A threshold of more than 31 bits as well; at 1 nothing is kept."""
+    x = added(9, 40, device=device)
+    sums = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend):
+            sums.append(ff.dropout_add_layer_norm(**x, dropout_p=p, dropout_seed=3)[1])
+    torch.testing.assert_close(*sums)
+    assert p < 1 or torch.equal(sums[1], x["residual"])
 
 
 def test_the_words_of_a_row():
@@ -258,43 +316,16 @@ def test_what_the_sum_saves(device):
 
 # ------------------------------------------------------------------------------------------- bugs
 
-BUGS = {
-    "biased variance for unbiased": ("_reciprocal", "(N - 1)", "N"),
-    "unbiased variance for biased": ("_reciprocal", "squares / N + eps", "squares / (N - 1) + eps"),
-    "eps left out": ("_reciprocal", "squares / N + eps", "squares / N"),
-    "wrong c": ("_coefficient", "((N - 1) *", "(N *"),
-    "no mean of g": ("_backward", "g - _mean(tl.sum(g, 1), N, RMS)[:, None] -", "g -"),
-    "no c": ("_backward_wide_dx", "- xhat * coefficient", "- 0.0 * coefficient"),
-    "a run of rows lost": ("_backward", "dw += tl.sum(dy", "dw = tl.sum(dy"),
-    "bias gradient not summed": ("_backward", "db += tl.sum(dy", "db = tl.sum(dy"),
-    "wide weights not summed": ("_backward_wide_weights", "dw += dy", "dw = dy"),
-    "stale mean": ("_backward", "tl.load(MEAN + i,", "tl.load(MEAN + i * 0,"),
-    "row offset": ("_sum", "x = _tile(X, rows, s_x,", "x = _tile(X, rows, M,"),
-    "residual forgotten": ("_sum", "x + _tile(RES,", "x + 0.0 * _tile(RES,"),
-    "dropout not rescaled": ("_sum", "x * inv_keep, 0.0", "x, 0.0"),
-    "dropout of another column": (
-        "row_dropout_keep",
-        "o // 4 + tl.arange",
-        "o // 4 + 1 + tl.arange",
-    ),
-    "dropout of another row": ("row_dropout_keep", "j, low, high,", "j, high, high,"),
-    "gradient of the sum forgotten": ("_store_gradients", "dx += _tile(DS", "dx += 0.0 * _tile(DS"),
-    "gradient not dropped": (
-        "_store_gradients",
-        "threshold, BM, BLOCK), dx",
-        "threshold * 0, BM, BLOCK), dx",
-    ),
-    "gradient not rescaled": ("_store_gradients", "dx * inv_keep, 0.0", "dx, 0.0"),
-    "a mean in rms": ("_mean", "total * 0.0", "total / N"),
-}
+BUGS = PLANTED["layer_norm"]
 
 
-@pytest.mark.parametrize("bug", list(BUGS))
+@pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
     from fastformer.kernels import layer_norm
 
     monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
-    plant(layer_norm, *BUGS[bug])
+    if bug is not None:
+        plant(layer_norm, *BUGS[bug])
 
     def check():
         for shape, unbiased in (((300, 50), False), ((9, 50), True), ((30, 8500), False)):
@@ -306,8 +337,11 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
             x.pop("bias")
             against_oracle(functional.rms_norm, x, normalized_shape=shape[1], eps=1e-2)
 
-    with use_backend("triton"), pytest.raises(AssertionError):
-        check()
+    with use_backend("triton"):
+        if bug is None:
+            return check()
+        with pytest.raises(AssertionError):
+            check()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,647 @@
+"""The accuracy ledger: each op's error against float64, forward and gradients, beside that of eager
+PyTorch in the same dtype.
+
+    python -m benchmarks.accuracy                            writes benchmarks/results/accuracy.csv
+                                                             and .md, in a minute or two on a CPU
+    python -m benchmarks.accuracy --op layer_norm --dtype float32        prints a part of it
+    python -m benchmarks.accuracy --out FOLDER               writes there, also a part
+
+The oracle is the written-out reference in float64, from the same inputs rounded to the dtype.
+Providers: `eager`, torch's own ops as they are usually put together; `reference`; `triton`,
+interpreted where there is no GPU; and torch's attention by each of its backends. A run on a GPU
+writes a file with the GPU's name. Each row has a seed of its own: any part gives the same figures.
+
+    max error    max |x - oracle|
+    error        |x - oracle| / |oracle|, Frobenius norms
+    ratio        error over that of eager, this taken as an eighth of the dtype's eps or more
+    of limit     what is used up of what the numerics policy allows, see `allowed`
+
+tests/test_accuracy.py computes a sample anew and holds it to the policy and to the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CONDITIONS = {
+    "benign": "the tests' usual inputs, whose softmax is not flat",
+    "ill": "logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, "
+    "in 16 bits 32 times (layer_norm); magnitudes of 1e4 (rms_norm); arguments of the activation "
+    "up to some 100 (feed-forward); positions that cancel most of the embedding (embed)",
+}
+SDPA = {
+    "sdpa math": SDPBackend.MATH,
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+PROVIDERS = ("eager", "reference", "triton", *SDPA)
+OURS = ("reference", "triton")
+
+Tensors = dict[str, Tensor]
+Row = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A call: `make(ill, dtype)` gives its tensors, floating ones in float32."""
+
+    op: str
+    name: str
+    make: Callable[[bool, torch.dtype], Tensors]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    sampled: bool = True  # by the tests; the others take long
+
+    def __str__(self) -> str:
+        return f"{self.op}, {self.name}"
+
+
+# ----------------------------------------------------------------------------------------- inputs
+
+
+def _qkv(b: int, h: int, sq: int, sk: int, d: int, g: int = 0, **more: Callable[[], Tensor]) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        q = torch.randn(b, h, sq, d) * 3
+        k, v = torch.randn(b, g or h, sk, d), torch.randn(b, g or h, sk, d)
+        if ill:
+            logits = q @ k.repeat_interleave(h // (g or h), 1).transpose(2, 3) / d**0.5
+            q = q * (120 / logits.abs().max())
+        return {"query": q, "key": k, "value": v, **{name: x() for name, x in more.items()}}
+
+    return make
+
+
+def _packed(lengths: Sequence[int], h: int, d: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        x = _qkv(1, h, sum(lengths), sum(lengths), d)(ill, dtype)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
+        return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+    return make
+
+
+def _normed(rows: int, n: int, dtype: torch.dtype, ill: bool) -> Tensor:
+    if not ill:
+        return torch.randn(rows, n) * 3 + 2
+    return torch.randn(rows, n) + (1000 if dtype == torch.float32 else 32)
+
+
+def _norm(rows: int, n: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        x = _normed(rows, n, dtype, ill)
+        return {"input": x, "weight": torch.randn(n), "bias": torch.randn(n)}
+
+    return make
+
+
+def _rms(rows: int, n: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        return {"input": torch.randn(rows, n) * (1e4 if ill else 3), "weight": torch.randn(n)}
+
+    return make
+
+
+def _added(rows: int, n: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        x = _norm(rows, n)(ill, dtype)
+        return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
+
+    return make
+
+
+def _layers(rows: int, d: int, width: int, halves: int = 1) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        names = ("w_1", "b_1") if halves == 1 else ("w", "b")
+        hidden = halves * width
+        w, b = torch.randn(hidden, d) / d**0.5, torch.randn(hidden) * 0.5
+        w_2, b_2 = torch.randn(d, width) / width**0.5, torch.randn(d) * 0.5
+        x = torch.randn(rows, d) * (30.0 if ill else 1.0)
+        return {"input": x, names[0]: w, names[1]: b, "w_2": w_2, "b_2": b_2}
+
+    return make
+
+
+def _embedded(b: int, s: int, v: int, n: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        weight, positional = torch.randn(v, n) * (1.0 if ill else n**-0.5), torch.randn(s, n)
+        tokens = torch.randint(0, v, (b, s))
+        if ill:
+            positional = positional * 0.01 - weight[tokens[0]] * n**0.5
+        return {"weight": weight, "positional": positional, "tokens": tokens}
+
+    return make
+
+
+def _classes(rows: int, v: int, width: int = 0) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        size = 40.0 if ill else 4.0
+        target = torch.randint(1, v, (rows,))
+        if not width:
+            return {"logits": torch.randn(rows, v) * size, "target": target}
+        w, b = torch.randn(v, width) / width**0.5, torch.randn(v)
+        return {
+            "input": torch.randn(rows, width) * size,
+            "linear_weight": w,
+            "linear_bias": b,
+            "target": target,
+        }
+
+    return make
+
+
+_DROPOUT = {"dropout_p": 0.1, "dropout_seed": 7}
+_LENGTHS = {"key_lengths": lambda: torch.tensor([100, 37])}
+_NONE = {"reduction": "none", "label_smoothing": 0.1}
+_KL = {"reduction": "sum", "smoothing": "kl", "ignore_index": 0, "label_smoothing": 0.1}
+_CAUSAL = {"is_causal": True}
+
+CASES = [
+    Case("scaled_dot_product_attention", "65x127, D 40", _qkv(2, 2, 65, 127, 40)),
+    Case("scaled_dot_product_attention", "one query, D 64", _qkv(8, 8, 1, 200, 64)),
+    Case("scaled_dot_product_attention", "200, D 128, causal", _qkv(1, 2, 200, 200, 128), _CAUSAL),
+    Case("scaled_dot_product_attention", "1000, D 64", _qkv(1, 2, 1000, 1000, 64), {}, False),
+    Case("scaled_dot_product_attention", "100, D 256", _qkv(1, 2, 100, 100, 256)),
+    Case(
+        "scaled_dot_product_attention",
+        "100, D 64, bias",
+        _qkv(2, 2, 100, 100, 64, bias=lambda: torch.randn(2, 100, 100)),
+    ),
+    Case(
+        "scaled_dot_product_attention",
+        "100, D 64, lengths, grouped heads",
+        _qkv(2, 4, 100, 100, 64, 2, **_LENGTHS),
+        {"enable_gqa": True},
+    ),
+    Case(
+        "scaled_dot_product_attention",
+        "100, D 64, lengths, dropout",
+        _qkv(2, 2, 100, 100, 64, **_LENGTHS),
+        _DROPOUT,
+    ),
+    Case(
+        "packed_attention",
+        "63 + 1 + 100, D 64, causal",
+        _packed((63, 1, 100), 2, 64),
+        {"max_q": 100, "max_k": 100, **_CAUSAL},
+    ),
+    Case("layer_norm", "37 x 100", _norm(37, 100)),
+    Case("layer_norm", "512 x 512", _norm(512, 512), {}, False),
+    Case("layer_norm", "5 x 20000", _norm(5, 20000), {}, False),
+    Case("layer_norm", "64 x 512, unbiased", _norm(64, 512), {"unbiased": True, "eps": 1e-6}),
+    Case("rms_norm", "37 x 100", _rms(37, 100)),
+    Case("rms_norm", "512 x 512", _rms(512, 512), {}, False),
+    Case("rms_norm", "5 x 20000", _rms(5, 20000), {}, False),
+    Case("dropout_add_layer_norm", "37 x 100, dropout", _added(37, 100), _DROPOUT),
+    Case("dropout_add_layer_norm", "512 x 512", _added(512, 512), {}, False),
+    Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers(37, 24, 70), _DROPOUT),
+    Case("feed_forward", "256, 128 -> 512, relu", _layers(256, 128, 512), {}, False),
+    *(
+        Case("feed_forward", f"100, 64 -> 256, {name}", _layers(100, 64, 256), {"activation": name})
+        for name in ("gelu", "gelu_tanh", "silu")
+    ),
+    Case("geglu", "37, 24 -> 70", _layers(37, 24, 70, 2)),
+    Case("geglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
+    Case("swiglu", "37, 24 -> 70", _layers(37, 24, 70, 2)),
+    Case("swiglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
+    Case("embed", "3 x 7, N 40, dropout", _embedded(3, 7, 23, 40), _DROPOUT),
+    Case("embed", "8 x 64, N 512", _embedded(8, 64, 200, 512), {}, False),
+    Case("cross_entropy", "23 x 37, none", _classes(23, 37), _NONE),
+    Case("cross_entropy", "64 x 5000, none", _classes(64, 5000), _NONE, False),
+    Case("cross_entropy", "64 x 1000, kl", _classes(64, 1000), _KL),
+    Case("linear_cross_entropy", "23, 24 -> 37, mean", _classes(23, 37, 24)),
+    Case("linear_cross_entropy", "100, 64 -> 1000, none", _classes(100, 1000, 64), _NONE),
+    Case("linear_cross_entropy", "100, 64 -> 1000, kl", _classes(100, 1000, 64), _KL),
+]
+
+
+# ------------------------------------------------------------------------------------------ peers
+
+
+def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
+    """Dropout by the masks of this package, as the usual op: of planes, or of rows."""
+    from fastformer import reference
+
+    at = torch.tensor([seed], device=x.device)
+    rows, columns = x.shape[-2:]
+    if planes:
+        gone = reference.dropped(at, planes, rows, columns, p).view(x.shape)
+    else:
+        gone = reference.dropped_rows(at, x.numel() // columns, columns, p).view(x.shape)
+    return x.masked_fill(gone, 0.0) / (1 - p)
+
+
+def attention(
+    query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
+    dropout_p=0.0, dropout_seed=0,
+):  # fmt: skip
+    """As the Annotated Transformer writes it, masks by -inf."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    hidden = _hidden(query, key, key_lengths, is_causal)
+    scores = scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(-1)
+    if dropout_p:
+        weights = _drop(weights, dropout_p, dropout_seed, query.shape[0] * query.shape[1])
+    return weights @ value
+
+
+def _hidden(query, key, key_lengths, is_causal):
+    hidden, j = None, torch.arange(key.shape[2], device=key.device)
+    if is_causal:
+        hidden = j > torch.arange(query.shape[2], device=key.device)[:, None]
+    if key_lengths is not None:
+        hidden = j >= key_lengths.view(-1, 1, 1, 1)
+    return hidden
+
+
+def _sdpa(backend):
+    def run(
+        query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
+        dropout_p=0.0, dropout_seed=0,
+    ):  # fmt: skip
+        if dropout_p:
+            raise RuntimeError("another dropout mask")
+        mask = bias if key_lengths is None else ~_hidden(query, key, key_lengths, False)
+        with sdpa_kernel(backend), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why a backend cannot run
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, 0.0, is_causal, enable_gqa=enable_gqa
+            )
+
+    return run
+
+
+def _packed_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, is_causal=False):
+    sizes = cu_seqlens_q.diff().tolist()
+    parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(sizes, 2) for x in (query, key, value)))
+    return torch.cat([attention(*p, is_causal=is_causal)[0].transpose(0, 1) for p in parts])
+
+
+def _layer_norm(input, weight, bias, eps=1e-5, unbiased=False):
+    if not unbiased:
+        return F.layer_norm(input, weight.shape, weight, bias, eps)
+    mean, std = input.mean(-1, keepdim=True), input.std(-1, keepdim=True)
+    return weight * (input - mean) / (std + eps) + bias
+
+
+def _rms_norm(input, weight):
+    return F.rms_norm(input, weight.shape, weight)
+
+
+def _add_layer_norm(input, residual, weight, bias, dropout_p=0.0, dropout_seed=0):
+    dropped = _drop(input, dropout_p, dropout_seed) if dropout_p else input
+    total = residual + dropped
+    return torch.cat([F.layer_norm(total, weight.shape, weight, bias), total])
+
+
+def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
+    from fastformer.reference import ACTIVATIONS
+
+    hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
+    hidden = _drop(hidden, dropout_p, dropout_seed, 1) if dropout_p else hidden
+    return F.linear(hidden, w_2, b_2)
+
+
+def _gated(activation):
+    def run(input, w, b, w_2, b_2):
+        z, v = F.linear(input, w, b).chunk(2, -1)
+        return F.linear(activation(z) * v, w_2, b_2)
+
+    return run
+
+
+def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
+    x = F.embedding(tokens, weight) * weight.shape[1] ** 0.5 + positional
+    return _drop(x, dropout_p, dropout_seed) if dropout_p else x
+
+
+def _cross_entropy(
+    logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100
+):
+    if smoothing == "uniform":
+        return F.cross_entropy(logits, target, reduction=reduction, label_smoothing=label_smoothing)
+    true = torch.full_like(logits, label_smoothing / (logits.shape[-1] - 2))
+    true.scatter_(1, target.unsqueeze(1), 1 - label_smoothing)
+    true[:, ignore_index] = 0.0
+    return F.kl_div(logits.log_softmax(-1), true, reduction=reduction)
+
+
+def _linear_cross_entropy(input, linear_weight, linear_bias, **rest):
+    return _cross_entropy(F.linear(input, linear_weight, linear_bias), **rest)
+
+
+EAGER: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": attention,
+    "packed_attention": _packed_attention,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "dropout_add_layer_norm": _add_layer_norm,
+    "feed_forward": _feed_forward,
+    "geglu": _gated(F.gelu),
+    "swiglu": _gated(F.silu),
+    "embed": _embed,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+}
+
+
+def _ours(op: str) -> Callable[..., Tensor]:
+    import fastformer as ff
+
+    function = getattr(ff, op)
+    if op in ("layer_norm", "rms_norm"):
+        return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
+    if op == "dropout_add_layer_norm":
+        return lambda **inputs: torch.cat(function(**inputs))
+    return function
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def results(
+    function: Callable[..., Tensor], case: Case, tensors: Tensors, dtype: torch.dtype
+) -> Tensors:
+    """The output and each floating tensor's gradient, for one cotangent, which `dtype` holds."""
+    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+    output = function(**{**tensors, **leaves}, **case.options)
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(output.shape, generator=generator).to(dtype).to(output)
+    grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
+    return {"output": output.detach(), **{"grad " + n: g for n, g in zip(leaves, grads)}}
+
+
+def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    from fastformer import use_backend
+
+    yield "eager", EAGER[op]
+    for backend in OURS:
+
+        def run(backend: str = backend, **inputs: Any) -> Tensor:
+            with use_backend(backend):
+                return _ours(op)(**inputs)
+
+        yield backend, run
+    if op == "scaled_dot_product_attention":
+        for name, backend in SDPA.items():
+            yield name, _sdpa(backend)
+
+
+def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
+    """The rows of one call: each provider that can run it, output and gradients."""
+    from fastformer import reference, use_backend
+
+    kind = DTYPES[dtype]
+    torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))
+    tensors = {name: x.to(device) for name, x in case.make(condition == "ill", kind).items()}
+    tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
+    wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
+    with use_backend("reference"), reference.written_out():
+        oracle = results(_ours(case.op), case, wide, kind)
+
+    rows: dict[tuple[str, str], Row] = {}
+    for provider, function in providers(case.op):
+        try:
+            found = results(function, case, tensors, kind)
+        except (RuntimeError, NotImplementedError):
+            if provider not in SDPA:
+                raise
+            continue  # one of torch's backends, for which this is nothing
+        for quantity, want in oracle.items():
+            off = found[quantity].double() - want
+            rows[provider, quantity] = {
+                "op": case.op,
+                "case": case.name,
+                "condition": condition,
+                "dtype": dtype,
+                "quantity": quantity,
+                "provider": provider,
+                "max error": float(off.abs().max()),
+                "error": float(off.norm() / want.norm()),
+                "rounding": _rounding(found[quantity]),
+            }
+    for row in rows.values():
+        quantity = row["quantity"]
+        eager, largest = rows["eager", quantity], float(oracle[quantity].abs().max())
+        row["ratio"] = row["error"] / max(eager["error"], torch.finfo(kind).eps / 8)
+        row["of limit"] = _of_limit(row, eager["max error"], largest)
+    return list(rows.values())
+
+
+# Ill-conditioned attention in float32: a logit of 120 is known to 120 * 2^-24 and the softmax to as
+# much. Whoever recomputes it from its log-sum-exp, as torch's fused attention does too, rounds four
+# such numbers: the logit, the log-sum-exp, and this in two changes of base.
+ROUNDED_LOGITS = 4 * 120 * 2**-24
+
+
+def _rounding(x: Tensor) -> float:
+    """A relative error that says nothing; that of a single number is mostly luck."""
+    return torch.finfo(x.dtype).eps * (0.5 if x.numel() > 1 else 8)
+
+
+def _of_limit(row: Row, eager: float, largest: float) -> float:
+    """What a result has of the error that the numerics policy allows: 1 is all of it.
+
+    float32: a relative error of 1e-5. float16, bfloat16: the largest error is twice that of eager
+    PyTorch (three times in a gradient), and one rounding of the largest element. Ill-conditioned
+    float32 may have either, and attention ROUNDED_LOGITS.
+    """
+    eps = torch.finfo(DTYPES[row["dtype"]]).eps
+    factor = 2 if row["quantity"] == "output" else 3
+    beside_eager = row["max error"] / (factor * eager + eps / 2 * largest)
+    if row["dtype"] != "float32":
+        return beside_eager
+    if row["condition"] == "benign":
+        return row["error"] / 1e-5
+    fixed = ROUNDED_LOGITS if "attention" in row["op"] else 1e-5
+    return min(row["error"] / fixed, beside_eager)
+
+
+def ledger(
+    cases: Iterable[Case],
+    dtypes: Iterable[str],
+    device: torch.device,
+    conditions: Iterable[str] = tuple(CONDITIONS),
+    verbose: bool = False,
+) -> list[Row]:
+    rows: list[Row] = []
+    dtypes, conditions = list(dtypes), list(conditions)
+    for case in cases:
+        started = time.perf_counter()
+        for condition in conditions:
+            for dtype in dtypes:
+                rows += measure(case, condition, dtype, device)
+        if verbose:
+            print(f"{time.perf_counter() - started:6.1f} s  {case}", file=sys.stderr, flush=True)
+    return rows
+
+
+def worse(row: Row, committed: Row) -> bool:
+    """Whether a result's error and ratio are 1.5 times the committed ones, and more than rounding.
+
+    (Both: on another CPU it may be eager PyTorch that is better.)
+    """
+    if row["error"] <= row["rounding"]:
+        return False
+    return all(not row[figure] <= 1.5 * committed[figure] for figure in ("error", "ratio"))
+
+
+def prepare() -> torch.device:
+    """The device; without a GPU the kernels are interpreted, in one thread."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
+    from fastformer.kernels import interpreter
+
+    interpreter.repair()
+    return torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+KEY = ("op", "case", "condition", "dtype", "quantity", "provider")
+FIGURES = ("max error", "error", "ratio", "of limit")
+
+
+def stem(device: torch.device) -> str:
+    """The name of the ledger's files for this device."""
+    if device.type == "cpu":
+        return "accuracy"
+    return "accuracy-" + re.sub(r"\W+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
+
+
+def read(path: Path) -> dict[tuple[str, ...], Row]:
+    """The rows of a ledger by their KEY."""
+    with path.open(newline="") as file:
+        rows = [
+            {name: float(x) if name in FIGURES else x for name, x in row.items()}
+            for row in csv.DictReader(file)
+        ]
+    return {tuple(row[name] for name in KEY): row for row in rows}
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(KEY + FIGURES)
+        for row in rows:
+            writer.writerow([row[n] for n in KEY] + [f"{row[n]:.3g}" for n in FIGURES])
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    every = [header, ["---"] * len(header), *lines]
+    return ["| " + " | ".join(cells) + " |" for cells in every]
+
+
+def _worst(rows: Sequence[Row], provider: str, figure: str) -> str:
+    return f"{max(row[figure] for row in rows if row['provider'] == provider):.2g}"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """The worst of each op, dtype and condition."""
+    header = ["op", "condition", "dtype"]
+    header += [f"{p}: {f}" for p in OURS for f in ("error", "ratio", "of limit")]
+    lines = []
+    order = sorted(rows, key=lambda r: [r[n] for n in ("op", "condition", "dtype")])
+    for place, group in groupby(order, lambda r: [r[n] for n in ("op", "condition", "dtype")]):
+        mine = list(group)
+        figures = [_worst(mine, p, f) for p in OURS for f in ("error", "ratio", "of limit")]
+        lines.append([*place, *figures])
+    return _table(header, lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    errors = f"{row['max error']:.1e} {row['error']:.1e}"
+    return errors if row["provider"] == "eager" else f"{errors} ({row['ratio']:.2g})"
+
+
+def markdown(rows: Sequence[Row], where: dict[str, Any]) -> str:
+    kernels = "on " + where["gpu"] if where["gpu"] else "in its interpreter, on a CPU"
+    lines = [
+        "# Accuracy ledger",
+        "",
+        "Errors against the written-out formula in float64, of the same inputs: "
+        "`python -m benchmarks.accuracy` makes this file and the CSV beside it.",
+        f"torch {where['torch']}, triton {where['triton']} {kernels}; fastformer "
+        f"{where['fastformer']}, Python {where['python']}.",
+        "",
+        *(f"- {name}: {words}" for name, words in CONDITIONS.items()),
+        "- eager: torch's own ops as they are usually put together; sdpa: "
+        "torch's attention by each backend that can run it",
+        "- error: relative, of the Frobenius norms; ratio: error over that of eager in the same "
+        "dtype (taken as eps / 8 or more); of limit: the part used of what the tests allow",
+        "",
+        "The worst over cases, output and gradients:",
+        "",
+        *summary(rows),
+    ]
+    for op, group in groupby(rows, lambda row: row["op"]):
+        mine = list(group)
+        present = [p for p in PROVIDERS if any(row["provider"] == p for row in mine)]
+        lines += ["", f"## {op}", "", "Largest error, relative error (ratio).", ""]
+        cells: dict[tuple[str, ...], dict[str, Row]] = {}
+        for row in mine:
+            cells.setdefault(tuple(row[n] for n in KEY[1:5]), {})[row["provider"]] = row
+        body = [[*at, *(_cell(by.get(p)) for p in present)] for at, by in cells.items()]
+        lines += _table([*KEY[1:5], *present], body)
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 where a result passes the policy."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
+    parser.add_argument("--out", type=Path, help="the folder; benchmarks/results by default")
+    arguments = parser.parse_args(argv)
+    device = prepare()
+    from fastformer.environment import describe
+
+    cases = [case for case in CASES if not arguments.op or case.op in arguments.op]
+    rows = ledger(cases, arguments.dtype or DTYPES, device, verbose=True)
+    folder = arguments.out
+    if folder is None and not (arguments.op or arguments.dtype):
+        folder = RESULTS
+    text = markdown(rows, describe(device))
+    if folder is None:
+        print(text, end="")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(rows, folder / f"{stem(device)}.csv")
+        (folder / f"{stem(device)}.md").write_text(text)
+        print(f"Wrote {folder / stem(device)}.csv and .md")
+    past = [row for row in rows if row["provider"] in OURS and not row["of limit"] <= 1]
+    for row in past:
+        print("PAST THE LIMIT:", *(row[n] for n in KEY), f"{row['of limit']:.2f}")
+    return 1 if past else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A sample of the accuracy ledger, computed anew: within the numerics policy, and no worse than the
+committed one.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer as ff
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    """The module, which is no part of an installation."""
+    pytest.importorskip("triton")
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import accuracy
+
+        yield accuracy
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+@pytest.mark.parametrize("condition", ["benign", "ill"])
+@pytest.mark.parametrize("op", sorted(set(ff.backends.OPERATIONS)))
+def test_the_ledger_holds(accuracy, device, op, condition):
+    path = accuracy.RESULTS / f"{accuracy.stem(device)}.csv"
+    committed = accuracy.read(path) if path.exists() else {}
+    assert committed or device.type == "cuda"
+    cases = [case for case in accuracy.CASES if case.op == op and case.sampled]
+    rows = accuracy.ledger(cases, accuracy.DTYPES, device, [condition])
+    assert {row["provider"] for row in rows} >= {"eager", "reference", "triton"}
+    for row in rows:
+        if row["provider"] in accuracy.OURS:
+            key = tuple(row[name] for name in accuracy.KEY)
+            assert row["of limit"] <= 1, (key, row)
+            assert not committed or not accuracy.worse(row, committed[key]), (key, row)
+
+
+def test_the_ledger_is_whole(accuracy):
+    """Every op, dtype and condition, each gradient; nothing in it is past the policy."""
+    committed = accuracy.read(accuracy.RESULTS / "accuracy.csv")
+    calls = {key[:4] for key in committed}
+    assert calls == {
+        (case.op, case.name, condition, dtype)
+        for case in accuracy.CASES
+        for condition in accuracy.CONDITIONS
+        for dtype in accuracy.DTYPES
+    }
+    for key, row in committed.items():
+        assert row["provider"] not in accuracy.OURS or row["of limit"] <= 1, key
+        for provider in ("eager", *accuracy.OURS):
+            assert (*key[:5], provider) in committed
+
+
+def test_the_peers_compute_the_same(accuracy, monkeypatch):
+    """In float64 all that is left of any provider's error is rounding."""
+    monkeypatch.setattr(accuracy, "OURS", ("reference",))  # on a GPU no kernel takes float64
+    monkeypatch.setitem(accuracy.DTYPES, "float64", torch.float64)
+    cases = [case for case in accuracy.CASES if case.sampled]
+    for row in accuracy.ledger(cases, ["float64"], torch.device("cpu")):
+        assert row["error"] < 1e-9, row
+
+
+def test_what_counts_as_worse(accuracy):
+    row = {"error": 1e-3, "ratio": 1.0, "rounding": 1e-4}
+    assert not accuracy.worse(row, {"error": 0.9e-3, "ratio": 0.9})
+    assert accuracy.worse(row, {"error": 0.6e-3, "ratio": 0.6})
+    assert accuracy.worse({**row, "error": float("nan"), "ratio": float("nan")}, row)
+    assert not accuracy.worse(row, {"error": 0.9e-3, "ratio": 0.6})  # eager became better
+    assert not accuracy.worse({**row, "rounding": 1e-3}, {"error": 1e-6, "ratio": 1e-3})
+
+
+def test_what_the_policy_allows(accuracy):
+    """Half of it, each time, and a third of it in a gradient beside eager PyTorch."""
+    row = {"op": "embed", "condition": "benign", "quantity": "output", "max error": 1e-3}
+    for dtype, error, want in (("float32", 5e-6, 0.5), ("bfloat16", 1.0, 0.25)):
+        row |= {"dtype": dtype, "error": error}
+        eager = 2e-3 - torch.finfo(accuracy.DTYPES[dtype]).eps / 4
+        assert accuracy._of_limit(row, eager, 1.0) == pytest.approx(want)
+    row["quantity"] = "grad weight"
+    assert accuracy._of_limit(row, 1e-3, 0.0) == pytest.approx(1 / 3)
+    row |= {"dtype": "float32", "error": 2e-5, "condition": "ill"}
+    assert accuracy._of_limit(row, 1e-3, 0.0) == pytest.approx(1 / 3)
+    assert accuracy._of_limit(row, 1e-4, 0.0) == pytest.approx(2.0)
+    assert accuracy._of_limit({**row, "op": "packed_attention"}, 1e-4, 0.0) < 1
+
+
+def test_a_result_past_the_policy_is_an_error(accuracy, monkeypatch, capsys):
+    """A scale that is off by 0.1%, in float32."""
+    embed = accuracy.EAGER["embed"]
+
+    def off(**inputs):
+        return embed(**inputs) * (1.001 if inputs["weight"].dtype == torch.float32 else 1)
+
+    monkeypatch.setattr(accuracy, "prepare", lambda: torch.device("cpu"))
+    monkeypatch.setattr(accuracy, "OURS", ("reference",))
+    monkeypatch.setattr(accuracy, "_ours", lambda op: off)
+    assert accuracy.main(["--op", "embed", "--dtype", "float32"]) == 1
+    assert "PAST THE LIMIT: embed" in capsys.readouterr().out
+
+
+def test_part_of_it_by_hand(accuracy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(accuracy, "prepare", lambda: torch.device("cpu"))
+    monkeypatch.setattr(accuracy, "OURS", ("reference",))
+    arguments = ["--op", "embed", "--dtype", "float32"]
+    assert accuracy.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "## embed" in shown and "## layer_norm" not in shown and "float16" not in shown
+    assert accuracy.main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = accuracy.read(tmp_path / "accuracy.csv")
+    assert {key[0] for key in rows} == {"embed"}
+    assert (tmp_path / "accuracy.md").read_text() == shown

@@ -1,0 +1,106 @@
+"""The mutation tool: its table, its verdicts, and a sample of mutants."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE = "^(embedding: scaled twice|cross_entropy: one g for all rows)$"
+
+
+@pytest.fixture(scope="module")
+def mutation():
+    """The module, which is no part of an installation."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks import mutation
+
+        yield mutation
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+def test_every_mutant_can_be_planted(mutation):
+    """Its text stands once in its function, and what it becomes is Python."""
+    names = [(m.kernel, m.name) for m in mutation.MUTANTS]
+    assert len(set(names)) == len(names) >= 60
+    assert set(mutation.EQUIVALENT) <= set(names)
+    for mutant in mutation.MUTANTS:
+        original = (ROOT / "kernels" / mutant.file()).read_text()
+        planted = mutant.planted()
+        assert planted != original, mutant
+        compile(planted, str(mutant), "exec")
+    covered = {m.kernel for m in mutation.MUTANTS}
+    assert covered == set(mutation.COVERED_BY)
+    assert covered >= {p.stem for p in (ROOT / "kernels").glob("*.py")} - {
+        "__init__",
+        "interpreter",
+    }
+    for names in mutation.COVERED_BY.values():
+        assert all((ROOT / "tests" / name).exists() for name in names)
+
+
+def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
+    pytest.importorskip("triton")
+    if device.type == "cuda":
+        pytest.skip("the sample is chosen for the interpreter")
+    assert mutation.main(["--only", SAMPLE, "--workers", "1", "--out", str(tmp_path)]) == 0
+    assert "2 mutants: 2 killed, 0 left" in capsys.readouterr().out
+    verdicts = mutation.load(tmp_path / "mutation")
+    assert [v.verdict for v in verdicts] == ["killed"] * 2
+    assert all(v.test.startswith("tests/test_") and mutation.still_holds(v) for v in verdicts)
+    assert "| all | " in (tmp_path / "mutation.md").read_text()
+
+
+OUTCOMES = {
+    "passes": (0, "", "survived", ""),
+    "fails": (1, "FAILED tests/test_a.py::test_b[x, y] - assert\n", "killed", "test_b[x, y]"),
+    "fails, no parameters": (1, "FAILED tests/test_a.py::test_b - E\n", "killed", "test_b"),
+    "cannot be imported": (2, "ERROR tests/test_a.py - NameError\n", "killed", "test_a.py"),
+    "crashes": (-11, "", "killed", "crash, signal 11"),
+    "hangs": (None, "", "time out", ""),
+}
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
+    status, output, verdict, test = OUTCOMES[outcome]
+    clean = []
+
+    def run(self, tests, limit):
+        changed = {
+            path.name
+            for path in (ROOT / "kernels").glob("*.py")
+            if path.read_text() != (self.folder / "kernels" / path.name).read_text()
+        }
+        if not changed:
+            clean.append(tests)
+            return 0, ""
+        assert changed == {"embedding.py"}
+        return status, output
+
+    monkeypatch.setattr(mutation.Checkout, "pytest", run)
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+    words = ["--only", "embedding: scaled twice", "--out", str(tmp_path)]
+    assert mutation.main(words) == (0 if verdict == "killed" else 1)
+    (found,) = mutation.load(tmp_path / "mutation")
+    assert found.verdict == verdict and found.test.endswith(test)
+    assert len(clean) == ("FAILED" in output or "ERROR" in output)
+    assert mutation.main([*words, "--resume"]) == (0 if verdict == "killed" else 1)
+    assert len(mutation.load(tmp_path / "mutation")) == 1
+
+
+def test_a_test_that_fails_by_itself_kills_nothing(mutation, monkeypatch, tmp_path):
+    failed = 1, "FAILED tests/test_a.py::test_b - assert\n"
+    monkeypatch.setattr(mutation.Checkout, "pytest", lambda *_: failed)
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+    with pytest.raises(RuntimeError, match="test_b fails without any mutant"):
+        mutation.main(["--only", "embedding: scaled twice", "--out", str(tmp_path)])
+
+
+def test_a_mutant_that_is_named_equivalent_has_to_survive(mutation):
+    kernel, name = next(iter(mutation.EQUIVALENT))
+    verdict = mutation.Verdict(kernel, name, "_forward", "survived", "", 1.0, "")
+    assert verdict.good() and "1 | 0 | 1 | 0 | 0 |" in mutation.markdown([verdict])
+    assert not mutation.Verdict(kernel, name, "_forward", "killed", "t", 1.0, "").good()

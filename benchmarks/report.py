@@ -2,7 +2,7 @@
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
     python -m benchmarks.report --readme                     the README's block of figures, made
-                                                             from benchmarks/results/*.json
+                                                             from benchmarks/results/gpu*.json
 
 Takes what `pytest --benchmark-only --benchmark-json=results.json` and `python -m benchmarks.gpu`
 write, and its journals (.jsonl). Nothing here measures, and no figure stands here.
@@ -397,13 +397,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("results", nargs="*", type=Path, help=f"JSON files; by default {RESULTS.name}/*.json")
+    add("results", nargs="*", type=Path, help=f"JSON files; by default {RESULTS.name}/gpu*.json")
     add("--out", type=Path, help="folder of report.md and the plots")
     add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to bring up")
     options = parser.parse_args(argv)
     if not (options.out or options.readme):
         parser.error("nothing to do: give --out FOLDER or --readme")
-    paths = options.results or sorted(RESULTS.glob("*.json"))
+    paths = options.results or sorted(RESULTS.glob("gpu*.json"))
     if missing := [str(path) for path in paths if not path.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
     results = load(*paths)

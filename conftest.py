@@ -5,6 +5,10 @@ and holds the shared fixtures.
 import os
 from pathlib import Path
 
+# Read when NumPy is loaded. A second thread would take the core of the other test process, and sum
+# in another order: the interpreter's products are NumPy's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 

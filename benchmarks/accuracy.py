@@ -34,6 +34,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else the interpreter's sums depend on cores
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -146,10 +146,12 @@ def _run(part: Part, folder: Path, seconds: float) -> str:
 
 
 def _run_once(command: list[str], log: Path, journal: Path, end: float, silence: float) -> str:
+    # Nothing measures in a process that xdist started, nor in what that starts.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=os.setpgrp,
+            env={**environment, "PYTHONUNBUFFERED": "1"}, preexec_fn=os.setpgrp,
         )  # fmt: skip
     try:
         sizes, heard = (0, 0), time.monotonic()

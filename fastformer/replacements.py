@@ -326,16 +326,15 @@ class _MultiheadAttention(_Accelerated):
 
     def _projected(self: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """query, key and value through their projections, those of one input in one GEMM."""
-        features, bias = self.embed_dim, self.in_proj_bias
+        groups = [(query, 1), (key, 1), (value, 1)]
+        if key is value and self.in_proj_weight is not None:
+            groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+        sizes, bias = [n * self.embed_dim for _, n in groups], self.in_proj_bias
         if self.in_proj_weight is None:
-            groups = [(query, 1), (key, 1), (value, 1)]
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         else:
-            groups = [(query, 1), (key, 1), (value, 1)]
-            if key is value:
-                groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
-            weights = self.in_proj_weight.split([n * features for _, n in groups])
-        biases = [None] * 3 if bias is None else bias.split([n * features for _, n in groups])
+            weights = self.in_proj_weight.split(sizes)
+        biases = [None] * len(groups) if bias is None else bias.split(sizes)
         out: list[Tensor] = []
         for (x, n), w, b in zip(groups, weights, biases):
             heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
@@ -369,7 +368,7 @@ def _activation(function: Any) -> Any:
         return function
     if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
         return "relu"
-    if function in (F.silu,) or type(function) is nn.SiLU:
+    if function is F.silu or type(function) is nn.SiLU:
         return "silu"
     if type(function) is nn.GELU:
         return "gelu" if function.approximate == "none" else "gelu_tanh"
@@ -413,7 +412,7 @@ class _Layer(_Accelerated):
         return attend
 
 
-Context = tuple[Any, ...]  # what a layer's `through` takes after the stream
+_Context = tuple[Any, ...]  # what a layer's `_through` takes after the stream
 
 
 def _encoder_input(
@@ -423,7 +422,7 @@ def _encoder_input(
     key_padding_mask: Tensor | None,
     is_causal: bool,
     names: tuple[str, str],
-) -> tuple[Tensor, Context]:
+) -> tuple[Tensor, _Context]:
     attention._require(src, src, src)
     x = attention._leading(src)
     return x, (attention._seen(x, x, src.dim() == 3, mask, key_padding_mask, is_causal, names),)
@@ -439,7 +438,7 @@ def _decoder_input(
     memory_padding: Tensor | None,
     tgt_is_causal: bool,
     memory_is_causal: bool,
-) -> tuple[Tensor, Context]:
+) -> tuple[Tensor, _Context]:
     own, cross = layer.self_attn, layer.multihead_attn
     own._require(tgt, tgt, tgt)
     cross._require(tgt, memory, memory)

@@ -28,10 +28,10 @@ def benchmarks():
 
 
 def python(*words, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, **options,
+        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
 
 

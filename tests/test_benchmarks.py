@@ -31,7 +31,8 @@ def python(*words, **options):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, **options,
+        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120, **options,
     )  # fmt: skip
 
 

@@ -26,13 +26,17 @@ def _run(function, tensors, constants, backend, cotangent, written_out):
     return {"output": output.detach(), **{"grad of " + n: g for n, g in zip(leaves, grads)}}
 
 
-def check_against_oracle(function, tensors, **constants):
+def check_against_oracle(function, tensors, cancels=False, **constants):
     """The numerics policy: the current backend against the written-out reference in float64, output
     and every gradient.
 
     float32: relative Frobenius error below 1e-5 (float64, whose constants are float32 in the
     interpreter: 1e-6). float16 and bfloat16: the largest error at most twice (a gradient: three
         times) that of eager PyTorch in the same dtype, plus one rounding of the largest element.
+
+    `cancels`: a gradient may be a small difference of large terms (it is zero at the scores of a
+    row that sees one key), so that a rounding of everything counts as nothing: 1e-6 of the
+    cotangent's norm in float32, eps / 2 of it in the others.
     """
     from fastformer import current_backend
 
@@ -50,18 +54,23 @@ def check_against_oracle(function, tensors, **constants):
     if dtype in (torch.float16, torch.bfloat16):
         eager = _run(function, tensors, constants, "reference", cotangent, True)
     for name, want in oracle.items():
+        nothing = 0.0
+        if cancels and name != "output":
+            nothing = (1e-6 if eager is None else torch.finfo(dtype).eps / 2) * cotangent.norm()
         have = got[name].double()
         assert have.shape == want.shape, f"{name}: shape {have.shape}, expected {want.shape}"
         assert have.isfinite().all(), f"{name}: not finite"
         if eager is None:
-            error = (have - want).norm() / want.norm().clamp_min(1e-30)
+            error = ((have - want).norm() - nothing) / want.norm().clamp_min(1e-30)
             assert error < (1e-5 if dtype == torch.float32 else 1e-6), f"{name}: {error:.1e}"
         else:
             error = (have - want).abs().max() if want.numel() else torch.tensor(0.0)
             peer = (eager[name].double() - want).abs().max() if want.numel() else error
             factor = 2 if name == "output" else 3
             floor = torch.finfo(dtype).eps / 2 * want.abs().max() if want.numel() else 0.0
-            assert error <= factor * peer + floor, f"{name}: {error:.1e}, eager {peer:.1e}"
+            assert error <= factor * peer + floor + nothing, (
+                f"{name}: {error:.1e}, eager {peer:.1e}"
+            )
 
 
 @pytest.fixture(scope="session")

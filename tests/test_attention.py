@@ -152,6 +152,17 @@ def test_biases_in_tiles(device, against_oracle, tiles, case):
         against_oracle(functional.scaled_dot_product_attention, x, **options)
 
 
+@pytest.mark.parametrize("shape", [(20, 48), (48,)], ids=str)
+def test_a_bias_that_hides_a_whole_tile(device, against_oracle, tiles, shape):
+    """The first keys of all rows, which have then seen nothing yet."""
+    tiles(16, 16)
+    x = qkv(sq=20, sk=48, d=16, device=device)
+    x["bias"] = torch.randn(shape, device=device)
+    x["bias"][..., :16] = float("-inf")
+    with use_backend("triton"):
+        against_oracle(functional.scaled_dot_product_attention, x)
+
+
 def test_a_band_drawn(backend, device):
     """The masks of the docstring."""
     q, k = torch.zeros(1, 1, 4, 8, device=device), torch.zeros(1, 1, 6, 8, device=device)
@@ -213,6 +224,35 @@ def test_a_bias_constant_over_the_keys(backend, device):
         functional.scaled_dot_product_attention(**x, bias=bias).square().sum(), bias
     )
     assert grad.abs().max() < 1e-4
+    _, lse = functional.scaled_dot_product_attention(**x, bias=bias, return_lse=True)
+    (grad,) = torch.autograd.grad(lse, bias, torch.ones_like(lse))
+    torch.testing.assert_close(grad, B * seen[0].unsqueeze(-1).float())
+    assert (grad[1, 4] == 0).all(), "of a row that sees nothing"
+
+
+def test_partial_sums_of_a_bias_gradient(backend, device):
+    """Those of each batch and head are wider than a float16 bias: here they cancel past 65504."""
+    x = qkv(b=1, h=2, sq=20, sk=8, d=16, device=device)
+    x = {n: t[:, :1].expand(1, 2, *t.shape[2:]).half() for n, t in x.items()}
+    x["value"] = x["value"] * 100
+    bias = torch.zeros(8, dtype=torch.float16, device=device, requires_grad=True)
+    out = functional.scaled_dot_product_attention(**x, bias=bias)
+    gradient = torch.full_like(out, 400)
+    gradient[:, 1] *= -1
+    (one,) = torch.autograd.grad(out[:, 0].float().sum() * 400, bias, retain_graph=True)
+    assert one.isinf().any(), "else this shows nothing"
+    (grad,) = torch.autograd.grad(out, bias, gradient)
+    assert (grad.abs() < 1).all()
+
+
+def test_large_float16_outputs(backend, device):
+    """The products of output and gradient, of which the backward takes sums, pass 65504."""
+    x = qkv(sq=20, sk=30, d=16, dtype=torch.float16, device=device, logits=0.3)
+    x["value"] = (300 + x["value"] / 100).half()
+    leaves = [t.requires_grad_() for t in x.values()]
+    out = functional.scaled_dot_product_attention(*leaves)
+    grads = torch.autograd.grad(out, leaves, torch.full_like(out, 300))
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_an_expanded_bias(backend, device, against_oracle):
@@ -250,6 +290,18 @@ def test_log_sum_exp(backend, device, against_oracle, dtype):
 
     against_oracle(both, x)
     against_oracle(alone, {n: t for n, t in x.items() if n != "value"})
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed"])
+def test_a_strided_gradient_of_lse(backend, device, layout):
+    x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, device=device).values()]
+    _, lse = functional.scaled_dot_product_attention(*x, return_lse=True)
+    gradient = torch.ones(1, 1, 1, device=device).expand(lse.shape)
+    if layout == "transposed":
+        gradient = torch.randn(20, H, B, device=device).permute(2, 1, 0)
+    got = torch.autograd.grad(lse, x[:2], gradient, retain_graph=True)
+    want = torch.autograd.grad(lse, x[:2], gradient.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 def test_three_dimensions(backend, device, against_oracle):
@@ -502,10 +554,11 @@ def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("by", ["lengths", "mask", "both"])
+@pytest.mark.parametrize("by", ["lengths", "mask", "both", "mask, one query"])
 def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
     """pytorch#101967: 0 * NaN of a key that no query may see leaked into every output."""
-    x = qkv(sq=20, sk=70, d=16, device=device)
+    by, one, _ = by.partition(", one query")
+    x = qkv(sq=1 if one else 20, sk=70, d=16, device=device)
     visible = torch.ones(B, 1, 1, 70, dtype=torch.bool, device=device)
     visible[0, ..., 50:] = False
     visible[1, ..., 66:] = False
@@ -614,8 +667,8 @@ def test_gradients_for_some_inputs_only(backend, device, needed, shape):
         functional.scaled_dot_product_attention(*y[:3], bias=y[3], is_causal=True)
         for y in (every, some)
     )
+    part.square().sum().backward()  # first: what it remembers must not serve the other
     full.square().sum().backward()
-    part.square().sum().backward()
     for i, (a, b) in enumerate(zip(every, some)):
         if i in needed:  # torch's own op is another one where a bias has a gradient
             torch.testing.assert_close(b.grad, a.grad, atol=1e-5, rtol=1e-5)

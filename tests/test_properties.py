@@ -1,0 +1,218 @@
+"""Every op on random shapes, strides, masks, options and dtypes, on both backends, held to the
+float64 reference by the numerics policy. The draws are the same in each run; `--slow` makes new
+ones, and more.
+"""
+
+import pytest
+import torch
+
+import fastformer as ff
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+QUICK, SLOW = 20, 300  # examples for each op and backend
+FIXED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+
+
+def size(least=1, most=9):
+    return st.integers(least, most)
+
+
+@st.composite
+def tensors(draw, shape, dtype, device, scale=1.0):
+    """Random numbers of the shape: a view of something larger, its dimensions in any order, with or
+    without a step between neighbours.
+    """
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+    order = draw(st.permutations(range(len(shape))))  # in memory
+    steps = [1] * len(shape)
+    if draw(st.integers(0, 2)) == 2:
+        steps[order[-1]] = 2
+    stored = [shape[i] * steps[i] + draw(st.sampled_from([0, 0, 3])) for i in order]
+    x = (torch.randn(stored, generator=generator) * scale).to(device, dtype)
+    x = x.permute([order.index(i) for i in range(len(shape))])
+    return x[tuple(slice(0, n * step, step) for n, step in zip(shape, steps))]
+
+
+@st.composite
+def broadcast(draw, full, whole=0):
+    """A shape that broadcasts to the full one, the last `whole` sizes as they are."""
+    kept = len(full) - whole
+    shape = [draw(st.sampled_from([1, n])) for n in full[:kept]] + full[kept:]
+    return shape[draw(st.integers(0, len(full) - 1)) :]
+
+
+def dropout(draw):
+    p = draw(st.sampled_from([0.0, 0.0, 0.3]))
+    return {"dropout_p": p, "dropout_seed": draw(st.integers(-(2**63), 2**63 - 1))} if p else {}
+
+
+# --------------------------------------------------------------------- (function, tensors, options)
+
+
+def attention(draw, dtype, device):
+    batch, groups, share = draw(size(1, 2)), draw(size(1, 2)), draw(size(1, 2))
+    heads, q_length, k_length = groups * share, draw(size(1, 40)), draw(size(1, 40))
+    dim, value_dim = draw(st.sampled_from([3, 8, 16, 20])), draw(st.sampled_from([5, 8, 16]))
+    given = {
+        "query": draw(tensors([batch, heads, q_length, dim], dtype, device, 1.5)),
+        "key": draw(tensors([batch, groups, k_length, dim], dtype, device)),
+        "value": draw(tensors([batch, groups, k_length, value_dim], dtype, device)),
+    }
+    full = [batch, heads, q_length, k_length]
+    if draw(st.booleans()):
+        noise = draw(tensors(draw(broadcast(full)), torch.float32, device))
+        given["attn_mask"] = noise > -0.5
+    if draw(st.booleans()):
+        # a number for all keys of a row changes nothing, and its gradient is a sum of roundings
+        given["bias"] = draw(tensors(draw(broadcast(full, whole=1)), dtype, device))
+    options = {"enable_gqa": True, "is_causal": draw(st.booleans()), **dropout(draw)}
+    sides = st.sampled_from([None, 0, 3, 20])
+    options["window"] = draw(st.none() | st.tuples(sides, sides))
+    options["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
+    options["softcap"] = draw(st.sampled_from([None, None, 5.0]))
+    if draw(st.booleans()):
+        lengths = st.lists(st.integers(0, k_length), min_size=batch, max_size=batch)
+        given["key_lengths"] = torch.tensor(draw(lengths), device=device)
+    if draw(st.booleans()):
+        slopes = torch.linspace(0.1, 1, heads, device=device)
+        options["alibi_slopes"] = slopes
+    return ff.scaled_dot_product_attention, given, options
+
+
+def packed_attention(draw, dtype, device):
+    groups, share, dim = draw(size(1, 2)), draw(size(1, 2)), draw(st.sampled_from([3, 8, 16]))
+    lengths = draw(st.lists(st.tuples(size(0, 20), size(0, 20)), min_size=1, max_size=3))
+    ends = torch.tensor([(0, 0), *lengths], dtype=torch.int32, device=device).cumsum(0)
+    ends = ends.to(torch.int32)
+    q_tokens, k_tokens = (int(n) for n in ends[-1])
+    given = {
+        "query": draw(tensors([q_tokens, groups * share, dim], dtype, device, 1.5)),
+        "key": draw(tensors([k_tokens, groups, dim], dtype, device)),
+        "value": draw(tensors([k_tokens, groups, dim], dtype, device)),
+        "cu_seqlens_q": ends[:, 0].contiguous(),
+        "cu_seqlens_k": ends[:, 1].contiguous(),
+    }
+    options = {"max_q": max(q for q, _ in lengths), "max_k": max(k for _, k in lengths)}
+    return (
+        ff.packed_attention,
+        given,
+        {**options, "is_causal": draw(st.booleans()), **dropout(draw)},
+    )
+
+
+def layer_norm(draw, dtype, device):
+    rows, n = draw(st.lists(size(1, 5), min_size=0, max_size=2)), draw(size(4, 40))
+    given = {"input": draw(tensors([*rows, n], dtype, device))}
+    for name in ("weight", "bias"):
+        if draw(st.booleans()):
+            given[name] = draw(tensors([n], dtype, device))
+    return ff.layer_norm, given, {"normalized_shape": n, "unbiased": draw(st.booleans())}
+
+
+def rms_norm(draw, dtype, device):
+    rows, n = draw(st.lists(size(1, 5), min_size=0, max_size=2)), draw(size(4, 40))
+    given = {"input": draw(tensors([*rows, n], dtype, device))}
+    if draw(st.booleans()):
+        given["weight"] = draw(tensors([n], dtype, device))
+    return ff.rms_norm, given, {"normalized_shape": n, "eps": 1e-5}
+
+
+def dropout_add_layer_norm(draw, dtype, device):
+    rows, n = draw(st.lists(size(1, 5), min_size=0, max_size=2)), draw(size(4, 40))
+    given = {name: draw(tensors([*rows, n], dtype, device)) for name in ("input", "residual")}
+    given["weight"] = draw(tensors([n], dtype, device))
+    given["bias"] = draw(tensors([n], dtype, device)) if draw(st.booleans()) else None
+
+    def both(**arguments):  # the norm and the sum
+        return torch.stack(ff.dropout_add_layer_norm(**arguments))
+
+    return both, given, dropout(draw)
+
+
+def feed_forward(draw, dtype, device):
+    rows = draw(st.lists(size(1, 5), min_size=1, max_size=2))
+    d, hidden, out = draw(size(1, 20)), draw(size(1, 40)), draw(size(1, 20))
+    function = draw(st.sampled_from([ff.feed_forward, ff.geglu, ff.swiglu]))
+    gated = function is not ff.feed_forward
+    names = ("w", "b") if gated else ("w_1", "b_1")
+    given = {"input": draw(tensors([*rows, d], dtype, device))}
+    wide = hidden * (2 if gated else 1)
+    given[names[0]] = draw(tensors([wide, d], dtype, device, d**-0.5))
+    given[names[1]] = draw(tensors([wide], dtype, device)) if draw(st.booleans()) else None
+    given["w_2"] = draw(tensors([out, hidden], dtype, device, hidden**-0.5))
+    given["b_2"] = draw(tensors([out], dtype, device)) if draw(st.booleans()) else None
+    options = dropout(draw)
+    if not gated:
+        options["activation"] = draw(st.sampled_from(["relu", "gelu", "gelu_tanh", "silu"]))
+    return function, given, options
+
+
+def embed(draw, dtype, device):
+    batch, length, vocab, d = (draw(size(1, most)) for most in (3, 12, 9, 40))
+    tokens = st.lists(st.integers(0, vocab - 1), min_size=batch * length, max_size=batch * length)
+    given = {"weight": draw(tensors([vocab, d], dtype, device))}
+    given["tokens"] = torch.tensor(draw(tokens), device=device).view(batch, length)
+    given["positional"] = (
+        draw(tensors([length + 2, d], dtype, device)) if draw(st.booleans()) else None
+    )
+    options = {"padding_idx": draw(st.none() | st.integers(0, vocab - 1)), **dropout(draw)}
+    return ff.embed, given, options
+
+
+def cross_entropy(draw, dtype, device):
+    rows, classes, d = draw(size(1, 12)), draw(size(3, 40)), draw(size(1, 12))
+    targets = st.lists(st.integers(0, classes - 1), min_size=rows, max_size=rows)
+    options = {
+        "reduction": draw(st.sampled_from(["sum", "none"])),  # a mean of nothing is NaN
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "smoothing": draw(st.sampled_from(["uniform", "kl"])),
+        "ignore_index": draw(st.integers(0, classes - 1)),
+    }
+    target = {"target": torch.tensor(draw(targets), device=device)}
+    if draw(st.booleans()):
+        given = {"logits": draw(tensors([rows, classes], dtype, device, 3.0))}
+        return ff.cross_entropy, {**given, **target}, options
+    given = {
+        "input": draw(tensors([rows, d], dtype, device)),
+        "linear_weight": draw(tensors([classes, d], dtype, device)),
+        "linear_bias": draw(tensors([classes], dtype, device)) if draw(st.booleans()) else None,
+    }
+    return ff.linear_cross_entropy, {**given, **target}, options
+
+
+CASES = [
+    attention,
+    packed_attention,
+    layer_norm,
+    rms_norm,
+    dropout_add_layer_norm,
+    feed_forward,
+    embed,
+    cross_entropy,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_property(case, backend, device, against_oracle, request):
+    slow = request.config.getoption("slow")
+
+    @settings(
+        max_examples=SLOW if slow else QUICK,
+        derandomize=not slow,
+        database=None,
+        deadline=None,
+        suppress_health_check=FIXED,
+    )
+    @given(st.data())
+    def holds(data):
+        function, given, options = case(data.draw, data.draw(DTYPES), device)
+        torch.manual_seed(
+            data.draw(st.integers(2**30 + 1, 2**31))
+        )  # the cotangent is no input again
+        against_oracle(function, given, cancels=case in (attention, packed_attention), **options)
+
+    holds()

@@ -11,6 +11,7 @@ write, and its journals (.jsonl). Nothing here measures, and no figure stands he
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import re
@@ -338,7 +339,77 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 
 def readme_block(results: Results) -> str:
-    """The figures that the README shows: those of kernels on a GPU, or that there are none."""
+    """The figures that the README shows: of kernels on a GPU, or that there are none; what is
+    known without one, from the committed ledger, mutation report and compile table.
+    """
+    return "\n".join(
+        [speed_block(results), "", *accuracy_table(), "", *compile_table(), "", mutation_line()]
+    )
+
+
+def accuracy_table() -> list[str]:
+    """Of each op the largest relative error of the kernels and of eager PyTorch."""
+    with (RESULTS / "accuracy.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["condition"] == "benign"]
+    dtypes = ("float32", "float16", "bfloat16")
+    lines = [
+        "Largest relative error against float64, output and every gradient, kernel / eager PyTorch "
+        "in the same dtype ([all of it](benchmarks/results/accuracy.md)):",
+        "",
+        "| op | " + " | ".join(dtypes) + " |",
+        "|---" * (1 + len(dtypes)) + "|",
+    ]
+    for op in dict.fromkeys(row["op"] for row in rows):
+        cells = []
+        for dtype in dtypes:
+            mine = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
+            worst = (
+                max(float(row["error"]) for row in mine if row["provider"] == provider)
+                for provider in ("triton", "eager")
+            )
+            cells.append(" / ".join(f"{error:.1e}" for error in worst))
+        lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def compile_table() -> list[str]:
+    """Of each architecture what its compiler makes of the shipped configurations."""
+    text = (ROOT / "tests" / "compile_table.md").read_text()
+    kernels: dict[str, list[list[str]]] = {}
+    for line in text[text.index("|---") :].splitlines()[1:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        kernels.setdefault(cells[0].split()[0], []).append(cells)
+    lines = [
+        "What the compilers make of the shipped configurations "
+        "([each kernel](tests/compile_table.md)):",
+        "",
+        "| architecture | kernels | that spill | most bytes a thread | wgmma serialised |",
+        "|---|---|---|---|---|",
+    ]
+    for name, mine in kernels.items():
+        spills = [int(cells[4]) for cells in mine if cells[4] != "0"]
+        serialised = sum(cells[5] != "-" for cells in mine)
+        cells = [name, len(mine), len(spills), max(spills, default=0), serialised]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def mutation_line() -> str:
+    """How many of the planted bugs the tests see."""
+    from benchmarks import mutation
+
+    verdicts = mutation.load(RESULTS / "mutation")
+    killed = sum(verdict.verdict == "killed" for verdict in verdicts)
+    left = sum(not verdict.good() for verdict in verdicts)
+    return (
+        f"Of {len(mutation.MUTANTS)} bugs planted in the kernels {len(verdicts)} were tried: the "
+        f"tests see {killed}, {len(verdicts) - killed - left} change no result, {left} pass "
+        "([each](benchmarks/results/mutation.md))."
+    )
+
+
+def speed_block(results: Results) -> str:
+    """Of the kernels on a GPU, or that nothing was measured there."""
     shown = list(_headlines(results))
     if not shown:
         return UNMEASURED

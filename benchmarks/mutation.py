@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
     python -m benchmarks.mutation --only '^attention.*int32'
-    python -m benchmarks.mutation --resume               keeps the verdicts of mutants that died
+    python -m benchmarks.mutation --resume               only those whose verdict is missing or not good
 
 A mutant is one change of text in one function of kernels/, in a copy of the checkout. There pytest
 runs the tests that cover the file, the quick check first, and stops at the first failure. A mutant
@@ -249,11 +249,11 @@ def load(stem: Path) -> list[Verdict]:
 
 
 def still_holds(verdict: Verdict) -> bool:
-    """Killed, and the same text today."""
+    """As it should be, and the same text today."""
     for mutant in MUTANTS:
         if (mutant.kernel, mutant.name) == (verdict.kernel, verdict.name):
             digest = hashlib.sha256(mutant.planted().encode()).hexdigest()[:16]
-            return verdict.verdict == "killed" and verdict.digest == digest
+            return verdict.good() and verdict.digest == digest
     return False
 
 
@@ -274,7 +274,14 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         counts = [found[n] for n in ("killed", "equivalent", "survived", "time out")]
         cells = [kernel or "all", there, len(mine), *counts]
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    lines += ["", "Equivalent:", ""]
+    minutes = sum(v.seconds for v in verdicts) / 60
+    lines += [
+        "",
+        f"{minutes:.0f} minutes in all, over the number of workers.",
+        "",
+        "Equivalent:",
+        "",
+    ]
     lines += [f"- {kernel}, {name}: {why}" for (kernel, name), why in EQUIVALENT.items()]
     lines += [
         "",
@@ -302,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'kernel: name'")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=400, help="seconds for one mutant")
-    parser.add_argument("--resume", action="store_true", help="try only what has not died yet")
+    parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"

@@ -22,9 +22,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", action="store_true", help="also what takes long: benchmarks, more random tests"
-    )
+    parser.addoption("--slow", action="store_true", help="also what takes long")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
     python -m benchmarks.mutation --only '^attention.*int32'
-    python -m benchmarks.mutation --resume               only those whose verdict is missing or not good
+    python -m benchmarks.mutation --resume               keeps the good verdicts
 
 A mutant is one change of text in one function of kernels/, in a copy of the checkout. There pytest
 runs the tests that cover the file, the quick check first, and stops at the first failure. A mutant

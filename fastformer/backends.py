@@ -9,6 +9,7 @@ The environment variable FASTFORMER_BACKEND sets the default, `use_backend` the 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -30,7 +31,6 @@ VERIFIED_GPUS: tuple[str, ...] = ()
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # which does not import it
 _log = logging.getLogger("fastformer")
-_logged: set[tuple[str, str]] = set()
 
 
 class _State(threading.local):
@@ -137,8 +137,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
 def _import(op: str) -> bool:
     """Imports the kernel file of an op, once; dynamo calls it, and does not trace it."""
     if op not in _kernels:
-        _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
+        module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
         autograd.pair(op)
+        _kernels[op] = module  # last: another thread may look now
     return True
 
 
@@ -235,7 +236,6 @@ def run(op: str, **arguments: Any) -> Any:
     return getattr(reference, op)(**arguments)
 
 
+@functools.lru_cache(256)  # a reason can name a shape
 def _log_once(choice: Choice) -> None:
-    if (choice.op, choice.reason) not in _logged:
-        _logged.add((choice.op, choice.reason))
-        _log.info("%s", choice)
+    _log.info("%s", choice)

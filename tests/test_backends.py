@@ -188,7 +188,7 @@ def test_float64_on_a_gpu_says_why(monkeypatch):
 
 
 def test_reason_is_logged_once(caplog):
-    backends._logged.clear()
+    backends._log_once.cache_clear()
     with use_backend("auto"), caplog.at_level("INFO", logger="fastformer"):
         for _ in range(3):
             ff.layer_norm(torch.ones(2), 2)

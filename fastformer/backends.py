@@ -40,9 +40,12 @@ class _State(threading.local):
         # Told why an op cannot run on the kernels, which then is no error under `triton` either.
         self.obstacle: Callable[[str, str], None] | None = None
         self.watch: Callable[[Choice], None] | None = None  # told of each op that runs
+        # As autograd's are, that run a GPU's backward and compute its checkpoints again.
+        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _state = _State()
+_CHOICE = "fastformer: backend"  # the key of what torch takes along into autograd's own threads
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 # Public ops by name, and the kernel file of each; `operation` fills both.
@@ -70,7 +73,7 @@ class use_backend:
     def __init__(self, name: str) -> None:
         _check(name, "backend")
         self._former = _state.backend
-        _state.backend = name
+        _choose(name)
 
     def __enter__(self) -> None:
         return None
@@ -81,12 +84,29 @@ class use_backend:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _state.backend = self._former
+        _choose(self._former)
+
+
+def _choose(name: str | None) -> None:
+    _state.backend = name
+    if not torch.compiler.is_compiling():
+        torch._C._stash_obj_in_tls(_CHOICE, name)
 
 
 def current_backend() -> str:
     """The backend chosen for this thread: auto, triton or reference."""
-    return _state.backend or _check(_default, "the environment variable FASTFORMER_BACKEND")
+    return (
+        _state.backend
+        or (_inherited() if _state.foreign else None)
+        or _check(_default, "the environment variable FASTFORMER_BACKEND")
+    )
+
+
+def _inherited() -> str | None:
+    """In a thread of autograd's own: the choice of the thread that called backward()."""
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
+        return None
+    return torch._C._get_obj_in_tls(_CHOICE)
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,20 @@ def test_many_plans(device, plans, idle):
     assert memory() - before < 64 << 20
 
 
+def test_many_reasons(monkeypatch):
+    """Why calls did not take the kernels is told once each, and not remembered for ever."""
+
+    def choose(op, arguments):
+        return backends.Choice(op, "reference", f"a row has {arguments['input'].numel()} features")
+
+    monkeypatch.setattr(backends, "choose", choose)
+    backends._log_once.cache_clear()
+    with use_backend("auto"):
+        for n in range(1, 1000):
+            ff.layer_norm(torch.empty(n), n)
+    assert 0 < backends._log_once.cache_info().currsize <= 256
+
+
 # ------------------------------------------------------------------------------ threads and streams
 
 OWN = ["scaled_dot_product_attention", "layer_norm", "rms_norm", "dropout_add_layer_norm"]
@@ -316,7 +330,7 @@ def test_streams(device):
             return [x for _ in range(20) for x in calls.run(1, OWN)]
 
     def on_a_stream(seed):
-        with torch.cuda.stream(torch.cuda.Stream()) as _:
+        with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(10**9)
             results = work(seed)
             busy = not torch.cuda.current_stream().query()

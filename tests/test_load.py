@@ -27,13 +27,14 @@ MANY = 10_000
 
 # -------------------------------------------------------------------------------------- many calls
 
+# Options, query heads for each key head, what else it takes.
 ATTENTION = [
-    {},
-    {"is_causal": True},
-    {"window": (7, 3), "causal_alignment": "bottom_right", "softcap": 20.0},
-    {"return_lse": True},
+    ({}, 1, []),
+    ({"is_causal": True, "dropout_p": 0.1, "return_lse": True}, 1, ["key_lengths"]),
+    ({"window": (7, 3), "softcap": 20.0}, 2, ["bias", "attn_mask"]),
+    ({"causal_alignment": "bottom_right", "is_causal": True}, 1, ["key_lengths", "bias"]),
 ]
-PACKED = [{}, {"is_causal": True, "window": (5, 0)}]
+PACKED = [{}, {"is_causal": True, "window": (5, 0), "dropout_p": 0.1}]
 LOSS = [{}, {"reduction": "none", "ignore_index": 3, "label_smoothing": 0.1, "smoothing": "kl"}]
 
 
@@ -58,33 +59,36 @@ class Calls:
         generator, device = self.generator, self.device
         return torch.randint(0, high, shape, generator=generator, device=device, dtype=dtype)
 
-    def odd(self, most=None):
-        return 2 * self.random.randint(1, (most or self.most) // 2) + 1
+    def odd(self):
+        return 2 * self.random.randint(1, self.most // 2) + 1
 
     def choose(self, *values):
         return self.random.choice(values)
 
-    def dropout(self):
-        return {"dropout_p": self.choose(0.0, 0.1), "dropout_seed": self.integers(2**62, 1)}
+    def seed(self):
+        return self.integers(2**62, 1)
 
     def scaled_dot_product_attention(self):
-        batch, heads, queries, keys = self.odd(4), self.choose(2, 4), self.odd(), self.odd()
-        group, dim = self.choose(1, 2), self.choose(16, 32)
-        query = self.tensor(batch, heads, queries, dim)
-        key, value = (self.tensor(batch, heads // group, keys, dim) for _ in range(2))
-        more = self.choose(*ATTENTION) | self.dropout()
-        if self.choose(True, False):
-            more["key_lengths"] = self.integers(keys + 1, batch, dtype=torch.int32)
-            more["bias"] = self.tensor(heads, queries, keys)
-        if self.choose(True, False):
-            more["attn_mask"] = self.integers(2, batch, 1, 1, keys) > 0
-        return ff.scaled_dot_product_attention(query, key, value, enable_gqa=True, **more)
+        batch, heads, queries, keys = self.choose(2, 3), self.choose(2, 4), self.odd(), self.odd()
+        options, group, names = self.choose(*ATTENTION)
+        query = self.tensor(batch, heads, queries, 16)
+        key, value = (self.tensor(batch, heads // group, keys, 16) for _ in range(2))
+        made = {
+            "key_lengths": lambda: self.integers(keys + 1, batch, dtype=torch.int32),
+            "bias": lambda: self.tensor(heads, queries, keys),
+            "attn_mask": lambda: self.integers(2, batch, 1, 1, keys) > 0,
+        }
+        return ff.scaled_dot_product_attention(
+            query, key, value, enable_gqa=True, dropout_seed=self.seed(),
+            **{name: made[name]() for name in names}, **options,
+        )  # fmt: skip
 
     def packed_attention(self):
-        batch, length, heads, dim = self.odd(4), self.odd(), self.choose(2, 4), self.choose(16, 32)
-        x = self.tensor(batch, length, heads, dim)
+        batch, length = self.choose(2, 3), self.odd()
+        x = self.tensor(batch, length, self.choose(2, 4), 16)
         tokens, packing = ff.unpad(x, self.integers(length + 1, batch))
-        offsets, options = (packing.cu_seqlens,) * 2, self.choose(*PACKED) | self.dropout()
+        offsets, options = (packing.cu_seqlens,) * 2, {"dropout_seed": self.seed()}
+        options |= self.choose(*PACKED)
         out = ff.packed_attention(*(tokens,) * 3, *offsets, length, length, **options)
         return ff.pad(out, packing)
 
@@ -105,13 +109,12 @@ class Calls:
     def dropout_add_layer_norm(self):
         m, n = self.odd(), self.odd()
         x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
-        return ff.dropout_add_layer_norm(x, residual, weight, None, **self.dropout())
+        return ff.dropout_add_layer_norm(x, residual, weight, None, 0.1, dropout_seed=self.seed())
 
     def fed(self, op, halves, *options):
         m, d, width = self.odd(), self.odd(), self.odd()
-        w, b, w_2 = self.tensor(halves * width, d), self.tensor(halves * width), None
-        w_2 = self.tensor(d, width)
-        return op(self.tensor(m, d), w, b, w_2, None, *options, **self.dropout())
+        w, b, w_2 = (self.tensor(*n) for n in ((halves * width, d), (halves * width,), (d, width)))
+        return op(self.tensor(m, d), w, b, w_2, None, *options, 0.1, dropout_seed=self.seed())
 
     def feed_forward(self):
         return self.fed(ff.feed_forward, 1, self.choose("relu", "gelu"))
@@ -124,8 +127,9 @@ class Calls:
 
     def embed(self):
         v, n, length = self.odd(), self.odd(), self.odd()
-        weight, positional = self.tensor(v, n), self.tensor(length, n)
-        return ff.embed(self.integers(v, self.odd(4), length), weight, positional, **self.dropout())
+        tokens, weight = self.integers(v, self.choose(2, 3), length), self.tensor(v, n)
+        positional = self.tensor(length, n)
+        return ff.embed(tokens, weight, positional, 0.1, dropout_seed=self.seed())
 
     def cross_entropy(self):
         m, v = self.odd(), 2 + self.odd()
@@ -173,7 +177,7 @@ def caches():
 
 def grown(calls, count, **options):
     """(bytes, Python objects) that `count` calls add; the caches are as large as before."""
-    calls.run(max(count // 10, 100), **options)  # imports, pools, caches of torch's
+    calls.run(max(count // 5, 100), **options)  # imports, pools, caches of torch's
     entries, before, objects = caches(), memory(), len(gc.get_objects())
     calls.run(count, **options)
     gained = memory() - before, len(gc.get_objects()) - objects
@@ -226,7 +230,7 @@ def test_many_plans(device, plans, idle):
     from fastformer.kernels import common
 
     most, made = 0, set()
-    calls, before = Calls(device, wanted=0), memory()
+    calls, before = Calls(device, most=100, wanted=0), memory()
     with use_backend("triton"):
         for _ in range(MANY // 100):
             calls.run(100, ops=["scaled_dot_product_attention"])
@@ -448,15 +452,19 @@ def compilers():
 def test_two_processes_compile_the_same_kernel(compilers, tmp_path):
     """At the same time, into one empty cache: one code, and a third process finds it there."""
     *two, third = compilers
-    for attempt in ("first", "second"):
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
         for compiler in two:
-            compiler.start(tmp_path / attempt)
+            compiler.start(folder)
         answers = [compiler.finish() for compiler in two]
-        assert [(a["hit"], a["error"], a["told"]) for a in answers] == [([False], None, [])] * 2
-        want = {**answers[0], "hit": [True]}
-        assert len(want["code"]) == 1 and answers[0] == answers[1]
-        assert third.compile(tmp_path / attempt) == want
-        assert not list((tmp_path / attempt).glob("*/tmp.*"))
+        for answer in (*answers, third.compile(folder)):
+            assert (answer["error"], answer["told"]) == (None, [])
+            assert answer["code"] == answers[0]["code"] and len(answer["code"]) == 1
+        assert answer["hit"] == [True]
+        assert not list(folder.glob("*/tmp.*"))
+        if [a["hit"] for a in answers] == [[False]] * 2:  # neither was too late
+            return
+    pytest.fail("they were never at it at the same time")
 
 
 DAMAGE = {
@@ -543,8 +551,9 @@ def test_a_broken_cache_on_a_gpu(tmp_path, backend, damage):
         folder.write_text("")
     else:
         assert call(folder).stdout == "True\n"
-        for file in folder.glob("*/*.json" if damage == "metadata" else "*/*.cubin"):
-            if not file.name.startswith("__grp__"):
+        kinds = (".json",) if damage == "metadata" else (".cubin", ".hsaco")
+        for file in folder.glob("*/_*"):
+            if file.suffix in kinds and not file.name.startswith("__grp__"):
                 file.write_bytes(b"spoilt")
     again = call(folder)
     assert again.stdout == "True\n", again.stderr
@@ -575,7 +584,7 @@ def step(device, batch=1, vocabulary=11):
 
 def tensors():
     gc.collect()
-    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
 
 @pytest.mark.parametrize("where", ["batch", "vocabulary"])
@@ -591,18 +600,17 @@ def test_out_of_memory_in_a_step(device, name, where):
         choice, state = ff.explain("layer_norm", x, 8), dict(vars(backends._state))
         with pytest.raises(RuntimeError) as native:
             torch.empty(TOO_MANY, 8, device=device)
-        for _ in range(2):
-            before = tensors()
-            with pytest.raises(type(native.value), match=r"(?i)allocat") as raised:
-                step(device, **{where: TOO_MANY})
-            assert type(raised.value) is type(native.value)
-            inside = "backward" if where == "vocabulary" else "scaled_dot_product_attention"
-            assert any(inside in entry.name for entry in raised.traceback)
-            del raised
-            assert tensors() == before
-            assert vars(backends._state) == state
-            assert ff.explain("layer_norm", x, 8) == choice
-            assert same(step(device), want)
+        before = tensors()
+        with pytest.raises(type(native.value), match=r"(?i)allocat") as raised:
+            step(device, **{where: TOO_MANY})
+        assert type(raised.value) is type(native.value)
+        inside = "backward" if where == "vocabulary" else "scaled_dot_product_attention"
+        assert any(inside in entry.name for entry in raised.traceback)
+        del raised
+        assert tensors() == before
+        assert vars(backends._state) == state
+        assert ff.explain("layer_norm", x, 8) == choice
+        assert same(step(device), want)
 
 
 @pytest.mark.gpu
@@ -640,6 +648,6 @@ def test_out_of_memory_on_a_gpu(device, name):
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         model.zero_grad()
-        assert memory() == before
+        assert memory() - before < 1 << 20
         assert same(train(4), want)
         assert ff.explain("layer_norm", want[0], want[0].shape[-1]).backend == "triton"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import shutil
 import tempfile
 import threading
 import warnings
@@ -204,9 +206,11 @@ def unsupported_dtype(x: Tensor) -> str | None:
 
 
 @functools.cache
-def _spare_cache() -> tempfile.TemporaryDirectory[str]:
-    """A place for compiled kernels that lasts as long as the process."""
-    return tempfile.TemporaryDirectory(prefix="fastformer-triton-")
+def _spare_cache() -> str:
+    """A folder for compiled kernels that lasts as long as the process."""
+    folder = tempfile.mkdtemp(prefix="fastformer-triton-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,16 +226,16 @@ def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*arguments: Any) -> Any:
         try:
             return launcher(*arguments)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
+            if isinstance(error, MemoryError) or "out of memory" in str(error):  # torch's, Triton's
+                raise
             for kernel in launcher.__globals__.values():
                 if isinstance(kernel, JITFunction):  # it keeps what it has read, good or bad
                     kernel.device_caches.clear()
             folder = triton.knobs.cache.dir
             with triton.knobs.cache.scope():
                 try:
-                    triton.knobs.cache.dir = _spare_cache().name
+                    triton.knobs.cache.dir = _spare_cache()
                     result = launcher(*arguments)
                 except Exception:
                     raise error from None

@@ -159,6 +159,8 @@ def memory():
     if HAS_GPU:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
+    if sys.platform != "linux":
+        pytest.skip("there is no /proc")
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -186,7 +188,7 @@ def grown(calls, count, **options):
 
 
 @pytest.fixture
-def plans(monkeypatch):
+def plans():
     """What attention keeps of its calls, empty before and after."""
     plans = pytest.importorskip("fastformer.kernels.common").plans
     plans.clear()
@@ -226,7 +228,7 @@ def test_many_launches(device, plans, idle, monkeypatch):
 
 @interpreted_only
 def test_many_plans(device, plans, idle):
-    """They stop at a number, however many shapes there are, and take some 6 KB each."""
+    """They stop at a number, however many shapes there are, and take some 4 KB each."""
     from fastformer.kernels import common
 
     most, made = 0, set()
@@ -237,7 +239,7 @@ def test_many_plans(device, plans, idle):
             most, made = max(most, len(plans)), made | {hash(key) for key in plans}
     assert len(made) > 2 * common.MOST_PLANS > 0
     assert most <= common.MOST_PLANS
-    assert memory() - before < 64 << 20
+    assert memory() - before < 32 << 20
 
 
 def test_many_reasons(monkeypatch):
@@ -507,7 +509,15 @@ def test_a_cache_that_cannot_be_written(compilers, sound, tmp_path):
     assert f"cache {tmp_path / 'file' / 'cache'} fails (NotADirectoryError" in answer["told"][0]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), ValueError("no")])
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    MemoryError(),
+    ValueError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
     """They come as they are, and a lack of memory at once."""
     common = pytest.importorskip("fastformer.kernels.common")

@@ -9,6 +9,7 @@ The environment variable FASTFORMER_BACKEND sets the default, `use_backend` the 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -30,7 +31,6 @@ VERIFIED_GPUS: tuple[str, ...] = ()
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # which does not import it
 _log = logging.getLogger("fastformer")
-_logged: set[tuple[str, str]] = set()
 
 
 class _State(threading.local):
@@ -40,9 +40,12 @@ class _State(threading.local):
         # Told why an op cannot run on the kernels, which then is no error under `triton` either.
         self.obstacle: Callable[[str, str], None] | None = None
         self.watch: Callable[[Choice], None] | None = None  # told of each op that runs
+        # As autograd's are, that run a GPU's backward and compute its checkpoints again.
+        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _state = _State()
+_CHOICE = "fastformer: backend"  # the key of what torch takes along into autograd's own threads
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 # Public ops by name, and the kernel file of each; `operation` fills both.
@@ -70,7 +73,7 @@ class use_backend:
     def __init__(self, name: str) -> None:
         _check(name, "backend")
         self._former = _state.backend
-        _state.backend = name
+        _choose(name)
 
     def __enter__(self) -> None:
         return None
@@ -81,12 +84,29 @@ class use_backend:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _state.backend = self._former
+        _choose(self._former)
+
+
+def _choose(name: str | None) -> None:
+    _state.backend = name
+    if not torch.compiler.is_compiling():
+        torch._C._stash_obj_in_tls(_CHOICE, name)
 
 
 def current_backend() -> str:
     """The backend chosen for this thread: auto, triton or reference."""
-    return _state.backend or _check(_default, "the environment variable FASTFORMER_BACKEND")
+    return (
+        _state.backend
+        or (_inherited() if _state.foreign else None)
+        or _check(_default, "the environment variable FASTFORMER_BACKEND")
+    )
+
+
+def _inherited() -> str | None:
+    """In a thread of autograd's own: the choice of the thread that called backward()."""
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
+        return None
+    return torch._C._get_obj_in_tls(_CHOICE)
 
 
 @dataclass(frozen=True)
@@ -137,8 +157,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
 def _import(op: str) -> bool:
     """Imports the kernel file of an op, once; dynamo calls it, and does not trace it."""
     if op not in _kernels:
-        _kernels[op] = importlib.import_module("fastformer.kernels." + _kernel_files[op])
+        module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
         autograd.pair(op)
+        _kernels[op] = module  # last: another thread may look now
     return True
 
 
@@ -235,7 +256,6 @@ def run(op: str, **arguments: Any) -> Any:
     return getattr(reference, op)(**arguments)
 
 
+@functools.lru_cache(256)  # a reason can name a shape
 def _log_once(choice: Choice) -> None:
-    if (choice.op, choice.reason) not in _logged:
-        _logged.add((choice.op, choice.reason))
-        _log.info("%s", choice)
+    _log.info("%s", choice)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import shutil
+import tempfile
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -168,12 +173,13 @@ def dot_precision(arch: str) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
 
 
-_here = contextlib.nullcontext()
+# Triton's interpreter keeps the program that runs in globals: one thread at a time.
+_here = threading.RLock() if INTERPRETED else contextlib.nullcontext()
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Launches go to the tensor's own device, whatever the current one is."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    if INTERPRETED or not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _here
     return torch.cuda.device(x.device)
 
@@ -198,6 +204,52 @@ def unsupported_dtype(x: Tensor) -> str | None:
 
 # ------------------------------------------------------------------------------------ registration
 
+
+@functools.cache
+def _spare_cache() -> str:
+    """A folder for compiled kernels that lasts as long as the process."""
+    folder = tempfile.mkdtemp(prefix="fastformer-triton-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher, tried once more after an error, with an empty cache of compiled kernels.
+
+    If that helps, Triton's own is corrupt or cannot be written, and a warning says so; if not, the
+    error stands.
+    """
+    if INTERPRETED:
+        return launcher
+
+    @functools.wraps(launcher)
+    def launch(*arguments: Any) -> Any:
+        try:
+            return launcher(*arguments)
+        except Exception as error:
+            if isinstance(error, MemoryError) or "out of memory" in str(error):  # torch's, Triton's
+                raise
+            for kernel in launcher.__globals__.values():
+                if isinstance(kernel, JITFunction):  # it keeps what it has read, good or bad
+                    kernel.device_caches.clear()
+            folder = triton.knobs.cache.dir
+            with triton.knobs.cache.scope():
+                try:
+                    triton.knobs.cache.dir = _spare_cache()
+                    result = launcher(*arguments)
+                except Exception:
+                    raise error from None
+            warnings.warn(
+                f"Triton's cache {folder} fails ({type(error).__name__}: {error}); this process "
+                "compiles what it needs elsewhere: clear it, or set TRITON_CACHE_DIR to a "
+                "directory that can be written",
+                stacklevel=2,
+            )
+            return result
+
+    return launch
+
+
 _library = torch.library.Library("fastformer", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -207,6 +259,7 @@ def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     name = schema[: schema.index("(")]
 
     def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        launcher = _whatever_the_cache(launcher)
         _library.define(schema, tags=_tags)
         _library.impl(name, launcher, "CompositeExplicitAutograd")
         torch.library.register_fake("fastformer::" + name, fake, lib=_library)

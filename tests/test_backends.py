@@ -51,6 +51,38 @@ def test_use_backend_is_per_thread():
     assert seen == [backends._default]
 
 
+def test_backend_of_autograds_own_threads():
+    """Those that a GPU's backward runs in, and on a CPU a deep enough one: of who called it."""
+    code = """
+import os, sys, threading, torch, fastformer as ff
+main, seen = threading.current_thread(), set()
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        seen.add((threading.current_thread() is main, ff.current_backend()))
+        if ctx.depth:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+        return grad, None
+def run():
+    Deep.apply(torch.ones(1, requires_grad=True), 100).backward()
+    print(sorted(seen))
+    seen.clear()
+run()
+with ff.use_backend('reference'):
+    run()
+run()
+sys.stdout.flush()
+os._exit(0)
+"""
+    default, chosen = (f"[(False, '{name}'), (True, '{name}')]" for name in ("auto", "reference"))
+    assert run(code).splitlines() == [default, chosen, default]
+
+
 def test_unknown_backend():
     with pytest.raises(
         ValueError, match="backend is 'cuda'; expected one of auto, triton, reference"
@@ -188,7 +220,7 @@ def test_float64_on_a_gpu_says_why(monkeypatch):
 
 
 def test_reason_is_logged_once(caplog):
-    backends._logged.clear()
+    backends._log_once.cache_clear()
     with use_backend("auto"), caplog.at_level("INFO", logger="fastformer"):
         for _ in range(3):
             ff.layer_norm(torch.ones(2), 2)

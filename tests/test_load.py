@@ -1,0 +1,665 @@
+"""What many calls, threads, processes, a broken cache and a lack of memory do to a process."""
+
+import ctypes
+import gc
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import autograd, backends, current_backend, functional, use_backend
+
+ROOT = Path(__file__).resolve().parents[1]
+HAS_GPU = torch.cuda.is_available()
+DTYPES = [torch.float32, torch.bfloat16]
+MANY = 10_000
+
+# -------------------------------------------------------------------------------------- many calls
+
+# Options, query heads for each key head, what else it takes.
+ATTENTION = [
+    ({}, 1, []),
+    ({"is_causal": True, "dropout_p": 0.1, "return_lse": True}, 1, ["key_lengths"]),
+    ({"window": (7, 3), "softcap": 20.0}, 2, ["bias", "attn_mask"]),
+    ({"causal_alignment": "bottom_right", "is_causal": True}, 1, ["key_lengths", "bias"]),
+]
+PACKED = [{}, {"is_causal": True, "window": (5, 0), "dropout_p": 0.1}]
+LOSS = [{}, {"reduction": "none", "ignore_index": 3, "label_smoothing": 0.1, "smoothing": "kl"}]
+
+
+class Calls:
+    """Random calls of each public op: shapes, dtype, options, and which gradients are wanted. All
+    follows from the seed.
+
+    Sizes are odd where a GPU's compiler looks whether 16 divides them, so that the kernels are few.
+    """
+
+    def __init__(self, device, seed=0, most=24, wanted=0.5):
+        self.device, self.random, self.most, self.wanted = device, random.Random(seed), most, wanted
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.leaves = []
+
+    def tensor(self, *shape):
+        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+        self.leaves.append(x.requires_grad_(self.random.random() < self.wanted))
+        return x
+
+    def integers(self, high, *shape, dtype=torch.int64):
+        generator, device = self.generator, self.device
+        return torch.randint(0, high, shape, generator=generator, device=device, dtype=dtype)
+
+    def odd(self):
+        return 2 * self.random.randint(1, self.most // 2) + 1
+
+    def choose(self, *values):
+        return self.random.choice(values)
+
+    def seed(self):
+        return self.integers(2**62, 1)
+
+    def scaled_dot_product_attention(self):
+        batch, heads, queries, keys = self.choose(2, 3), self.choose(2, 4), self.odd(), self.odd()
+        options, group, names = self.choose(*ATTENTION)
+        query = self.tensor(batch, heads, queries, 16)
+        key, value = (self.tensor(batch, heads // group, keys, 16) for _ in range(2))
+        made = {
+            "key_lengths": lambda: self.integers(keys + 1, batch, dtype=torch.int32),
+            "bias": lambda: self.tensor(heads, queries, keys),
+            "attn_mask": lambda: self.integers(2, batch, 1, 1, keys) > 0,
+        }
+        return ff.scaled_dot_product_attention(
+            query, key, value, enable_gqa=True, dropout_seed=self.seed(),
+            **{name: made[name]() for name in names}, **options,
+        )  # fmt: skip
+
+    def packed_attention(self):
+        batch, length = self.choose(2, 3), self.odd()
+        x = self.tensor(batch, length, self.choose(2, 4), 16)
+        tokens, packing = ff.unpad(x, self.integers(length + 1, batch))
+        offsets, options = (packing.cu_seqlens,) * 2, {"dropout_seed": self.seed()}
+        options |= self.choose(*PACKED)
+        out = ff.packed_attention(*(tokens,) * 3, *offsets, length, length, **options)
+        return ff.pad(out, packing)
+
+    def attention_weights(self):
+        q, k = (self.tensor(1, 2, self.odd(), 16) for _ in range(2))
+        return ff.attention_weights(q, k, is_causal=self.choose(True, False))
+
+    def layer_norm(self):
+        m, n, unbiased = self.odd(), self.odd(), self.choose(True, False)
+        return ff.layer_norm(
+            self.tensor(m, n), n, self.tensor(n), self.tensor(n), unbiased=unbiased
+        )
+
+    def rms_norm(self):
+        m, n = self.odd(), self.odd()
+        return ff.rms_norm(self.tensor(m, n), n, self.tensor(n))
+
+    def dropout_add_layer_norm(self):
+        m, n = self.odd(), self.odd()
+        x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
+        return ff.dropout_add_layer_norm(x, residual, weight, None, 0.1, dropout_seed=self.seed())
+
+    def fed(self, op, halves, *options):
+        m, d, width = self.odd(), self.odd(), self.odd()
+        w, b, w_2 = (self.tensor(*n) for n in ((halves * width, d), (halves * width,), (d, width)))
+        return op(self.tensor(m, d), w, b, w_2, None, *options, 0.1, dropout_seed=self.seed())
+
+    def feed_forward(self):
+        return self.fed(ff.feed_forward, 1, self.choose("relu", "gelu"))
+
+    def geglu(self):
+        return self.fed(ff.geglu, 2)
+
+    def swiglu(self):
+        return self.fed(ff.swiglu, 2)
+
+    def embed(self):
+        v, n, length = self.odd(), self.odd(), self.odd()
+        tokens, weight = self.integers(v, self.choose(2, 3), length), self.tensor(v, n)
+        positional = self.tensor(length, n)
+        return ff.embed(tokens, weight, positional, 0.1, dropout_seed=self.seed())
+
+    def cross_entropy(self):
+        m, v = self.odd(), 2 + self.odd()
+        return ff.cross_entropy(self.tensor(m, v), self.integers(v, m), **self.choose(*LOSS))
+
+    def linear_cross_entropy(self):
+        m, n, v = self.odd(), self.odd(), 2 + self.odd()
+        x, weight = self.tensor(m, n), self.tensor(v, n)
+        return ff.linear_cross_entropy(x, weight, self.integers(v, m), **self.choose(*LOSS))
+
+    def run(self, count, ops=functional.__all__):
+        """Makes `count` calls, and a backward of each: the results and gradients of the last."""
+        for _ in range(count):
+            self.leaves, self.dtype = [], self.choose(*DTYPES)
+            out = getattr(self, self.choose(*ops))()
+            out = out if isinstance(out, tuple) else (out,)
+            sums = [x.float().square().sum() for x in out if x.requires_grad]
+            if sums:
+                sum(sums).backward()
+            last = [x.detach() for x in out] + [x.grad for x in self.leaves if x.requires_grad]
+        return last
+
+
+def memory():
+    """Bytes in use: of the process, or of the GPU's allocator."""
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    if sys.platform != "linux":
+        pytest.skip("there is no /proc")
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def caches():
+    """Entries of all that a module of the package keeps: containers, and what functools caches."""
+    sizes = {}
+    for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "fastformer"]:
+        for name, value in vars(module).items():
+            if hasattr(value, "cache_info"):
+                sizes[module.__name__, name] = value.cache_info().currsize
+            elif isinstance(value, dict | list | set):
+                sizes[module.__name__, name] = len(value)
+    return {name: size for name, size in sizes.items() if name[1] != "plans"}
+
+
+def grown(calls, count, **options):
+    """(bytes, Python objects) that `count` calls add; the caches are as large as before."""
+    calls.run(max(count // 5, 100), **options)  # imports, pools, caches of torch's
+    entries, before, objects = caches(), memory(), len(gc.get_objects())
+    calls.run(count, **options)
+    gained = memory() - before, len(gc.get_objects()) - objects
+    assert caches() == entries
+    return gained
+
+
+@pytest.fixture
+def plans():
+    """What attention keeps of its calls, empty before and after."""
+    plans = pytest.importorskip("fastformer.kernels.common").plans
+    plans.clear()
+    yield plans
+    plans.clear()
+
+
+def test_many_calls(backend, device, plans, monkeypatch):
+    """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    monkeypatch.setattr(common, "MOST_PLANS", 2)
+    few = backend == "triton" and not HAS_GPU  # some 20 ms each
+    size, objects = grown(Calls(device, most=8 if few else 24), 100 if few else MANY)
+    assert size < (1 << 20 if HAS_GPU else 16 << 20)
+    assert objects < 100
+
+
+interpreted_only = pytest.mark.skipif(HAS_GPU, reason="test_many_calls launches as many there")
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """The interpreter does nothing: what is left of a launch is shapes, plans and arguments."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: None)
+
+
+@interpreted_only
+def test_many_launches(device, plans, idle, monkeypatch):
+    from fastformer.kernels import common
+
+    monkeypatch.setattr(common, "MOST_PLANS", 2)
+    with use_backend("triton"):
+        size, objects = grown(Calls(device), MANY)
+    assert size < 16 << 20 and objects < 100
+
+
+@interpreted_only
+def test_many_plans(device, plans, idle):
+    """They stop at a number, however many shapes there are, and take some 4 KB each."""
+    from fastformer.kernels import common
+
+    most, made = 0, set()
+    calls, before = Calls(device, most=100, wanted=0), memory()
+    with use_backend("triton"):
+        for _ in range(MANY // 100):
+            calls.run(100, ops=["scaled_dot_product_attention"])
+            most, made = max(most, len(plans)), made | {hash(key) for key in plans}
+    assert len(made) > 2 * common.MOST_PLANS > 0
+    assert most <= common.MOST_PLANS
+    assert memory() - before < 32 << 20
+
+
+def test_many_reasons(monkeypatch):
+    """Why calls did not take the kernels is told once each, and not remembered for ever."""
+
+    def choose(op, arguments):
+        return backends.Choice(op, "reference", f"a row has {arguments['input'].numel()} features")
+
+    monkeypatch.setattr(backends, "choose", choose)
+    backends._log_once.cache_clear()
+    with use_backend("auto"):
+        for n in range(1, 1000):
+            ff.layer_norm(torch.empty(n), n)
+    assert 0 < backends._log_once.cache_info().currsize <= 256
+
+
+# ------------------------------------------------------------------------------ threads and streams
+
+OWN = ["scaled_dot_product_attention", "layer_norm", "rms_norm", "dropout_add_layer_norm"]
+OWN += ["embed", "cross_entropy"]  # no library of torch has a part in their kernels' results
+ROWS = ["layer_norm", "rms_norm", "dropout_add_layer_norm", "cross_entropy"]
+
+
+def together(work, arguments):
+    """The results of work(argument), each in a thread of its own, started at the same time."""
+    barrier, former = threading.Barrier(len(arguments)), sys.getswitchinterval()
+
+    def one(argument):
+        barrier.wait()
+        return work(argument)
+
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            return list(pool.map(one, arguments))
+    finally:
+        sys.setswitchinterval(former)
+
+
+def same(have, want):
+    assert len(have) == len(want) > 0
+    return all(torch.equal(x, y) for x, y in zip(have, want))
+
+
+def test_threads(device):
+    """Six threads on two backends: each has its own, and the results that it has alone."""
+    ops = {"triton": OWN, "reference": ROWS} if HAS_GPU else {}
+
+    def work(job):
+        backend, seed = job
+        ran, results = set(), []
+        calls = Calls(device, seed, most=12)
+        with use_backend(backend), backends.telling(watch=lambda choice: ran.add(choice.backend)):
+            for _ in range(6):
+                results += calls.run(1, ops.get(backend, backends.OPERATIONS))
+        assert ran == {backend}
+        return results
+
+    jobs = [(backend, seed) for seed in range(3) for backend in ("triton", "reference")]
+    before = current_backend()
+    alone = [work(job) for job in jobs]
+    for job, have, want in zip(jobs, together(work, jobs), alone):
+        assert same(have, want), job
+    assert current_backend() == before
+
+
+def test_first_calls_of_many_threads(device, monkeypatch):
+    """No thread sees the kernels of an op half imported."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backends, "_kernels", {})
+    monkeypatch.setattr(autograd, "_pairs", {})
+    pair = autograd.pair
+    monkeypatch.setattr(autograd, "pair", lambda op: (time.sleep(0.2), pair(op)))
+    x = torch.randn(3, 8, device=device)
+
+    def work(late):
+        time.sleep(late)
+        with use_backend("triton"):
+            return ff.layer_norm(x, 8)
+
+    results = together(work, [0, 0.1, 0.15])
+    assert same(results[1:], results[:1] * 2)
+
+
+@pytest.mark.gpu
+def test_streams(device):
+    """Threads on streams of their own, that sleep until the calls are queued and what they read is
+    free to be given away.
+    """
+
+    def work(seed):
+        calls = Calls(device, seed)
+        with use_backend("triton"):
+            return [x for _ in range(20) for x in calls.run(1, OWN)]
+
+    def on_a_stream(seed):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10**9)
+            results = work(seed)
+            busy = not torch.cuda.current_stream().query()
+        return results, busy
+
+    seeds = range(4)
+    alone = [work(seed) for seed in seeds]  # which also compiles
+    torch.cuda.synchronize()
+    results = together(on_a_stream, seeds)
+    torch.cuda.synchronize()
+    assert any(busy for _, busy in results)
+    for (have, _), want in zip(results, alone):
+        assert same(have, want)
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_another_stream(device):
+    """Freed while a kernel still waits to read it: record_stream keeps its memory."""
+    x = torch.randn(1000, 512, device=device)
+    with use_backend("triton"):
+        want = ff.layer_norm(x, 512)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+            have = ff.layer_norm(x, 512)
+        x.record_stream(stream)
+        del x
+        poison = torch.full((1000, 512), float("nan"), device=device)
+        assert not stream.query()
+        torch.cuda.synchronize()
+    assert torch.equal(have, want) and poison.isnan().all()
+
+
+# ------------------------------------------------------------------------ Triton's cache of kernels
+
+# Compiles one kernel, for a GPU that need not be there, with each cache directory that a line of
+# its input names. Reading a kernel is as strict as a driver: a code with a part missing is refused.
+COMPILER = """
+import hashlib, json, os, sys, warnings
+sys.path[:0] = sys.argv[1:]
+import compile_worker, torch, triton
+from fastformer.kernels import embedding
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+del os.environ["TRITON_DUMP_PTXAS_LOG"]
+stand_in, run, compiled, hits = compile_worker.Driver(), JITFunction.run, [], []
+stand_in.target, row, _ = compile_worker.TARGETS["sm_90"]
+driver.set_active(stand_in)
+embedding.architecture = lambda device: row
+triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
+
+def load(*arguments, warmup, **options):
+    code = run(*arguments, warmup=True, **options).asm["cubin"]
+    sections = int.from_bytes(code[40:48], "little") + 64 * int.from_bytes(code[60:62], "little")
+    if code[:4] != b"\\x7fELF" or len(code) < sections:
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+    compiled.append(hashlib.sha256(code).hexdigest())
+
+JITFunction.run = load
+tokens = torch.empty(4, 3, dtype=torch.int64, device="meta")
+weight = torch.empty(11, 512, device="meta")
+print("ready", flush=True)
+for line in sys.stdin:
+    os.environ["TRITON_CACHE_DIR"] = folder = line.strip()
+    embedding._forward.device_caches.clear()
+    error = None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            embedding.forward(tokens, weight, None, 0.0, 1.0, None, None)
+        except Exception as problem:
+            error = repr(problem)
+    assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == folder
+    told = [str(w.message) for w in told if "cache" in str(w.message)]
+    print(json.dumps(dict(code=compiled[-1:], hit=hits[-1:], error=error, told=told)), flush=True)
+    compiled.clear(), hits.clear()
+"""
+
+
+class Compiler:
+    """A process that compiles."""
+
+    def __init__(self):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", COMPILER, str(ROOT), str(ROOT / "tests")],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def start(self, folder):
+        print(folder, file=self.process.stdin, flush=True)
+
+    def finish(self):
+        return json.loads(self.process.stdout.readline())
+
+    def compile(self, folder):
+        self.start(folder)
+        return self.finish()
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    """Three, that are ready."""
+    pytest.importorskip("triton")
+    made = [Compiler() for _ in range(3)]
+    for compiler in made:
+        assert compiler.process.stdout.readline() == "ready\n"
+    yield made
+    for compiler in made:
+        compiler.process.communicate()
+
+
+def test_two_processes_compile_the_same_kernel(compilers, tmp_path):
+    """At the same time, into one empty cache: one code, and a third process finds it there."""
+    *two, third = compilers
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        for compiler in two:
+            compiler.start(folder)
+        answers = [compiler.finish() for compiler in two]
+        for answer in (*answers, third.compile(folder)):
+            assert (answer["error"], answer["told"]) == (None, [])
+            assert answer["code"] == answers[0]["code"] and len(answer["code"]) == 1
+        assert answer["hit"] == [True]
+        assert not list(folder.glob("*/tmp.*"))
+        if [a["hit"] for a in answers] == [[False]] * 2:  # neither was too late
+            return
+    pytest.fail("they were never at it at the same time")
+
+
+DAMAGE = {
+    "metadata cut off": ("_forward.json", lambda file: file.write_bytes(file.read_bytes()[:100])),
+    "metadata empty": ("_forward.json", lambda file: file.write_text("")),
+    "metadata of another kind": ("_forward.json", lambda file: file.write_text("{}")),
+    "text no text": ("_forward.ttir", lambda file: file.write_bytes(b"\xff\xfe" * 50)),
+    "code cut off": ("_forward.cubin", lambda file: file.write_bytes(file.read_bytes()[:1000])),
+    "code missing": ("_forward.cubin", Path.unlink),
+}
+
+
+@pytest.fixture(scope="module")
+def sound(compilers, tmp_path_factory):
+    """A cache with one kernel, and what compiling it answers."""
+    folder = tmp_path_factory.mktemp("cache")
+    return folder, compilers[0].compile(folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_corrupt_cache(compilers, sound, tmp_path, damage):
+    """The kernel is compiled anew, and a warning says which directory to clear."""
+    folder, want = sound
+    shutil.copytree(folder, tmp_path / "cache")
+    name, spoil = DAMAGE[damage]
+    spoil(next((tmp_path / "cache").glob("*/" + name)))
+    for group in (tmp_path / "cache").glob("*/__grp__*"):  # which name the files by their places
+        group.write_text(group.read_text().replace(str(folder), str(tmp_path / "cache")))
+    answer = compilers[0].compile(tmp_path / "cache")
+    assert (answer["error"], answer["code"]) == (None, want["code"])
+    if damage == "code missing" and not answer["told"]:  # Triton 3.9 sees that by itself
+        return
+    assert len(answer["told"]) == 1
+    assert f"cache {tmp_path / 'cache'} fails" in answer["told"][0]
+    assert "clear it, or set TRITON_CACHE_DIR" in answer["told"][0]
+
+
+def test_a_cache_that_cannot_be_written(compilers, sound, tmp_path):
+    (tmp_path / "file").write_text("")
+    answer = compilers[0].compile(tmp_path / "file" / "cache")
+    assert (answer["error"], answer["code"]) == (None, sound[1]["code"])
+    assert f"cache {tmp_path / 'file' / 'cache'} fails (NotADirectoryError" in answer["told"][0]
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    MemoryError(),
+    ValueError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
+    """They come as they are, and a lack of memory at once."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    folders = []
+
+    def launcher(x):
+        folders.append(common.triton.knobs.cache.dir)
+        raise error
+
+    former = common.triton.knobs.cache.dir, os.environ.get("TRITON_CACHE_DIR")
+    with pytest.raises(type(error)) as raised:
+        common._whatever_the_cache(launcher)(1)
+    assert raised.value is error and not recwarn.list
+    assert len(set(folders)) == len(folders) == (2 if isinstance(error, ValueError) else 1)
+    assert former == (common.triton.knobs.cache.dir, os.environ.get("TRITON_CACHE_DIR"))
+
+
+CALL = """
+import fastformer as ff, torch
+ff.use_backend("{}")
+x = torch.arange(12.0, device="cuda").view(3, 4).requires_grad_()
+ff.layer_norm(x, 4).square().sum().backward()
+print(x.grad.isfinite().all().item())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("damage", ["metadata", "code", "not writable"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_broken_cache_on_a_gpu(tmp_path, backend, damage):
+    """In processes of their own, forward and backward: the second one finds what was spoilt."""
+
+    def call(folder):
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", CALL.format(backend)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    folder = tmp_path / "cache"
+    if damage == "not writable":
+        folder.write_text("")
+    else:
+        assert call(folder).stdout == "True\n"
+        kinds = (".json",) if damage == "metadata" else (".cubin", ".hsaco")
+        for file in folder.glob("*/_*"):
+            if file.suffix in kinds and not file.name.startswith("__grp__"):
+                file.write_bytes(b"spoilt")
+    again = call(folder)
+    assert again.stdout == "True\n", again.stderr
+    assert f"Triton's cache {folder} fails" in again.stderr
+
+
+# --------------------------------------------------------------------------------- lack of memory
+
+TOO_MANY = 2**48  # rows of some tensor, all in the place of one: more than an address can name
+
+
+def step(device, batch=1, vocabulary=11):
+    """Loss and gradients of a step through five ops. Attention makes [batch, 2, 5, 4] in the
+    forward, and embed's backward [vocabulary, 8].
+    """
+    torch.manual_seed(1)
+    row, weight, logits = (torch.randn(n, 8, device=device) for n in (1, 8, 11))
+    leaves = [x.requires_grad_() for x in (row, weight, logits)]
+    tokens = torch.arange(5, device=device).view(1, 5)
+    x = ff.embed(tokens, ff.layer_norm(row, 8).expand(vocabulary, 8), None, 0.1)
+    x = ff.feed_forward(ff.layer_norm(x, 8), weight, None, weight, None, "relu", 0.1)
+    q = x.view(1, 5, 2, 4).transpose(1, 2).expand(batch, 2, 5, 4)
+    x = ff.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    loss = ff.linear_cross_entropy(x.transpose(1, 2).reshape(5, 8), logits, tokens.view(5))
+    loss.backward()
+    return [loss.detach(), *(x.grad for x in leaves)]
+
+
+def tensors():
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("where", ["batch", "vocabulary"])
+@pytest.mark.parametrize("name", ["reference", "triton", "auto"])
+def test_out_of_memory_in_a_step(device, name, where):
+    """The allocator's own error comes through, from the forward and from the backward. It leaves no
+    tensor behind, and the next step computes what it did before, on the same backend.
+    """
+    with use_backend(name), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Triton")
+        want = step(device)
+        x = torch.ones(2, 8, device=device)
+        choice, state = ff.explain("layer_norm", x, 8), dict(vars(backends._state))
+        with pytest.raises(RuntimeError) as native:
+            torch.empty(TOO_MANY, 8, device=device)
+        before = tensors()
+        with pytest.raises(type(native.value), match=r"(?i)allocat") as raised:
+            step(device, **{where: TOO_MANY})
+        assert type(raised.value) is type(native.value)
+        inside = "backward" if where == "vocabulary" else "scaled_dot_product_attention"
+        assert any(inside in entry.name for entry in raised.traceback)
+        del raised
+        assert tensors() == before
+        assert vars(backends._state) == state
+        assert ff.explain("layer_norm", x, 8) == choice
+        assert same(step(device), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "auto"])
+def test_out_of_memory_on_a_gpu(device, name):
+    """A training step that does not fit, wherever that shows, then one that does."""
+    torch.manual_seed(0)
+    model = ff.make_model(100, 100, N=2, d_model=64, d_ff=256, h=4).to(device)
+
+    def train(size):
+        model.zero_grad()
+        torch.manual_seed(1)
+        tokens = torch.randint(1, 100, (2, size, 129), device=device)
+        batch = ff.Batch(tokens[0], tokens[1])
+        out = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+        model.generator(out).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with use_backend(name):
+        want = train(4)
+        model.zero_grad()
+        torch.cuda.empty_cache()
+        before = memory()
+        room = torch.cuda.memory_reserved() + (1 << 30)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(room / total)
+        try:
+            for size in (1 << n for n in range(5, 20)):
+                try:
+                    train(size)
+                except torch.OutOfMemoryError:
+                    break
+            else:
+                pytest.fail("everything fits")
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        model.zero_grad()
+        assert memory() - before < 1 << 20
+        assert same(train(4), want)
+        assert ff.explain("layer_norm", want[0], want[0].shape[-1]).backend == "triton"

@@ -700,5 +700,11 @@ COVERED_BY = {
     "feed_forward": ("test_feed_forward.py",),
     "embedding": ("test_embedding.py",),
     "cross_entropy": ("test_cross_entropy.py",),
-    "common": ("test_dropout.py", "test_embedding.py", "test_layer_norm.py", "test_attention.py"),
+    "common": (
+        "test_dropout.py",
+        "test_embedding.py",
+        "test_layer_norm.py",
+        "test_attention.py",
+        "test_load.py",
+    ),
 }

@@ -212,7 +212,6 @@ def test_property(case, backend, device, against_oracle, request):
     def holds(data):
         function, given, options = case(data.draw, data.draw(DTYPES), device)
         torch.manual_seed(data.draw(st.integers(2**30 + 1, 2**31)))  # no input again
-        cancels = case in (attention, packed_attention, cross_entropy)
-        against_oracle(function, given, cancels=cancels, **options)
+        against_oracle(function, given, small=True, **options)
 
     holds()

@@ -55,7 +55,7 @@ def dropout(draw):
 # --------------------------------------------------------------------- (function, tensors, options)
 
 
-def attention(draw, dtype, device):
+def scaled_dot_product_attention(draw, dtype, device):
     batch, groups, share = draw(size(1, 2)), draw(size(1, 2)), draw(size(1, 2))
     heads, q_length, k_length = groups * share, draw(size(1, 40)), draw(size(1, 40))
     dim, value_dim = draw(st.sampled_from([3, 8, 16, 20])), draw(st.sampled_from([5, 8, 16]))
@@ -206,7 +206,7 @@ def linear_cross_entropy(draw, dtype, device):
 
 
 CASES = [
-    attention,
+    scaled_dot_product_attention,
     packed_attention,
     layer_norm,
     rms_norm,
@@ -218,6 +218,10 @@ CASES = [
     cross_entropy,
     linear_cross_entropy,
 ]
+
+
+def test_every_op_has_a_case():
+    assert {case.__name__ for case in CASES} == set(ff.backends.OPERATIONS)
 
 
 def small_tiles(patch):

@@ -25,8 +25,8 @@ def size(least=1, most=9):
 
 @st.composite
 def tensors(draw, shape, dtype, device, scale=1.0):
-    """Random numbers of the shape: a view of something larger, its dimensions in any order, with or
-    without a step between neighbours.
+    """Random numbers of the shape, or bits, most of them set: a view of something larger, its
+    dimensions in any order, with or without a step between neighbours.
     """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
     order = draw(st.permutations(range(len(shape))))  # in memory
@@ -34,7 +34,8 @@ def tensors(draw, shape, dtype, device, scale=1.0):
     if draw(st.integers(0, 2)) == 2:
         steps[order[-1]] = 2
     stored = [shape[i] * steps[i] + draw(st.sampled_from([0, 0, 3])) for i in order]
-    x = (torch.randn(stored, generator=generator) * scale).to(device, dtype)
+    x = torch.randn(stored, generator=generator) * scale
+    x = (x > -0.5 if dtype == torch.bool else x).to(device, dtype)
     x = x.permute([order.index(i) for i in range(len(shape))])
     return x[tuple(slice(0, n * step, step) for n, step in zip(shape, steps))]
 
@@ -66,8 +67,7 @@ def scaled_dot_product_attention(draw, dtype, device):
     }
     full = [batch, heads, q_length, k_length]
     if draw(st.booleans()):
-        noise = draw(tensors(draw(broadcast(full)), torch.float32, device))
-        given["attn_mask"] = noise > -0.5
+        given["attn_mask"] = draw(tensors(draw(broadcast(full)), torch.bool, device))
     if draw(st.booleans()):
         # a number for all keys of a row changes nothing, and its gradient is a sum of roundings
         given["bias"] = draw(tensors(draw(broadcast(full, whole=1)), dtype, device))

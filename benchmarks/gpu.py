@@ -27,12 +27,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import journal, report
 from benchmarks.journal import DEVICE_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST_SECONDS = 5.0  # a part is not begun with less
 POLL_SECONDS = 0.2
+FINE = ("done", "no time", "no more time")  # the last two: for the whole of it
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,9 @@ def run(parts: Sequence[Part], folder: Path, seconds: float) -> dict[str, Any]:
         left = deadline - time.monotonic()
         started = time.monotonic()
         status = _run(part, folder, min(part.seconds, left)) if left > LEAST_SECONDS else "no time"
+        if status == "out of time" and left < part.seconds:
+            status = "no more time"
+            _forget_the_last(folder / f"{part.name}.jsonl")
         took = time.monotonic() - started
         done.append({"part": part.name, "status": status, "seconds": round(took, 1)})
         print(f"{part.name:16} {status:24} {took:6.1f} s", flush=True)
@@ -131,21 +135,21 @@ def run(parts: Sequence[Part], folder: Path, seconds: float) -> dict[str, Any]:
 def _run(part: Part, folder: Path, seconds: float) -> str:
     """done, failed, or how it was cut short."""
     end = time.monotonic() + seconds
-    journal, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
+    written, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
     command = [word.replace("FOLDER", str(folder.resolve())) for word in part.command]
     if part.journal:
-        command += ["--journal", str(journal.resolve())]
+        command += ["--journal", str(written.resolve())]
     while True:
-        size = _size(journal)
-        status = _run_once(command, log, journal, end, part.silence)
+        size = _size(written)
+        status = _run_once(command, log, written, end, part.silence)
         again = status.startswith(("crashed", "silent")) and part.journal
-        if not (again and _size(journal) > size and end - time.monotonic() > LEAST_SECONDS):
+        if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
             return status
         with log.open("a") as file:
             print(f"\n=== {status}: again, behind that test\n", file=file)
 
 
-def _run_once(command: list[str], log: Path, journal: Path, end: float, silence: float) -> str:
+def _run_once(command: list[str], log: Path, written: Path, end: float, silence: float) -> str:
     # Nothing measures in a process that xdist started, nor in what that starts.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     with log.open("ab") as output:
@@ -157,7 +161,7 @@ def _run_once(command: list[str], log: Path, journal: Path, end: float, silence:
         sizes, heard = (0, 0), time.monotonic()
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
-            now, new = time.monotonic(), (_size(log), _size(journal))
+            now, new = time.monotonic(), (_size(log), _size(written))
             if new != sizes:
                 sizes, heard = new, now
             if now > end:
@@ -172,6 +176,15 @@ def _run_once(command: list[str], log: Path, journal: Path, end: float, silence:
     if code < 0 or code == DEVICE_LOST or code > 128:
         return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
     return "done" if code in (0, 5) else f"failed ({code})"  # 5: every test was done before
+
+
+def _forget_the_last(path: Path) -> None:
+    """The test that was running when the time was up: the same command begins it again."""
+    begun = [event["begun"] for event in journal.read(path) if "begun" in event]
+    ended = {event["test"] for event in journal.read(path) if "test" in event}
+    if begun and begun[-1] not in ended:
+        with path.open("a") as file:
+            print("\n" + json.dumps({"cut": begun[-1]}), file=file)
 
 
 def _size(path: Path) -> int:
@@ -236,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = run(parts, options.out, 60 * options.minutes)
     print("\n".join(summary(data)))
     print(f"Wrote {options.out / 'results.json'}")
-    failed = data["failed"] or any(p["status"] not in ("done", "no time") for p in data["parts"])
+    failed = data["failed"] or any(p["status"] not in FINE for p in data["parts"])
     return 1 if failed else 0
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
+def begun(events: Iterable[dict[str, Any]]) -> set[str]:
+    """The tests that were begun, without those whose run was cut for lack of time."""
+    tests = set()
+    for event in events:
+        if "begun" in event:
+            tests.add(event["begun"])
+        tests.discard(event.get("cut", ""))
+    return tests
+
+
 class Journal:
     def __init__(self, path: Path, matching: str) -> None:
-        self.done = {event["begun"] for event in read(path) if "begun" in event}
+        self.done = begun(read(path))
         self.matching = re.compile(matching)
         self.file = path.open("a")
 

@@ -1,7 +1,7 @@
 """The mutation score: what share of bugs planted in the kernels the tests see.
 
     python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
-    python -m benchmarks.mutation --only '^attention.*int32'
+    python -m benchmarks.mutation --only '^attention.*int32'        these anew, the others stay
     python -m benchmarks.mutation --resume               keeps the good verdicts
 
 A mutant is one change of text in one function of kernels/, in a copy of the checkout. There pytest
@@ -313,9 +313,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
-    verdicts = [v for v in load(stem) if still_holds(v)] if arguments.resume else []
+    try:
+        chosen = [m for m in MUTANTS if re.search(arguments.only, str(m))]
+    except re.error as error:
+        parser.error(f"--only {arguments.only!r} is no regex: {error}")
+    if not chosen:
+        parser.error(f"no mutant is like {arguments.only!r}")
+    if arguments.workers < 1:
+        parser.error(f"workers is {arguments.workers}; expected 1 or more")
+    names = {(m.kernel, m.name): m in chosen for m in MUTANTS}
+    known = [v for v in load(stem) if (v.kernel, v.name) in names]
+    verdicts = [
+        v for v in known if not names[v.kernel, v.name] or (arguments.resume and still_holds(v))
+    ]
     done = {(v.kernel, v.name) for v in verdicts}
-    chosen = [m for m in MUTANTS if re.search(arguments.only, str(m))]
     trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()
 
     def attempt(mutant: Mutant) -> Verdict | None:

@@ -2,7 +2,9 @@
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
     python -m benchmarks.report --readme                     the README's block of figures, made
-                                                             from benchmarks/results/gpu*.json
+                                                             from benchmarks/results: gpu*.json,
+                                                             accuracy.csv, mutation.json; and from
+                                                             tests/compile_table.md
 
 Takes what `pytest --benchmark-only --benchmark-json=results.json` and `python -m benchmarks.gpu`
 write, and its journals (.jsonl). Nothing here measures, and no figure stands here.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import math
 import re
@@ -99,10 +102,10 @@ def _journal(path: Path) -> Row:
     for event in events:
         data["absent"].update(event.get("absent", {}))
         data["rows"] += [event["row"]] if "row" in event else []
-        if "begun" in event and event["begun"] not in ended:
-            data["failed"][event["begun"]] = "did not come to its end"
         if event.get("outcome") == "failed":
             data["failed"][event["test"]] = event["reason"]
+    lost = sorted(journal.begun(events) - ended)
+    data["failed"].update(dict.fromkeys(lost, "did not come to its end"))
     return data
 
 
@@ -322,10 +325,13 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """report.md and a picture for each family of two lengths or more; returns the paths."""
+    """report.md and, with matplotlib, a picture for each family of two lengths or more; returns the
+    paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
-    for family, rows in results.families().items():
+    families = results.families() if importlib.util.find_spec("matplotlib") else {}
+    for family, rows in families.items():
         if len({row["length"] for row in rows}) > 1:
             path = folder / (re.sub(r"\W+", "_", family).strip("_") + ".png")
             draw(family, rows).savefig(path, dpi=100)
@@ -483,6 +489,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error("there are no figures in " + (", ".join(map(str, paths)) or str(RESULTS)))
         for path in write(results, options.out):
             print(f"Wrote {path}")
+        if not importlib.util.find_spec("matplotlib"):
+            print("Without plots: matplotlib is not installed")
     if options.readme:
         text = options.readme.read_text()
         options.readme.write_text(with_figures(text, readme_block(results)))

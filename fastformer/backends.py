@@ -72,8 +72,9 @@ class use_backend:
 
     def __init__(self, name: str) -> None:
         _check(name, "backend")
-        self._former = _state.backend
-        _choose(name)
+        own = _state.backend
+        self._former = own, _inherited() if _state.foreign else own
+        _choose(name, name)
 
     def __enter__(self) -> None:
         return None
@@ -84,13 +85,13 @@ class use_backend:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _choose(self._former)
+        _choose(*self._former)
 
 
-def _choose(name: str | None) -> None:
+def _choose(name: str | None, inherited: str | None) -> None:
     _state.backend = name
     if not torch.compiler.is_compiling():
-        torch._C._stash_obj_in_tls(_CHOICE, name)
+        torch._C._stash_obj_in_tls(_CHOICE, inherited)
 
 
 def current_backend() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import shutil
 import tempfile
 import threading
@@ -175,6 +176,10 @@ def dot_precision(arch: str) -> str:
 
 # Triton's interpreter keeps the program that runs in globals: one thread at a time.
 _here = threading.RLock() if INTERPRETED else contextlib.nullcontext()
+if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thread to free it
+    os.register_at_fork(
+        before=_here.acquire, after_in_parent=_here.release, after_in_child=_here.release
+    )
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -205,6 +210,9 @@ def unsupported_dtype(x: Tensor) -> str | None:
 # ------------------------------------------------------------------------------------ registration
 
 
+_one_cache = threading.RLock()  # which directory Triton compiles into is the process's
+
+
 @functools.cache
 def _spare_cache() -> str:
     """A folder for compiled kernels that lasts as long as the process."""
@@ -232,13 +240,14 @@ def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
             for kernel in launcher.__globals__.values():
                 if isinstance(kernel, JITFunction):  # it keeps what it has read, good or bad
                     kernel.device_caches.clear()
-            folder = triton.knobs.cache.dir
-            with triton.knobs.cache.scope():
-                try:
-                    triton.knobs.cache.dir = _spare_cache()
-                    result = launcher(*arguments)
-                except Exception:
-                    raise error from None
+            with _one_cache:
+                folder = triton.knobs.cache.dir
+                with triton.knobs.cache.scope():
+                    try:
+                        triton.knobs.cache.dir = _spare_cache()
+                        result = launcher(*arguments)
+                    except Exception:
+                        raise error from None
             warnings.warn(
                 f"Triton's cache {folder} fails ({type(error).__name__}: {error}); this process "
                 "compiles what it needs elsewhere: clear it, or set TRITON_CACHE_DIR to a "

@@ -63,6 +63,8 @@ class Deep(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, grad):
+        with ff.use_backend('triton'):
+            assert ff.current_backend() == 'triton'
         seen.add((threading.current_thread() is main, ff.current_backend()))
         if ctx.depth:
             with torch.enable_grad():

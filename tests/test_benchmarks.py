@@ -200,6 +200,29 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
     assert gpu.run(parts[-1:], out, 1)["parts"][0]["status"] == "no time"
 
 
+def test_a_test_that_the_time_cuts_is_run_the_next_time(benchmarks, tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks.gpu, "LEAST_SECONDS", 0.1)
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib, time\n"
+        "def test_slow(): pathlib.Path('now').exists() or time.sleep(60)\n"
+        "def test_last(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.journal", "--rootdir", tmp_path]
+    code = "import os, sys; os.chdir(sys.argv[1]); os.environ['PYTHONPATH'] = sys.argv[2];"
+    code += "os.execv(sys.argv[3], sys.argv[3:])"
+    command = [sys.executable, "-c", code, tmp_path, ROOT, *command, "-c", os.devnull]
+    part = benchmarks.gpu.Part("it", [*map(str, command), "test_it.py"], 60, journal=True)
+    data = benchmarks.gpu.run([part], tmp_path, 10)
+    assert (data["parts"][0]["status"], data["failed"]) == ("no more time", {})
+    (tmp_path / "now").touch()
+    data = benchmarks.gpu.run([part], tmp_path, 60)
+    assert (data["parts"][0]["status"], data["failed"]) == ("done", {})
+    ended = [
+        json.loads(line).get("test") for line in (tmp_path / "it.jsonl").open() if line != "\n"
+    ]
+    assert [test.partition("::")[2] for test in ended if test] == ["test_slow", "test_last"]
+
+
 def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
     (tmp_path / "row.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n{"beg')
     parts = """

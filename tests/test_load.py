@@ -324,6 +324,34 @@ def test_first_calls_of_many_threads(device, monkeypatch):
     assert same(results[1:], results[:1] * 2)
 
 
+@pytest.mark.skipif(HAS_GPU or not hasattr(os, "fork"), reason="of the interpreter's lock")
+def test_a_fork_while_a_kernel_runs():
+    """A data loader's worker, say: no thread of the child would give the lock back."""
+    code = """
+import os, signal, threading, time, torch, fastformer as ff
+from fastformer.kernels import common
+x, begun = torch.ones(2, 8), threading.Event()
+def work():
+    with common.on_device(x):
+        begun.set()
+        time.sleep(0.5)
+threading.Thread(target=work).start()
+begun.wait()
+child = os.fork()
+if not child:
+    signal.alarm(30)
+    with ff.use_backend("triton"):
+        ff.layer_norm(x, 8)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "0\n", done.stderr
+
+
 @pytest.mark.gpu
 def test_streams(device):
     """Threads on streams of their own, that sleep until the calls are queued and what they read is
@@ -536,6 +564,32 @@ def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
     assert raised.value is error and not recwarn.list
     assert len(set(folders)) == len(folders) == (2 if isinstance(error, ValueError) else 1)
     assert former == (common.triton.knobs.cache.dir, os.environ.get("TRITON_CACHE_DIR"))
+
+
+def test_two_threads_with_a_broken_cache(monkeypatch):
+    """Both name the directory, and compile elsewhere; the process goes on with it."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    both, former = threading.Barrier(2), common.triton.knobs.cache.dir
+
+    def work(late):
+        def launcher():
+            tried.append(common.triton.knobs.cache.dir)
+            if len(tried) == 1:
+                both.wait()
+                time.sleep(late)
+                raise OSError("no")
+            time.sleep(0.2 + late)
+            return common.triton.knobs.cache.dir
+
+        tried = []
+        return common._whatever_the_cache(launcher)()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert together(work, [0, 0.1]) == [common._spare_cache()] * 2
+    assert [f"cache {former} fails" in str(w.message) for w in told] == [True] * 2
+    assert common.triton.knobs.cache.dir == former
 
 
 CALL = """

@@ -89,6 +89,15 @@ def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
     assert len(clean) == ("FAILED" in output or "ERROR" in output)
     assert mutation.main([*words, "--resume"]) == (0 if verdict == "killed" else 1)
     assert len(mutation.load(tmp_path / "mutation")) == 1
+    mutation.main(["--only", "embedding: dropout of another tile", *words[2:]])
+    assert len(mutation.load(tmp_path / "mutation")) == 2  # the other one stays
+
+
+@pytest.mark.parametrize("words", [["--only", "("], ["--only", "none"], ["--workers", "0"]])
+def test_bad_options(mutation, words):
+    with pytest.raises(SystemExit) as ended:
+        mutation.main(words)
+    assert ended.value.code == 2
 
 
 def test_a_test_that_fails_by_itself_kills_nothing(mutation, monkeypatch, tmp_path):

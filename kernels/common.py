@@ -175,10 +175,13 @@ def dot_precision(arch: str) -> str:
 
 
 # Triton's interpreter keeps the program that runs in globals: one thread at a time.
-_here = threading.RLock() if INTERPRETED else contextlib.nullcontext()
+_one_thread = threading.RLock()
+_here = _one_thread if INTERPRETED else contextlib.nullcontext()
 if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thread to free it
     os.register_at_fork(
-        before=_here.acquire, after_in_parent=_here.release, after_in_child=_here.release
+        before=_one_thread.acquire,
+        after_in_parent=_one_thread.release,
+        after_in_child=_one_thread.release,
     )
 
 

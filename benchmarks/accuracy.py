@@ -41,6 +41,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import folder
+
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONDITIONS = {
@@ -621,24 +623,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
-    parser.add_argument("--out", type=Path, help="the folder; benchmarks/results by default")
+    parser.add_argument("--out", type=folder, help="the folder; benchmarks/results by default")
     arguments = parser.parse_args(argv)
     device = prepare()
     from fastformer.environment import describe
 
     cases = [case for case in CASES if not arguments.op or case.op in arguments.op]
     rows = ledger(cases, arguments.dtype or DTYPES, device, verbose=True)
-    folder = arguments.out
-    if folder is None and not (arguments.op or arguments.dtype):
-        folder = RESULTS
+    out = arguments.out
+    if out is None and not (arguments.op or arguments.dtype):
+        out = RESULTS
     text = markdown(rows, describe(device))
-    if folder is None:
+    if out is None:
         print(text, end="")
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(rows, folder / f"{stem(device)}.csv")
-        (folder / f"{stem(device)}.md").write_text(text)
-        print(f"Wrote {folder / stem(device)}.csv and .md")
+        write_csv(rows, out / f"{stem(device)}.csv")
+        (out / f"{stem(device)}.md").write_text(text)
+        print(f"Wrote {out / stem(device)}.csv and .md")
     past = [row for row in rows if row["provider"] in OURS and not row["of limit"] <= 1]
     for row in past:
         print("PAST THE LIMIT:", *(row[n] for n in KEY), f"{row['of limit']:.2f}")

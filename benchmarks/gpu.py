@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import journal, report
+from benchmarks import folder, journal, report
 from benchmarks.journal import DEVICE_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,7 +197,9 @@ def save(folder: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
     data = {"parts": done, **asdict(results)}
     _write(folder / "results.json", json.dumps(data, indent=1) + "\n")
     if results.rows:
-        _write(folder / "report.md", report.markdown(results))
+        cut = [f"- {p['part']}: {p['status']}\n" for p in done if p["status"] != "done"]
+        text = report.markdown(results) + "\n## Parts that were not done\n\n" * bool(cut)
+        _write(folder / "report.md", text + "".join(cut))
     return data
 
 
@@ -228,10 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
     parser.add_argument("--only", help="names of parts, with commas between")
     parser.add_argument("--dry-run", action="store_true", help="the small run, also with a GPU")
     options = parser.parse_args(argv)
+    if not options.minutes > 0:
+        parser.error(f"minutes is {options.minutes:g}; expected more than 0")
 
     import torch
 

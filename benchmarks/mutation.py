@@ -36,6 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import folder
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COPIED = ("fastformer", "kernels", "tests", "conftest.py", "pyproject.toml")
@@ -72,6 +74,14 @@ class Mutant:
         assert body.count(self.old) == 1, f"{self}: {body.count(self.old)} times in {self.function}"
         body = body.replace(self.old, self.new)
         return "".join(lines[:first]) + body + "".join(lines[last:])
+
+    def digest(self) -> str:
+        """Of the function with the change in it, or of a change outside of them."""
+        source, body = self.planted(), self.new
+        if self.function:
+            first, last = _lines(source, self.function) or (0, 0)
+            body = "".join(source.splitlines(True)[first:last])
+        return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def tests(self) -> list[list[str]]:
         """What pytest is called with, the fastest first."""
@@ -114,7 +124,7 @@ class Verdict:
     verdict: str  # killed, survived, time out
     test: str  # that killed it
     seconds: float
-    digest: str  # of the changed file
+    digest: str  # of the changed function
 
     def good(self) -> bool:
         expected = "survived" if (self.kernel, self.name) in EQUIVALENT else "killed"
@@ -201,10 +211,10 @@ class Trials:
             self._free.put(checkout)
         seconds = time.monotonic() - started
         verdict, test = self._read(mutant, status, output)
-        digest = hashlib.sha256(planted.encode()).hexdigest()[:16]
         return Verdict(
-            mutant.kernel, mutant.name, mutant.function, verdict, test, round(seconds, 1), digest
-        )
+            mutant.kernel, mutant.name, mutant.function, verdict, test, round(seconds, 1),
+            mutant.digest(),
+        )  # fmt: skip
 
     def _read(self, mutant: Mutant, status: int | None, output: str) -> tuple[str, str]:
         if status is None:
@@ -252,8 +262,7 @@ def still_holds(verdict: Verdict) -> bool:
     """As it should be, and the same text today."""
     for mutant in MUTANTS:
         if (mutant.kernel, mutant.name) == (verdict.kernel, verdict.name):
-            digest = hashlib.sha256(mutant.planted().encode()).hexdigest()[:16]
-            return verdict.good() and verdict.digest == digest
+            return verdict.good() and verdict.digest == mutant.digest()
     return False
 
 
@@ -310,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=400, help="seconds for one mutant")
     parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder of the report")
+    parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
     try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import journal
+from benchmarks import folder, journal
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,7 +33,8 @@ COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "of roof")
 LEGEND = [
     "x torch, x best: the time of torch's own op, and of the best peer, over this one's; "
     "x torch: the median over pairs of rounds, run in turn, where there are such",
-    "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run",
+    "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run; "
+    "above 1 where the data fit a cache that the copy for BW does not",
 ]
 # What the README shows: of each family the largest size with a kernel's figure.
 HEADLINES = [
@@ -360,7 +361,7 @@ def accuracy_table() -> list[str]:
     dtypes = ("float32", "float16", "bfloat16")
     lines = [
         "Largest relative error against float64, output and every gradient, kernel / eager PyTorch "
-        "in the same dtype ([all of it](benchmarks/results/accuracy.md)):",
+        "in the same dtype ([all of it](benchmarks/results/accuracy.md); inf: a float16 overflow):",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",
@@ -475,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("results", nargs="*", type=Path, help=f"JSON files; by default {RESULTS.name}/gpu*.json")
-    add("--out", type=Path, help="folder of report.md and the plots")
+    add("--out", type=folder, help="folder of report.md and the plots")
     add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to bring up")
     options = parser.parse_args(argv)
     if not (options.out or options.readme):
@@ -483,7 +484,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     paths = options.results or sorted(RESULTS.glob("gpu*.json"))
     if missing := [str(path) for path in paths if not path.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
-    results = load(*paths)
+    try:
+        results = load(*paths)
+    except (ValueError, AttributeError, KeyError) as error:
+        parser.error(f"no results of a benchmark in {', '.join(map(str, paths))}: {error}")
     if options.out:
         if not results.rows:
             parser.error("there are no figures in " + (", ".join(map(str, paths)) or str(RESULTS)))

@@ -71,13 +71,13 @@ class use_backend:
     """
 
     def __init__(self, name: str) -> None:
-        _check(name, "backend")
+        self._name = _check(name, "backend")
         own = _state.backend
         self._former = own, _inherited() if _state.foreign else own
         _choose(name, name)
 
     def __enter__(self) -> None:
-        return None
+        _choose(self._name, self._name)  # again: it may have been left before
 
     def __exit__(
         self,

@@ -41,6 +41,14 @@ def test_every_mutant_can_be_planted(mutation):
         assert all((ROOT / "tests" / name).exists() for name in names)
 
 
+def test_every_verdict_is_there(mutation):
+    """And of the kernels as they are: else `python -m benchmarks.mutation --resume`."""
+    verdicts = mutation.load(mutation.RESULTS / "mutation")
+    known = {(v.kernel, v.name) for v in verdicts}
+    assert known == {(m.kernel, m.name) for m in mutation.MUTANTS}
+    assert [v for v in verdicts if not mutation.still_holds(v)] == []
+
+
 def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     pytest.importorskip("triton")
     if device.type == "cuda":

@@ -42,6 +42,14 @@ def test_use_backend_takes_effect_at_once_and_restores():
     assert current_backend() == before
 
 
+def test_a_use_backend_is_used_twice():
+    before, chosen = current_backend(), use_backend("reference")
+    for _ in range(2):
+        with chosen:
+            assert current_backend() == "reference"
+        assert current_backend() == before
+
+
 def test_use_backend_is_per_thread():
     seen = []
     with use_backend("reference"):

@@ -361,7 +361,7 @@ def accuracy_table() -> list[str]:
     dtypes = ("float32", "float16", "bfloat16")
     lines = [
         "Largest relative error against float64, output and every gradient, kernel / eager PyTorch "
-        "in the same dtype ([all of it](benchmarks/results/accuracy.md); inf: eager's sum overflows):",
+        "in the same dtype ([all of it](benchmarks/results/accuracy.md); inf: eager overflows):",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",

@@ -32,7 +32,7 @@ def python(*words, **options):
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120, **options,
+        capture_output=True, text=True, timeout=600, **options,
     )  # fmt: skip
 
 
@@ -174,13 +174,13 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.journal", "--rootdir", tmp_path]
     command += ["-c", os.devnull, tmp_path / "test_it.py"]
     parts = [
-        gpu.Part("tests", [*map(str, command)], 40, silence=3, journal=True),
-        gpu.Part("broken", [sys.executable, "-c", "raise SystemExit(7)"], 10),
+        gpu.Part("tests", [*map(str, command)], 300, silence=8, journal=True),
+        gpu.Part("broken", [sys.executable, "-c", "raise SystemExit(7)"], 300),
         gpu.Part("endless", [sys.executable, "-c", "while True: print(end='.')"], 1),
-        gpu.Part("after", [sys.executable, "-c", "print('FOLDER')"], 10),
+        gpu.Part("after", [sys.executable, "-c", "print('FOLDER')"], 300),
     ]
     out = tmp_path / "out"
-    data = gpu.run(parts, out, 60)
+    data = gpu.run(parts, out, 900)
     assert [(p["part"], p["status"]) for p in data["parts"]] == [
         ("tests", "failed (1)"),
         ("broken", "failed (7)"),
@@ -192,10 +192,10 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
     assert found["crashes"] == found["hangs"] == "did not come to its end"
     assert set(found) == {"crashes", "hangs", "fails"} and "3" in found["fails"]
     log = (out / "tests.log").read_text()
-    assert "crashed (-6): again" in log and "silent for 3 s: again" in log
+    assert "crashed (-6): again" in log and "silent for 8 s: again" in log
     assert (out / "after.log").read_text().strip() == str(out)
     # Once more: nothing is left to do, and nothing is lost.
-    again = gpu.run(parts[:1], out, 60)
+    again = gpu.run(parts[:1], out, 300)
     assert again["parts"][0]["status"] == "done" and again["failed"] == data["failed"]
     assert gpu.run(parts[-1:], out, 1)["parts"][0]["status"] == "no time"
 
@@ -215,7 +215,7 @@ def test_a_test_that_the_time_cuts_is_run_the_next_time(benchmarks, tmp_path, mo
     data = benchmarks.gpu.run([part], tmp_path, 10)
     assert (data["parts"][0]["status"], data["failed"]) == ("no more time", {})
     (tmp_path / "now").touch()
-    data = benchmarks.gpu.run([part], tmp_path, 60)
+    data = benchmarks.gpu.run([part], tmp_path, 300)
     assert (data["parts"][0]["status"], data["failed"]) == ("done", {})
     ended = [
         json.loads(line).get("test") for line in (tmp_path / "it.jsonl").open() if line != "\n"
@@ -228,7 +228,7 @@ def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
     parts = """
 import sys
 from benchmarks import gpu
-quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 10)
+quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 300)
 slow = gpu.Part("slow", [sys.executable, "-c", "import time; time.sleep(300)"], 400, 400)
 gpu.on_cpu = gpu.on_gpu = lambda: [quick, slow]
 sys.exit(gpu.main(sys.argv[1:]))
@@ -236,11 +236,11 @@ sys.exit(gpu.main(sys.argv[1:]))
     words = [sys.executable, "-c", parts, "--out", str(tmp_path), "--minutes", "5"]
     process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / "slow.log").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(300) == 143
     finally:
         process.kill()
     data = json.loads((tmp_path / "results.json").read_text())

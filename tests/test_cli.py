@@ -28,7 +28,7 @@ def run_python(*words):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "FASTF"))}
     environment["PYTHONPATH"] = str(Path(fastformer.__file__).parents[1])
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
 
 
 def copied(*words):

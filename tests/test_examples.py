@@ -19,7 +19,7 @@ def test_example(path, tmp_path):
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "difference" in done.stdout

@@ -182,7 +182,7 @@ def test_two_processes(tmp_path, backend, kind):
         )
         for rank in range(2)
     ]
-    answers = [p.communicate(timeout=300) for p in processes]
+    answers = [p.communicate(timeout=600) for p in processes]
     assert all(p.returncode == 0 for p in processes), answers[0][1] + answers[1][1]
     found = json.loads(answers[0][0].strip().splitlines()[-1])
     assert abs(found["loss"] - value.item()) < 1e-5

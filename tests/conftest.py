@@ -1,5 +1,6 @@
 """The numerics policy and the planting of bugs, as fixtures."""
 
+import contextlib
 import inspect
 import linecache
 
@@ -161,3 +162,31 @@ def tiles(monkeypatch):
 
     yield tiles
     common.plans.clear()
+
+
+@pytest.fixture
+def small_tiles():
+    """small_tiles(BM, BN): within it a call of any kernel takes several programs and several turns
+    of their loops; attention in tiles of BM queries and BN keys.
+    """
+
+    @contextlib.contextmanager
+    def small_tiles(BM=16, BN=16):
+        from fastformer.kernels import attention, common, cross_entropy, embedding
+        from fastformer.kernels import feed_forward as fed
+        from fastformer.kernels import layer_norm as norm
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))
+            patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
+            patch.setattr(norm, "ONE_BLOCK", 16)
+            patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
+            patch.setattr(norm, "PARTIAL_SUMS", 2)
+            patch.setattr(embedding, "configuration", lambda *_: (4, 16))
+            patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
+            patch.setattr(cross_entropy, "CHUNK", 4)
+            common.plans.clear()
+            yield
+        common.plans.clear()
+
+    return small_tiles

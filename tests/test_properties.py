@@ -4,6 +4,8 @@ ones, and more. The interpreted kernels take the whole of a call for a tile, or 
 there are several.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -230,28 +232,10 @@ def test_every_op_has_a_case():
     assert {case.__name__ for case in CASES} == set(functional.__all__)
 
 
-def small_tiles(patch):
-    """Of every kernel, so that a call takes several programs and several turns of their loops."""
-    from fastformer.kernels import attention, common, cross_entropy, embedding
-    from fastformer.kernels import feed_forward as fed
-    from fastformer.kernels import layer_norm as norm
-
-    patch.setattr(attention, "configuration", lambda *_: attention.Tiles(16, 16, 4, 1))
-    patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
-    patch.setattr(norm, "ONE_BLOCK", 16)
-    patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
-    patch.setattr(norm, "PARTIAL_SUMS", 2)
-    patch.setattr(embedding, "configuration", lambda *_: (4, 16))
-    patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
-    patch.setattr(cross_entropy, "CHUNK", 4)
-    common.plans.clear()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_property(case, backend, device, against_oracle, request):
+def test_property(case, backend, device, against_oracle, small_tiles, request):
     slow = request.config.getoption("slow")
     interpreted = backend == "triton" and device.type == "cpu"
-    common = pytest.importorskip("fastformer.kernels.common") if interpreted else None
 
     @settings(
         max_examples=TEN,
@@ -265,12 +249,8 @@ def test_property(case, backend, device, against_oracle, request):
         function, given, options = case(data.draw, data.draw(DTYPES), device)
         torch.manual_seed(data.draw(st.integers(2**30 + 1, 2**31)))  # no input again
         small = interpreted and data.draw(st.booleans())
-        with pytest.MonkeyPatch.context() as patch:
-            if small:
-                small_tiles(patch)
+        with small_tiles() if small else contextlib.nullcontext():
             against_oracle(function, given, small=True, **options)
-        if small:
-            common.plans.clear()
 
     for run in range(SLOW if slow else QUICK):
         (holds if slow else seed(run)(holds))()

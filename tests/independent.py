@@ -1,0 +1,253 @@
+"""The ops once more, in NumPy and float64, from the papers and from the contract in the docstrings
+of `functional`: nothing here comes from the reference or from the kernels, Philox included.
+
+Each function also takes complex arrays. It is built from analytic functions, and branches on real
+parts alone, so that Im f(x + ih d) / h at h = 1e-30 is its derivative in the direction d to the
+last digit (Squire and Trapp 1998, "Using Complex Variables to Estimate Derivatives of Real
+Functions"): the gradients need no formulas of their own.
+"""
+
+import math
+
+import numpy as np
+
+M32 = 0xFFFFFFFF
+
+# ----------------------------------------------------------------------------------------- dropout
+
+
+def philox(counter, seed, rounds=7):
+    """The four words of Philox4x32 (Salmon et al. 2011, section 3.3) of a counter of four arrays
+    and a key of 64 bits.
+    """
+    a, b, c, d = (np.asarray(x, np.uint64) for x in np.broadcast_arrays(*counter))
+    low, high = seed & M32, seed >> 32 & M32
+    for _ in range(rounds):
+        x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        shift, mask = np.uint64(32), np.uint64(M32)
+        a, b, c, d = (
+            (y >> shift) ^ b ^ np.uint64(low), y & mask,
+            (x >> shift) ^ d ^ np.uint64(high), x & mask,
+        )  # fmt: skip
+        low, high = low + 0x9E3779B9 & M32, high + 0xBB67AE85 & M32
+    return np.stack([a, b, c, d])
+
+
+def kept(words, p):
+    """1 / (1 - p) where an element is kept, else 0."""
+    return np.zeros(words.shape) if p == 1 else (words >= round(p * 2**32)) / (1 - p)
+
+
+def tile_factors(shape, plane, p, seed):
+    """Of [rows, columns] of scores, or of the hidden elements of a feed-forward, plane 0: an
+    element takes word 2 (i // 8 mod 2) + (j // 8 mod 2) of counter (j', i', plane, 0), in which
+    x' numbers x with bit 3 left out.
+    """
+    if not p:
+        return 1.0
+    i, j = np.ogrid[: shape[0], : shape[1]]
+    words = philox((j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, plane, 0), seed)
+    chosen = np.broadcast_to(2 * (i // 8 % 2) + j // 8 % 2, words.shape[1:])
+    return kept(np.take_along_axis(words, chosen[None], 0)[0], p)
+
+
+def row_factors(shape, p, seed):
+    """Of [rows, features]: word j mod 4 of counter (j // 4, low word of i, high word of i, 1)."""
+    if not p:
+        return 1.0
+    i, j = np.ogrid[: math.prod(shape[:-1]), : shape[-1]]
+    words = philox((j // 4, i & M32, i >> 32, 1), seed)
+    chosen = np.broadcast_to(j % 4, words.shape[1:])
+    return kept(np.take_along_axis(words, chosen[None], 0)[0], p).reshape(shape)
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+def one_head(
+    q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, factors,
+):  # fmt: skip
+    """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence."""
+    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+    shift = keys - len(q) if bottom else 0
+    left, right = (None, None) if window is None else window
+    seen = seen & (j < keys) & (bias.real > -2.3e38)
+    if causal:
+        seen = seen & (j <= i + shift)
+    if left is not None:
+        seen = seen & (j >= i + shift - left)
+    if right is not None:
+        seen = seen & (j <= i + shift + right)
+    x = scale * (q @ k.T)
+    if softcap is not None:
+        x = softcap * np.tanh(x / softcap)
+    x = np.where(seen, x + np.where(seen, bias, 0) - slope * abs(i + shift - j), 0)
+    top = np.where(seen, x.real, -np.inf).max(1, initial=-np.inf, keepdims=True)
+    top = np.where(top == -np.inf, 0, top)
+    weights = np.where(seen, np.exp(x - top), 0)
+    total = weights.sum(1, keepdims=True)
+    some = seen.any(1, keepdims=True)
+    weights = weights / np.where(some, total, 1)
+    lse = np.where(some, np.log(np.where(some, total, 1)) + top, -np.inf)[:, 0]
+    return (factors * weights) @ v, lse, weights
+
+
+def attention(
+    query, key, value, attn_mask=None, bias=None, key_lengths=None, *, alibi_slopes=None,
+    is_causal=False, window=None, causal_alignment="top_left", softcap=None, dropout_p=0.0,
+    dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
+):  # fmt: skip
+    """(output [B, H, Sq, Dv], lse [B, H, Sq], weights [B, H, Sq, Sk])."""
+    (batch, heads, rows, dim), (groups, columns) = query.shape, key.shape[1:3]
+    full = (batch, heads, rows, columns)
+    seen = np.broadcast_to(True if attn_mask is None else attn_mask, full)
+    bias = np.broadcast_to(0.0 if bias is None else bias, full)
+    slopes = np.broadcast_to(0.0 if alibi_slopes is None else alibi_slopes, full[:2])
+    keys = [columns] * batch if key_lengths is None else key_lengths
+    results = [
+        one_head(
+            query[b, h], key[b, h * groups // heads], value[b, h * groups // heads],
+            seen[b, h], bias[b, h], scale=dim**-0.5 if scale is None else scale, causal=is_causal,
+            window=window, bottom=causal_alignment == "bottom_right", keys=int(keys[b]),
+            slope=slopes[b, h], softcap=softcap,
+            factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed),
+        )
+        for b in range(batch)
+        for h in range(heads)
+    ]  # fmt: skip
+    return [np.stack(x).reshape(batch, heads, *x[0].shape) for x in zip(*results)]
+
+
+def packed_attention(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *, is_causal=False, window=None,
+    causal_alignment="top_left", dropout_p=0.0, dropout_seed=0, scale=None, max_q=0, max_k=0,
+):  # fmt: skip
+    """[Tq, H, Dv]"""
+    heads, groups = query.shape[1], key.shape[1]
+    output = np.zeros((len(query), heads, value.shape[2]), np.result_type(query, key, value))
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        for h in range(heads):
+            g = h * groups // heads
+            output[rows, h], _, _ = one_head(
+                query[rows, h], key[columns, g], value[columns, g], np.ones(shape, bool),
+                np.zeros(shape), scale=query.shape[2] ** -0.5 if scale is None else scale,
+                causal=is_causal, window=window, bottom=causal_alignment == "bottom_right",
+                keys=shape[1], slope=0.0, softcap=None,
+                factors=tile_factors(shape, b * heads + h, dropout_p, dropout_seed),
+            )  # fmt: skip
+    return [output]
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+def normalized(x, weight, bias, eps, unbiased):
+    x = x - x.mean(-1, keepdims=True)
+    if unbiased:
+        x = x / (np.sqrt((x * x).sum(-1, keepdims=True) / (x.shape[-1] - 1)) + eps)
+    else:
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
+def layer_norm(input, weight=None, bias=None, *, normalized_shape, eps=1e-5, unbiased=False):
+    return [normalized(input, weight, bias, eps, unbiased)]
+
+
+def rms_norm(input, weight=None, *, normalized_shape, eps):
+    x = input / np.sqrt((input * input).mean(-1, keepdims=True) + eps)
+    return [x * (1 if weight is None else weight)]
+
+
+def dropout_add_layer_norm(
+    input, residual, weight, bias=None, *, dropout_p=0.0, dropout_seed=0, eps=1e-5, unbiased=False
+):
+    total = residual + row_factors(input.shape, dropout_p, dropout_seed) * input
+    return [normalized(total, weight, bias, eps, unbiased), total]
+
+
+# ------------------------------------------------------------------------------------ feed-forward
+
+
+def erf(z):
+    """Of z.real, and to first order in z.imag."""
+    real = np.vectorize(math.erf, [float])(z.real)
+    return real + 1j * z.imag * 2 / math.sqrt(math.pi) * np.exp(-(z.real**2))
+
+
+ACTIVATIONS = {
+    "relu": lambda z: np.where(z.real > 0, z, 0),
+    "gelu": lambda z: z * (1 + erf(z / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda z: z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+    "silu": lambda z: z / (1 + np.exp(-z)),
+}
+
+
+def linear(x, w, b):
+    return x @ w.T + (0 if b is None else b)
+
+
+def hidden_factors(shape, p, seed):
+    flat = math.prod(shape[:-1]), shape[-1]
+    return tile_factors(flat, 0, p, seed).reshape(shape) if p else 1.0
+
+
+def feed_forward(input, w_1, b_1, w_2, b_2, *, activation, dropout_p=0.0, dropout_seed=0):
+    h = ACTIVATIONS[activation](linear(input, w_1, b_1))
+    return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
+
+
+def gated(kind):
+    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0):
+        z, v = np.split(linear(input, w, b), 2, -1)
+        h = ACTIVATIONS[kind](z) * v
+        return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
+
+    return function
+
+
+# ------------------------------------------------------------------------------- embedding, losses
+
+
+def embed(tokens, weight, positional=None, *, scale=None, padding_idx=None, **dropout):
+    if padding_idx is not None:  # its row has a value and no derivative
+        weight = np.where(np.arange(len(weight))[:, None] == padding_idx, weight.real, weight)
+    y = (weight.shape[1] ** 0.5 if scale is None else scale) * weight[tokens]
+    if positional is not None:
+        y = y + positional[: tokens.shape[-1]]
+    factors = row_factors(y.shape, dropout.get("dropout_p", 0.0), dropout.get("dropout_seed", 0))
+    return [factors * y]
+
+
+def cross_entropy(
+    logits, target, *, reduction="mean", ignore_index=-100, label_smoothing=0.0,
+    smoothing="uniform",
+):  # fmt: skip
+    classes = logits.shape[-1]
+    losses = []
+    for x, t in zip(logits.reshape(-1, classes), target.reshape(-1)):
+        if t == ignore_index:
+            losses.append(0.0)
+            continue
+        if smoothing == "uniform":
+            q = np.full(classes, label_smoothing / classes)
+            q[t] += 1 - label_smoothing
+        else:
+            q = np.full(classes, label_smoothing / (classes - 2))
+            q[t], q[ignore_index] = 1 - label_smoothing, 0
+        x = x - x.real.max()
+        loss = -(q * (x - np.log(np.exp(x).sum()))).sum()
+        if smoothing == "kl":
+            loss = loss + (q[q > 0] * np.log(q[q > 0])).sum()
+        losses.append(loss)
+    losses = np.array(losses).reshape(target.shape)
+    if reduction == "none":
+        return [losses]
+    return [losses.sum() / ((target != ignore_index).sum() if reduction == "mean" else 1)]
+
+
+def linear_cross_entropy(input, linear_weight, target, linear_bias=None, **options):
+    return [*cross_entropy(linear(input, linear_weight, linear_bias), target, **options)]

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from fastformer.reference import ACTIVATIONS
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_INTS, _FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 MAX_HEAD_DIM = 256
 
 __all__ = [
@@ -52,14 +54,20 @@ def _shape(x: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
-def _require_floating(**tensors: Tensor | None) -> None:
-    """All of one floating dtype and on one device, those of the first; None is allowed past it."""
+def _require_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
+    """A tensor whose elements lie in memory, each by its strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
+
+
+def _require_floating(**tensors: Tensor) -> None:
+    """All of one floating dtype and on one device, those of the first."""
     first: tuple[str, Tensor] | None = None
     for name, x in tensors.items():
-        if x is None and first is not None:  # an optional one
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+        _require_tensor(name, x)
         if first is None:
             if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
                 raise TypeError(
@@ -81,12 +89,38 @@ def _require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
         )
 
 
+def _require_number(name: str, x: float, expected: str = "a number") -> float:
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
+    return float(x)
+
+
 def _require_probability(name: str, p: float) -> float:
-    if not isinstance(p, (int, float)) or isinstance(p, bool):
-        raise TypeError(f"{name} is a {type(p).__name__}; expected a number in [0, 1]")
+    p = _require_number(name, p, "a number in [0, 1]")
     if not 0 <= p <= 1:
         raise ValueError(f"{name} is {p}; expected a number in [0, 1]")
-    return float(p)
+    return p
+
+
+def _require_int(name: str, x: int) -> None:
+    """An int that int64 holds."""
+    if not isinstance(x, _INTS) or isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
+    if not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name} is {x}; expected an int of 64 bits")
+
+
+def _require_flag(name: str, x: bool) -> bool:
+    """What is not a bool is refused: "no" would count as True."""
+    if not isinstance(x, _FLAGS):
+        raise TypeError(f"{name} is {x!r}; expected True or False")
+    return bool(x)
+
+
+def _require_choice(name: str, x: str, choices: Iterable[str]) -> str:
+    if not isinstance(x, str) or x not in choices:
+        raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
+    return x
 
 
 def _readable(x: Tensor) -> bool:
@@ -98,18 +132,19 @@ def _seed(
     dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
     """The seed as a tensor of one int64, drawn from torch's generator where none is given."""
-    if dropout_p == 0:
-        return None
     if dropout_seed is None:
+        if dropout_p == 0:
+            return None
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if isinstance(dropout_seed, bool) or not isinstance(dropout_seed, (int, Tensor)):
-        raise TypeError(
-            f"dropout_seed is a {type(dropout_seed).__name__}; "
-            "expected an int, a tensor of one int64, or None"
-        )
-    if isinstance(dropout_seed, int):
+    if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
+        if not -(2**63) <= dropout_seed < 2**64:
+            raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
+        if dropout_p == 0:
+            return None
         wrapped = (dropout_seed + 2**63) % 2**64 - 2**63  # the 64 bits as a signed number
         return torch.tensor([wrapped], dtype=torch.int64, device=device)
+    _require_tensor("dropout_seed", dropout_seed, "an int, a tensor of one int64, or None")
+    assert isinstance(dropout_seed, Tensor)
     if dropout_seed.numel() != 1 or dropout_seed.dtype != torch.int64:
         raise ValueError(
             f"dropout_seed has shape {_shape(dropout_seed)} and dtype {dropout_seed.dtype}; "
@@ -117,7 +152,7 @@ def _seed(
         )
     if dropout_seed.device != device:
         raise ValueError(f"dropout_seed is on {dropout_seed.device}; expected the inputs' {device}")
-    return dropout_seed.reshape(1)
+    return dropout_seed.reshape(1) if dropout_p > 0 else None
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -245,6 +280,7 @@ def scaled_dot_product_attention(
     three = query.dim() == 3
     query, key, value = _with_heads(three, query=query, key=key, value=value)
     attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
+    enable_gqa = _require_flag("enable_gqa", enable_gqa)
     scale = _require_attention(query, key, value, scale, enable_gqa)
     if key_lengths is not None:
         _require_lengths(key_lengths, query, key.shape[2])
@@ -257,17 +293,17 @@ def scaled_dot_product_attention(
         value=value,
         attn_mask=attn_mask,
         dropout_p=p,
-        is_causal=bool(is_causal),
+        is_causal=_require_flag("is_causal", is_causal),
         scale=scale,
-        enable_gqa=bool(enable_gqa),
+        enable_gqa=enable_gqa,
         bias=bias,
         key_lengths=None if key_lengths is None else key_lengths.contiguous(),
         window=_window(window),
-        causal_alignment=_alignment(causal_alignment),
+        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         alibi_slopes=_slopes(alibi_slopes, query),
         softcap=_softcap(softcap),
         dropout_seed=_seed(dropout_seed, p, query.device),
-        return_lse=bool(return_lse),
+        return_lse=_require_flag("return_lse", return_lse),
     )
     if not three:
         return result
@@ -351,9 +387,9 @@ def packed_attention(
         max_q=max_q,
         max_k=max_k,
         dropout_p=p,
-        is_causal=bool(is_causal),
+        is_causal=_require_flag("is_causal", is_causal),
         scale=scale,
-        causal_alignment=_alignment(causal_alignment),
+        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         window=_window(window),
         dropout_seed=_seed(dropout_seed, p, query.device),
     )
@@ -393,8 +429,8 @@ def attention_weights(
         zeros; the others sum to 1.
 
     Raises:
-        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither.
-        IndexError: an index past the end.
+        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither;
+            an index, or a bound of a slice, past the end.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
@@ -402,6 +438,7 @@ def attention_weights(
     _require_floating(query=query, key=key)
     query, key = _with_heads(False, query=query, key=key)
     attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], False)
+    enable_gqa = _require_flag("enable_gqa", enable_gqa)
     scale = _require_attention(query, key, key, scale, enable_gqa)
     if key_lengths is not None:
         _require_lengths(key_lengths, query, key.shape[2])
@@ -411,13 +448,13 @@ def attention_weights(
         query,
         key,
         attn_mask,
-        bool(is_causal),
+        _require_flag("is_causal", is_causal),
         scale,
-        bool(enable_gqa),
+        enable_gqa,
         bias=bias,
         key_lengths=None if key_lengths is None else key_lengths.contiguous(),
         window=_window(window),
-        causal_alignment=_alignment(causal_alignment),
+        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         alibi_slopes=_slopes(alibi_slopes, query),
         softcap=_softcap(softcap),
         rows=rows,
@@ -468,9 +505,7 @@ def _require_attention(
         )
     if scale is None:
         return 1.0 / math.sqrt(dim)
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
-    return float(scale)
+    return _require_number("scale", scale, "a number or None")
 
 
 def _mask_and_bias(
@@ -488,8 +523,7 @@ def _mask_and_bias(
     elif bias is not None:
         _require_bias("bias", bias, query)
     if attn_mask is not None:
-        if not isinstance(attn_mask, Tensor):
-            raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; expected a tensor")
+        _require_tensor("attn_mask", attn_mask)
         if attn_mask.dtype != torch.bool:
             raise TypeError(
                 f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
@@ -502,8 +536,7 @@ def _mask_and_bias(
 
 
 def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"{name} is a {type(bias).__name__}; expected a tensor")
+    _require_tensor(name, bias)
     allowed = (torch.float32, query.dtype)
     if bias.dtype not in allowed and not (
         _autocast_dtype(query) is not None and bias.is_floating_point()
@@ -529,10 +562,7 @@ def _broadcast(
 
 
 def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
-    if not isinstance(key_lengths, Tensor):
-        raise TypeError(
-            f"key_lengths is a {type(key_lengths).__name__}; expected an integer tensor"
-        )
+    _require_tensor("key_lengths", key_lengths, "an integer tensor")
     if key_lengths.dtype not in _INTEGERS:
         raise TypeError(f"key_lengths has dtype {key_lengths.dtype}; expected integers")
     if key_lengths.shape != (query.shape[0],):
@@ -550,18 +580,16 @@ def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
 
 
 def _require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int) -> None:
-    if not isinstance(cu, Tensor):
-        raise TypeError(f"{name} is a {type(cu).__name__}; expected an int32 tensor")
+    _require_tensor(name, cu, "an int32 tensor")
     if cu.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise ValueError(f"{name} has shape {_shape(cu)}; expected [B + 1]")
     _require_device(name, cu, x_name, x)
     length_name = "max" + name[-2:]
-    if not isinstance(longest, (int, torch.SymInt)) or isinstance(longest, bool):
-        raise TypeError(f"{length_name} is a {type(longest).__name__}; expected an int")
-    if longest < 0:
-        raise ValueError(f"{length_name} is {longest}; expected 0 or more")
+    _require_int(length_name, longest)
+    if not 0 <= longest < 2**31:
+        raise ValueError(f"{length_name} is {longest}; expected 0 or more, of 32 bits")
     if not _readable(cu):
         return
     first, last, steps = int(cu[0]), int(cu[-1]), cu.diff()
@@ -580,17 +608,27 @@ def _require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int
 
 
 def _require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -> None:
-    if x is None or isinstance(x, slice):
+    if x is None:
         return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a slice or a tensor of indices")
+    if isinstance(x, slice):
+        for bound in (x.start, x.stop):
+            if bound is not None:
+                _require_int(name, bound)
+                if not -n <= bound <= n:
+                    raise ValueError(f"{name} is {x}; there are {n}")
+        if x.step is not None:
+            _require_int(name, x.step)
+            if x.step < 1:
+                raise ValueError(f"{name} is {x}; expected a step of 1 or more")
+        return
+    _require_tensor(name, x, "a slice or a tensor of indices")
     if x.dtype != torch.int64 or x.dim() != 1:
         raise ValueError(
             f"{name} has shape {_shape(x)} and dtype {x.dtype}; expected one dimension of int64"
         )
     _require_device(name, x, "query", query)
     if _readable(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
-        raise IndexError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
+        raise ValueError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
 
 
 def _window(window: Sequence[int | None] | None) -> list[int] | None:
@@ -605,24 +643,16 @@ def _window(window: Sequence[int | None] | None) -> list[int] | None:
         if not isinstance(side, int) or isinstance(side, bool):
             raise TypeError(f"window is {window!r}; expected two ints, or None for no bound")
         if side < 0:
-            raise ValueError(f"window is {window!r}; expected sides that are not negative")
+            hint = " (None for no bound, which is -1 in flash-attn)" if side == -1 else ""
+            raise ValueError(f"window is {window!r}; expected sides that are not negative{hint}")
     sides = [-1 if side is None else min(side, 2**30) for side in window]
     return None if sides == [-1, -1] else sides
-
-
-def _alignment(causal_alignment: str) -> str:
-    if causal_alignment not in ALIGNMENTS:
-        raise ValueError(
-            f"causal_alignment is {causal_alignment!r}; expected one of {', '.join(ALIGNMENTS)}"
-        )
-    return causal_alignment
 
 
 def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
     if alibi_slopes is None:
         return None
-    if not isinstance(alibi_slopes, Tensor):
-        raise TypeError(f"alibi_slopes is a {type(alibi_slopes).__name__}; expected a tensor")
+    _require_tensor("alibi_slopes", alibi_slopes)
     if not alibi_slopes.is_floating_point():
         raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
     batch, heads = query.shape[:2]
@@ -638,11 +668,10 @@ def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-        raise TypeError(f"softcap is a {type(softcap).__name__}; expected a number or None")
+    softcap = _require_number("softcap", softcap, "a number or None")
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; expected a positive number")
-    return float(softcap)
+    return softcap
 
 
 # -------------------------------------------------------------------------------------- LayerNorm
@@ -683,8 +712,6 @@ def layer_norm(
     harvardnlp/annotated-transformer.
     """
     shape = _require_rows(input, normalized_shape, weight, bias)
-    _require_spread(unbiased, shape)
-    _require_eps(eps)
     return _run(
         "layer_norm",
         input,
@@ -692,8 +719,8 @@ def layer_norm(
         normalized_shape=shape,
         weight=weight,
         bias=bias,
-        eps=float(eps),
-        unbiased=bool(unbiased),
+        eps=_require_eps(eps),
+        unbiased=_require_spread(unbiased, shape),
     )
 
 
@@ -726,10 +753,8 @@ def rms_norm(
     if eps is None:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps
-    _require_eps(eps)
-    return _run(
-        "rms_norm", input, input=input, normalized_shape=shape, weight=weight, eps=float(eps)
-    )
+    eps = _require_eps(eps)
+    return _run("rms_norm", input, input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
 @backends.operation(kernel="layer_norm")
@@ -771,19 +796,17 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
+    for name, x in (("input", input), ("residual", residual), ("weight", weight)):
+        _require_tensor(name, x)
     if _autocast_dtype(input) is not None:  # the sum is taken in the wider dtype of the two
         wide = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(wide), residual.to(wide)
     _require_floating(input=input, residual=residual)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}; expected a tensor")
-    shape = _require_rows(input, list(weight.shape), weight, bias)
+    shape = _require_rows(input, weight.shape, weight, bias)
     if residual.shape != input.shape:
         raise ValueError(
             f"residual has shape {_shape(residual)}; expected that of input, {_shape(input)}"
         )
-    _require_spread(unbiased, shape)
-    _require_eps(eps)
     p = _require_probability("dropout_p", dropout_p)
     return _run(
         "dropout_add_layer_norm",
@@ -793,8 +816,8 @@ def dropout_add_layer_norm(
         weight=weight,
         bias=bias,
         dropout_p=p,
-        eps=float(eps),
-        unbiased=bool(unbiased),
+        eps=_require_eps(eps),
+        unbiased=_require_spread(unbiased, shape),
         dropout_seed=_seed(dropout_seed, p, input.device),
     )
 
@@ -807,7 +830,13 @@ def _require_rows(
 ) -> list[int]:
     """Checks what a norm takes; normalized_shape as a list."""
     _require_floating(input=input)
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if isinstance(normalized_shape, (tuple, list, Sequence)):
+        shape = list(normalized_shape)
+    elif isinstance(normalized_shape, _INTS):
+        shape = [normalized_shape]
+    else:
+        kind = type(normalized_shape).__name__
+        raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
     if not shape or list(input.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"input has shape {_shape(input)}; expected it to end with normalized_shape {shape}"
@@ -815,8 +844,7 @@ def _require_rows(
     for name, x in (("weight", weight), ("bias", bias)):
         if x is None:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+        _require_tensor(name, x)
         if x.dtype != input.dtype and x.dtype != torch.float32:
             raise TypeError(
                 f"{name} has dtype {x.dtype}; expected the input's {input.dtype}, or float32"
@@ -827,14 +855,16 @@ def _require_rows(
     return shape
 
 
-def _require_spread(unbiased: bool, shape: list[int]) -> None:
-    if unbiased and math.prod(shape) < 2:
+def _require_spread(unbiased: bool, shape: list[int]) -> bool:
+    if _require_flag("unbiased", unbiased) and math.prod(shape) < 2:
         raise ValueError(f"normalized_shape is {shape}; unbiased=True needs two features or more")
+    return bool(unbiased)
 
 
-def _require_eps(eps: float) -> None:
+def _require_eps(eps: float) -> float:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
+    return float(eps)
 
 
 # ----------------------------------------------------------------------------------- feed-forward
@@ -880,8 +910,7 @@ def feed_forward(
     """
     input, w_1, b_1, w_2, b_2 = _autocast(input, w_1, b_1, w_2, b_2)
     _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    _require_choice("activation", activation, ACTIVATIONS)
     p = _require_probability("dropout_p", dropout_p)
     return _run(
         "feed_forward",
@@ -1004,13 +1033,14 @@ def _require_layers(
 ) -> None:
     """Checks two linear layers, the first of which gives `halves` hidden vectors."""
     w_name, b_name, rows = names
-    tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
-    _require_floating(**tensors)
+    biases = {name: x for name, x in ((b_name, b), ("b_2", b_2)) if x is not None}
+    _require_floating(**{"input": input, w_name: w, "w_2": w_2}, **biases)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
     if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
         raise ValueError(
-            f"{w_name} has shape {_shape(w)}; expected [{rows}, d] with d = {input.shape[-1]}"
+            f"{w_name} has shape {_shape(w)}; "
+            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {_shape(input)}"
         )
     width = w.shape[0] // halves
     if w_2.dim() != 2 or w_2.shape[1] != width:
@@ -1046,7 +1076,7 @@ def embed(
         dropout_p: probability in [0, 1] that an element is dropped; the others are scaled by
             1/(1 - dropout_p).
         scale: the factor on the embedding; sqrt(N) by default.
-        padding_idx: the token whose row gets no gradient.
+        padding_idx: the token whose row gets no gradient; -1 is the last one, as in torch.
         dropout_seed: as in `dropout_add_layer_norm`.
 
     Returns:
@@ -1062,8 +1092,7 @@ def embed(
     _require_floating(weight=weight)
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {_shape(weight)}; expected [V, N]")
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens is a {type(tokens).__name__}; expected an integer tensor")
+    _require_tensor("tokens", tokens, "an integer tensor")
     if tokens.dtype not in _INTEGERS:
         raise TypeError(f"tokens has dtype {tokens.dtype}; expected integers")
     if tokens.dim() < 1:
@@ -1088,12 +1117,9 @@ def embed(
             )
         _require_device("positional", positional, "weight", weight)
     if padding_idx is not None:
-        if not isinstance(padding_idx, int) or isinstance(padding_idx, bool):
-            raise TypeError(f"padding_idx is a {type(padding_idx).__name__}; expected an int")
-        if not -classes <= padding_idx < classes:
-            raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {classes}")
-    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; expected a number or None")
+        padding_idx = _require_token("padding_idx", padding_idx, classes)
+    if scale is not None:
+        scale = _require_number("scale", scale, "a number or None")
     if _readable(tokens) and tokens.numel():
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= classes:
@@ -1109,10 +1135,18 @@ def embed(
         weight=weight,
         positional=positional,
         dropout_p=p,
-        scale=math.sqrt(width) if scale is None else float(scale),
+        scale=math.sqrt(width) if scale is None else scale,
         padding_idx=padding_idx,
         dropout_seed=_seed(dropout_seed, p, weight.device),
     )
+
+
+def _require_token(name: str, token: int, classes: int) -> int:
+    """A token of the vocabulary; one below 0 counts from its end."""
+    _require_int(name, token)
+    if not -classes <= token < classes:
+        raise ValueError(f"{name} is {token}; expected a token of the {classes}")
+    return token % classes
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -1150,9 +1184,10 @@ def cross_entropy(
         target is ignored, as in torch.
 
     Raises:
-        ValueError: shapes that do not fit; a target outside of the classes; label_smoothing outside
-            [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or with an ignore_index that
-            is no class.
+        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be the second
+            dimension, as in torch (flatten them to [M, V]); a target outside of the classes;
+            label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or
+            with an ignore_index that is no class.
         TypeError: logits that are not floating, a target that is not int64.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
@@ -1161,8 +1196,14 @@ def cross_entropy(
     _require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
+    if logits.dim() > 2 and logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1:
+        raise ValueError(
+            f"logits has shape {_shape(logits)}, which could be torch's [N, C, ...] as well; "
+            "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
+        )
+    rows, classes = ("logits", logits), logits.shape[-1]
     options = _loss_options(
-        target, logits, logits.shape[-1], reduction, ignore_index, label_smoothing, smoothing
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
     return _run("cross_entropy", logits, logits=logits, target=target, **options)
 
@@ -1203,19 +1244,21 @@ def linear_cross_entropy(
     Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    _require_floating(input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+    biases = {} if linear_bias is None else {"linear_bias": linear_bias}
+    _require_floating(input=input, linear_weight=linear_weight, **biases)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., N]")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(
             f"linear_weight has shape {_shape(linear_weight)}; "
-            f"expected [V, N] with N = {input.shape[-1]}"
+            f"expected [V, N] with N = {input.shape[-1]}, as input {_shape(input)}"
         )
     classes = linear_weight.shape[0]
     if linear_bias is not None and linear_bias.shape != (classes,):
         raise ValueError(f"linear_bias has shape {_shape(linear_bias)}; expected [V] = [{classes}]")
+    rows = "input", input
     options = _loss_options(
-        target, input, classes, reduction, ignore_index, label_smoothing, smoothing
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
     return _run(
         "linear_cross_entropy",
@@ -1230,7 +1273,7 @@ def linear_cross_entropy(
 
 def _loss_options(
     target: Tensor,
-    rows: Tensor,
+    rows: tuple[str, Tensor],
     classes: int,
     reduction: str,
     ignore_index: int,
@@ -1238,22 +1281,19 @@ def _loss_options(
     smoothing: str,
 ) -> dict[str, Any]:
     """Checks what both losses take; by name, in their order."""
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target is a {type(target).__name__}; expected an int64 tensor")
+    _require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(f"target has dtype {target.dtype}; expected torch.int64")
-    if target.shape != rows.shape[:-1]:
+    name, x = rows
+    if target.shape != x.shape[:-1]:
         raise ValueError(
             f"target has shape {_shape(target)}; "
-            f"expected {list(rows.shape[:-1])}, one class for each row"
+            f"expected {list(x.shape[:-1])}, one class for each row of {name} {_shape(x)}"
         )
-    _require_device("target", target, "the rows", rows)
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; expected one of {', '.join(REDUCTIONS)}")
-    if smoothing not in SMOOTHINGS:
-        raise ValueError(f"smoothing is {smoothing!r}; expected one of {', '.join(SMOOTHINGS)}")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index is a {type(ignore_index).__name__}; expected an int")
+    _require_device("target", target, name, x)
+    _require_choice("reduction", reduction, REDUCTIONS)
+    _require_choice("smoothing", smoothing, SMOOTHINGS)
+    _require_int("ignore_index", ignore_index)
     e = _require_probability("label_smoothing", label_smoothing)
     if classes < 1:
         raise ValueError("there are no classes; expected V of 1 or more")

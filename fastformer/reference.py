@@ -286,7 +286,7 @@ def _added(
     if alibi_slopes is None:
         return bias
     distance = (i + shift - torch.arange(key.shape[-2], device=key.device)).abs()
-    slopes = alibi_slopes.view(-1, alibi_slopes.shape[-1], 1, 1).to(
+    slopes = alibi_slopes[..., None, None].to(
         torch.float64 if key.dtype == torch.float64 else torch.float32
     )
     alibi = slopes * -distance

@@ -31,6 +31,7 @@ from fastformer import backends, functional
 from fastformer.modules import LayerNorm, MultiHeadedAttention, PositionwiseFeedForward
 from fastformer.replacements import (
     KINDS,
+    NEEDS_WEIGHTS,
     TUTORIAL,
     _Accelerated,
     _class,
@@ -135,7 +136,7 @@ def _kind(module: nn.Module) -> Any:
 
 def _collision(module: nn.Module, kind: Any) -> str | None:
     """An attribute of the module that has the name of one of ours."""
-    ours = {"_fallbacks", "_nested", "_drops_padding"}
+    ours = {"_fallbacks", "_drops_padding"}
     for cls in kind.__mro__:
         if issubclass(cls, _Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - {"forward", "attn"}
@@ -155,6 +156,7 @@ class Report:
 
     replaced: the class of each replaced module, by the module's name. skipped: why a module of a
     kind that can be replaced was not. already: the names of those that had been replaced before.
+    notes: what keeps a replaced module from the fused ops, known before any call.
     fallbacks: for each replaced module the calls that did not run on the fused ops, by reason,
     counted until now.
     """
@@ -162,6 +164,7 @@ class Report:
     replaced: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     already: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
     _modules: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -179,9 +182,10 @@ class Report:
             lines.append(f"  {name:{width}}  {cls}" + (f" x {n}" if n > 1 else ""))
         if self.already:
             lines.append(f"replaced before: {len(self.already)} modules")
-        if self.skipped:
-            lines.append(f"skipped: {len(self.skipped)} modules")
-            same = Counter((_pattern(name), why) for name, why in self.skipped.items())
+        for title, listed in (("skipped", self.skipped), ("noted", self.notes)):
+            if listed:
+                lines.append(f"{title}: {len(listed)} modules")
+            same = Counter((_pattern(name), why) for name, why in listed.items())
             for (name, why), n in same.items():
                 lines.append(f"  {name}: {why}" + (f" (x {n})" if n > 1 else ""))
         fallbacks: Counter[tuple[str, str]] = Counter()
@@ -194,7 +198,9 @@ class Report:
         return "\n".join(lines)
 
 
-def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
+def accelerate(
+    model: nn.Module, *, drop_padding: bool = False, need_weights: bool = True
+) -> Report:
     """Lets the modules of a PyTorch model run on the ops of fastformer, in place.
 
     Replaced are nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -204,24 +210,31 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
     w_1 and w_2) and confirmed by a trial run of the original in float64. It is the class of each
     module that is swapped: parameters, buffers, hooks, state dict, signature and defaults stay.
 
-    What differs from torch: a query that sees no key gives zeros (then the output projection's
-    bias) in every mode, where torch gives NaN in some; evaluation computes what training does at
-    dropout 0, with and without gradients; dropout draws its own mask; is_causal=True is believed,
-    and without its mask an error in every mode; bad arguments are a ValueError or a TypeError. A
-    layer whose parts have hooks calls them one by one. The tutorial's `attn`, the weights of the
-    last call, is None afterwards.
+    The outputs are torch's at every position and in every mode, padding included: zeros where
+    torch's encoder converts to nested tensors at inference, what its layers compute elsewhere.
+    What differs: a query that sees no key gives zeros (then the output projection's bias) in every
+    mode, where torch gives NaN in some; dropout draws its own mask; is_causal=True is believed;
+    arguments that torch refuses as well are a ValueError or a TypeError; an output is contiguous
+    where torch returns a transposed view. A layer whose parts have hooks calls them one by one. The
+    tutorial's `attn`, the weights of the last call, is None afterwards.
 
     Not for torch.jit.script: restore the model before it. A model that was compiled is compiled
     again; what runs in a compiled model is not counted in the report.
 
     Args:
         model: any module; replaced modules are found at every depth, and the model may be one.
-        drop_padding: whether an nn.TransformerEncoder that is given a boolean
-            src_key_padding_mask takes the padding out of the batch, where it is at least a tenth of
-            it. What stands there comes out of the layers as zeros, in every mode, as from torch's
-            conversion to nested tensors at inference, which is switched off. None: where torch
-            would convert (batch_first, norm_first=False, enable_nested_tensor); there positions of
-            padding are zeros in training too. On a GPU it waits for the device once a call.
+        drop_padding: True lets every nn.TransformerEncoder that is given a boolean
+            src_key_padding_mask compute no padding, where that is at least a tenth of the batch.
+            This changes what comes out: at the padding the layers give zeros in every mode, and the
+            final norm its value of zeros. Whatever reads those positions sees them: a decoder
+            without memory_key_padding_mask, a mean over all positions, a loss that does not leave
+            them out. On a GPU it waits for the device once a call. Without it padding is dropped
+            where nothing can see it: where torch itself converts, and in an nn.Transformer whose
+            memory_key_padding_mask hides it from the decoder.
+        need_weights: False lets nn.MultiheadAttention return (output, None) whatever its callers
+            ask for, on the fused op: for a model that throws the weights away, as
+            `self.attn(x, x, x)[0]` does. With True a call with need_weights=True, torch's default,
+            takes plain PyTorch: the report says so at once.
 
     Returns:
         A `Report` of what was replaced, skipped and why; later also of the calls that fell back.
@@ -234,8 +247,9 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
     "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
-    if drop_padding is not None and not isinstance(drop_padding, bool):
-        raise TypeError(f"drop_padding is {drop_padding!r}; expected True, False or None")
+    for name, option in (("drop_padding", drop_padding), ("need_weights", need_weights)):
+        if not isinstance(option, bool):
+            raise TypeError(f"{name} is {option!r}; expected True or False")
     report, plan = Report(), []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
@@ -263,13 +277,16 @@ def accelerate(model: nn.Module, *, drop_padding: bool | None = None) -> Report:
         for module in done:
             _give_back(module)
         raise
-    for encoder in report._modules.values():
-        if issubclass(type(encoder), nn.TransformerEncoder):
-            before = encoder.__dict__.setdefault(
-                "_nested", getattr(encoder, "use_nested_tensor", False)
-            )
-            encoder.use_nested_tensor = False
-            encoder._drops_padding = before if drop_padding is None else drop_padding
+    own: set[Any] = set()  # the attentions of torch's layers, which ask for no weights
+    for module in report._modules.values():
+        if issubclass(type(module), nn.TransformerEncoder):
+            module._drops_padding = drop_padding
+        own |= {getattr(module, name) for name in getattr(type(module), "_attentions", ())}
+    for name, module in report._modules.items():
+        if issubclass(type(module), nn.MultiheadAttention):
+            module._returns_weights = need_weights
+            if need_weights and module not in own:
+                report.notes[name] = NEEDS_WEIGHTS
     return report
 
 
@@ -286,10 +303,8 @@ def _require_model(model: nn.Module) -> None:
 
 def _give_back(module: Any) -> None:
     module.__class__ = module._original
-    for name in ("_fallbacks", "_drops_padding"):
+    for name in ("_fallbacks", "_drops_padding", "_returns_weights"):
         module.__dict__.pop(name, None)
-    if "_nested" in module.__dict__:
-        module.use_nested_tensor = module.__dict__.pop("_nested")
 
 
 def restore(model: nn.Module) -> None:
@@ -433,12 +448,12 @@ class sdpa_override(TorchFunctionMode):
     Its arguments and their meaning are torch's: a boolean mask (True takes part) or a floating one,
     dropout, is_causal from the top left, scale, enable_gqa, three or four dimensions, a value of
     another width. What the op does not take (nested tensors, tensor subclasses, other numbers of
-    dimensions, batches that broadcast, head dims above 256, other dtypes) runs in torch, call by
-    call. A row that sees no key, be it by a floating mask of finfo.min, gives zeros. It nests, and
-    works within and around torch.compile. Calls inside of nn.MultiheadAttention are not seen by it:
-    `accelerate` replaces that. backward() leaves every such mode, so under activation checkpointing
-    the `with` has to stand inside of what is checkpointed: around it, torch's attention would run
-    in the second forward.
+    dimensions, batches that broadcast, head dims of 0 or above 256, other dtypes, a scale that is a
+    tensor), and what is wrong, runs in torch, call by call. A row that sees no key, be it by a
+    floating mask of finfo.min, gives zeros. It nests, and works within and around torch.compile.
+    Calls inside of nn.MultiheadAttention are not seen by it: `accelerate` replaces that. backward()
+    leaves every such mode, so under activation checkpointing the `with` has to stand inside of what
+    is checkpointed: around it, torch's attention would run in the second forward.
 
     Every torch function that runs within it passes through Python once more: some microseconds.
     """
@@ -495,7 +510,7 @@ def _sdpa_obstacle(
     foreign = _foreign(*tensors, attn_mask)
     if foreign is not None:
         return foreign
-    if query.dim() not in (3, 4) or any(x.dim() != query.dim() for x in tensors):
+    if any(x is None or x.dim() != query.dim() for x in tensors) or query.dim() not in (3, 4):
         return "not three or four dimensions each"
     if any(x.dtype != query.dtype or x.device != query.device for x in tensors):
         return "several dtypes or devices"
@@ -503,10 +518,24 @@ def _sdpa_obstacle(
         return f"the dtype is {query.dtype}"
     if any(x.shape[0] != query.shape[0] for x in tensors) or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
-    if query.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
-        return "the heads broadcast"
-    if max(query.shape[-1], value.shape[-1]) > functional.MAX_HEAD_DIM:
-        return f"a head dim is above {functional.MAX_HEAD_DIM}"
-    if attn_mask is not None and (is_causal or attn_mask.dtype not in (torch.bool, query.dtype)):
+    if query.dim() == 4 and query.shape[1] != key.shape[1]:
+        if not enable_gqa:
+            return "the heads broadcast"
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            return "the heads of key do not divide those of query"
+    dims = (query.shape[-1], value.shape[-1])
+    if 0 in dims or max(dims) > functional.MAX_HEAD_DIM or key.shape[-1] != dims[0]:
+        return f"a head dim is 0 or above {functional.MAX_HEAD_DIM}, or key has another than query"
+    if type(dropout_p) not in (float, int) or not 0 <= dropout_p <= 1:
+        return "dropout_p is no number from 0 to 1"
+    if type(is_causal) is not bool or not (scale is None or type(scale) in (float, int)):
+        return "is_causal is no bool, or scale no number"
+    if attn_mask is None:
+        return None
+    if is_causal or attn_mask.dtype not in (torch.bool, query.dtype):
         return "a mask beside is_causal, or of another dtype"
+    scores = (*query.shape[:-1], key.shape[-2])
+    sizes = zip(attn_mask.shape[::-1], scores[::-1])
+    if not 2 <= attn_mask.dim() <= len(scores) or any(n not in (1, want) for n, want in sizes):
+        return "the mask does not broadcast to the scores"
     return None

@@ -60,6 +60,16 @@ class _Accelerated:
         _tell(self, type(self).__name__, reason)
         return self._original.forward(self, *args, **kwargs)
 
+    def _if_it_takes(self, refusal: Exception, *args: Any) -> Any:
+        """The original's forward, of arguments that ours refuses; where it refuses them as well,
+        in our words.
+        """
+        name = str(refusal).split(" ", 1)[0]
+        try:
+            return self._as_before(f"{name}: torch takes what the op does not", *args)
+        except Exception:
+            raise refusal from None
+
     def __reduce_ex__(
         self, protocol: Any
     ) -> Any:  # a copy, a pickle: the class has no name of its own
@@ -153,6 +163,12 @@ class _Seen(NamedTuple):
     padding: Tensor | None = None  # attn_mask as it was given, where it is key_padding_mask alone
 
 
+NEEDS_WEIGHTS = (
+    "need_weights=True, the default, takes plain PyTorch; where the weights are thrown away, "
+    "need_weights=False, or accelerate(model, need_weights=False), takes the fused op"
+)
+
+
 def _unknown(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
     for name, mask in zip(names, masks):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -162,16 +178,10 @@ def _unknown(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
             )
 
 
-def _each(function: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """function of each, once where one tensor stands for two."""
-    v = function(value)
-    k = v if key is value else function(key)
-    return (k if query is key else function(query)), k, v
-
-
 class _MultiheadAttention(_Accelerated):
     _base = nn.MultiheadAttention
     _internal = ("forward", "merge_masks")
+    _returns_weights = True  # where they are asked for; accelerate(need_weights=False) ends it
 
     def forward(
         self: Any,
@@ -184,20 +194,22 @@ class _MultiheadAttention(_Accelerated):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        need_weights = need_weights and self._returns_weights
         reason = _foreign(query, key, value, key_padding_mask, attn_mask) or self._obstacle()
+        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
-            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            return self._as_before(reason, query, key, value, *options)
-        self._require(query, key, value)
-        batched = query.dim() == 3
-        query, key, value = _each(self._leading, query, key, value)
-        seen = self._seen(query, key, batched, attn_mask, key_padding_mask, is_causal)
+            return self._as_before(reason, query, key, value, *masks)
+        try:
+            self._require(query, key, value)
+            seen = self._seen(query, key, attn_mask, key_padding_mask, is_causal)
+        except (TypeError, ValueError) as refusal:
+            return self._if_it_takes(refusal, query, key, value, *masks)
         with _running(self):
             if not need_weights:
-                return self._as_given(self._attend(query, key, value, seen), batched), None
+                return self._attend(query, key, value, seen), None
             out, weights = self._attend_with_weights(query, key, value, seen)
         weights = weights.mean(1) if average_attn_weights else weights
-        return self._as_given(out, batched), weights if batched else weights.squeeze(0)
+        return out, weights if query.dim() == 3 else weights.squeeze(0)
 
     def _obstacle(self: Any) -> str | None:
         """Why the op cannot stand for this module, or None."""
@@ -228,30 +240,31 @@ class _MultiheadAttention(_Accelerated):
                 f"query {q}, key {k}, value {v}; expected one batch, and as many values as keys"
             )
 
-    def _leading(self: Any, x: Tensor) -> Tensor:
-        """[N, L, E], of what the caller gives."""
-        if x.dim() == 2:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
+    def _heads(self: Any, x: Tensor) -> Tensor:
+        """[N, H, L, D], of what is projected: [N, L, H, D], [L, N, H, D] or [L, H, D]."""
+        if x.dim() == 3:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
-    def _as_given(self: Any, x: Tensor, batched: bool) -> Tensor:
-        """And back."""
+    def _joined(self: Any, x: Tensor, batched: bool) -> Tensor:
+        """And back, [N, L, E], [L, N, E] or [L, E]."""
         if not batched:
-            return x.squeeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
+            return x.squeeze(0).transpose(0, 1).flatten(1)
+        return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def _seen(
         self: Any,
-        query: Tensor,  # [N, L, E]
-        key: Tensor,  # [N, S, ..]
-        batched: bool,
+        query: Tensor,  # [N, L, E], [L, N, E] or [L, E]
+        key: Tensor,
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
         names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
     ) -> _Seen:
         """torch's two masks, in which True leaves out and a float is added."""
-        batch, length, keys, heads = *query.shape[:2], key.shape[1], self.num_heads
+        batched, heads = query.dim() == 3, self.num_heads
+        at = 1 if batched and self.batch_first else 0
+        batch, length, keys = query.shape[1 - at] if batched else 1, query.shape[at], key.shape[at]
         if is_causal and attn_mask is None:
             raise ValueError(
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
@@ -294,34 +307,32 @@ class _MultiheadAttention(_Accelerated):
         return _Seen(visible, bias, is_causal, padding=padding)
 
     def _attend(self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen) -> Tensor:
-        """[N, L, E] each, or [tokens, E] of a packed batch -> the same."""
+        """As the caller has them, or [tokens, E] of a packed batch -> the same."""
         q, k, v = self._projected(query, key, value)  # [.., S, H, D]
         p = self.dropout if self.training else 0.0
         if seen.packing is not None:
             at, longest = seen.packing.cu_seqlens, seen.packing.longest
             out = functional.packed_attention(
                 q, k, v, at, at, longest, longest, dropout_p=p, is_causal=seen.is_causal
-            )
+            ).flatten(-2)
         else:
-            k, v, seen = self._appended(k, v, seen)
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            k, v, seen = self._appended(self._heads(k), self._heads(v), seen)
             mask, bias, causal = seen[:3]
+            q = self._heads(q)
             out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal, bias=bias)
-            out = out.transpose(1, 2)
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+            out = self._joined(out, query.dim() == 3)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 
     def _attend_with_weights(
         self: Any, query: Tensor, key: Tensor, value: Tensor, seen: _Seen
     ) -> tuple[Tensor, Tensor]:
         """Also the weights [N, H, L, S], after dropout, as torch returns them."""
-        why = "need_weights=True takes plain PyTorch; need_weights=False the fused op"
-        _tell(self, "MultiheadAttention", why)
-        q, k, v = self._projected(query, key, value)
+        _tell(self, "MultiheadAttention", NEEDS_WEIGHTS)
+        q, k, v = (self._heads(x) for x in self._projected(query, key, value))
         k, v, seen = self._appended(k, v, seen)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
         weights = F.dropout(weights, self.dropout, self.training)
-        out = (weights @ v.to(weights.dtype)).transpose(1, 2).flatten(-2)
+        out = self._joined(weights @ v.to(weights.dtype), query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias), weights
 
     def _projected(self: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -345,15 +356,15 @@ class _MultiheadAttention(_Accelerated):
         return self.bias_k is not None or self.add_zero_attn
 
     def _appended(self: Any, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor, _Seen]:
-        """With the learned key and value, and the zero ones, behind the others."""
+        """[N, H, S, D] each: the learned key and value, and the zero ones, behind the others."""
         ends = [] if self.bias_k is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
         mask, bias = seen.attn_mask, seen.bias
         for end in ends:
-            shape = (len(k), 1, self.num_heads, self.head_dim)
-            last_k, last_v = (x.view(1, 1, *shape[2:]).expand(shape) for x in end)
-            k, v = torch.cat([k, last_k.to(k.dtype)], 1), torch.cat([v, last_v.to(v.dtype)], 1)
+            shape = (len(k), self.num_heads, 1, self.head_dim)
+            last_k, last_v = (x.view(1, *shape[1:]).expand(shape) for x in end)
+            k, v = torch.cat([k, last_k.to(k.dtype)], 2), torch.cat([v, last_v.to(v.dtype)], 2)
             mask = None if mask is None else F.pad(mask, (0, 1), value=True)
             bias = None if bias is None else F.pad(bias, (0, 1))
         return k, v, seen._replace(attn_mask=mask, bias=bias)
@@ -415,20 +426,19 @@ class _Layer(_Accelerated):
 _Context = tuple[Any, ...]  # what a layer's `_through` takes after the stream
 
 
-def _encoder_input(
+def _encoder_context(
     attention: Any,
     src: Tensor,
     mask: Tensor | None,
     key_padding_mask: Tensor | None,
     is_causal: bool,
     names: tuple[str, str],
-) -> tuple[Tensor, _Context]:
+) -> _Context:
     attention._require(src, src, src)
-    x = attention._leading(src)
-    return x, (attention._seen(x, x, src.dim() == 3, mask, key_padding_mask, is_causal, names),)
+    return (attention._seen(src, src, mask, key_padding_mask, is_causal, names),)
 
 
-def _decoder_input(
+def _decoder_context(
     layer: Any,
     tgt: Tensor,
     memory: Tensor,
@@ -438,16 +448,14 @@ def _decoder_input(
     memory_padding: Tensor | None,
     tgt_is_causal: bool,
     memory_is_causal: bool,
-) -> tuple[Tensor, _Context]:
+) -> _Context:
     own, cross = layer.self_attn, layer.multihead_attn
     own._require(tgt, tgt, tgt)
     cross._require(tgt, memory, memory)
-    batched = tgt.dim() == 3
-    x, memory = own._leading(tgt), own._leading(memory)
     names = ("tgt_mask", "tgt_key_padding_mask"), ("memory_mask", "memory_key_padding_mask")
-    seen = own._seen(x, x, batched, tgt_mask, tgt_padding, tgt_is_causal, names[0])
+    seen = own._seen(tgt, tgt, tgt_mask, tgt_padding, tgt_is_causal, names[0])
     args = (memory_mask, memory_padding, memory_is_causal)
-    return x, (seen, memory, cross._seen(x, memory, batched, *args, names[1]))
+    return seen, memory, cross._seen(tgt, memory, *args, names[1])
 
 
 class _TransformerEncoderLayer(_Layer):
@@ -467,10 +475,13 @@ class _TransformerEncoderLayer(_Layer):
         if reason is not None:
             return self._as_before(reason, src, *masks, is_causal)
         names = ("src_mask", "src_key_padding_mask")
-        x, context = _encoder_input(self.self_attn, src, *masks, is_causal, names)
-        stream = _Stream(x)
+        try:
+            context = _encoder_context(self.self_attn, src, *masks, is_causal, names)
+        except (TypeError, ValueError) as refusal:
+            return self._if_it_takes(refusal, src, *masks, is_causal)
+        stream = _Stream(src)
         self._through(stream, *context)
-        return self.self_attn._as_given(stream.value(), src.dim() == 3)
+        return stream.value().contiguous()
 
     def _through(self: Any, stream: _Stream, seen: _Seen) -> None:
         if self._native(stream, seen):
@@ -486,7 +497,7 @@ class _TransformerEncoderLayer(_Layer):
         Without a mask, and with padding that leaves each query a key, it computes what the parts
         do. Whether it ran.
         """
-        x, attention = stream.x, self.self_attn
+        x, attention = stream.x, self.self_attn  # x: [N, L, E], [L, N, E] or [L, E]
         if x.device.type != "cpu" or self.training or torch.is_grad_enabled():
             return False
         if backends.current_backend() == "triton" or not reference.eager(x) or not x.numel():
@@ -494,6 +505,8 @@ class _TransformerEncoderLayer(_Layer):
         if stream.waiting is not None or functional._autocast_dtype(x) is not None:
             return False
         if seen.is_causal or seen.bias is not None or seen.packing is not None:
+            return False
+        if not torch.backends.mha.get_fastpath_enabled():
             return False
         dropouts = (self.dropout, self.dropout1, self.dropout2)
         if any(type(d) is not nn.Dropout or d.training for d in dropouts) or attention._appends():
@@ -516,7 +529,10 @@ class _TransformerEncoderLayer(_Layer):
         form = (activation == "gelu", self.norm_first, self.norm1.eps)
         mask = () if seen.padding is None else (seen.padding, 1)
         whole: Any = torch._transformer_encoder_layer_fwd
-        stream.x = whole(x, *sizes, *weights[:4], *form, *weights[4:], *mask)
+        batched, turned = x.dim() == 3, x.dim() == 3 and not attention.batch_first
+        x = x.transpose(0, 1) if turned else x if batched else x.unsqueeze(0)
+        x = whole(x, *sizes, *weights[:4], *form, *weights[4:], *mask)
+        stream.x = x.transpose(0, 1) if turned else x if batched else x.squeeze(0)
         if backends._state.watch is not None:
             why = "without gradients, on a CPU, torch has the layer as one op"
             backends._state.watch(backends.Choice(type(self).__name__, "torch", why))
@@ -544,10 +560,13 @@ class _TransformerDecoderLayer(_Layer):
         reason = _foreign(tgt, memory, *masks) or self._obstacle()
         if reason is not None:
             return self._as_before(reason, tgt, memory, *masks, *hints)
-        x, context = _decoder_input(self, tgt, memory, *masks, *hints)
-        stream = _Stream(x)
+        try:
+            context = _decoder_context(self, tgt, memory, *masks, *hints)
+        except (TypeError, ValueError) as refusal:
+            return self._if_it_takes(refusal, tgt, memory, *masks, *hints)
+        stream = _Stream(tgt)
         self._through(stream, *context)
-        return self.self_attn._as_given(stream.value(), tgt.dim() == 3)
+        return stream.value().contiguous()
 
     def _through(
         self: Any, stream: _Stream, seen: _Seen, memory: Tensor, memory_seen: _Seen
@@ -589,7 +608,8 @@ class _Stack(_Accelerated):
 
     def _normalized(self: Any, stream: _Stream) -> Tensor:
         with _running(self):
-            return stream.value() if self.norm is None else stream.normalized(self.norm)
+            out = stream.value() if self.norm is None else stream.normalized(self.norm)
+        return out.contiguous()
 
 
 def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
@@ -617,33 +637,65 @@ class _TransformerEncoder(_Stack):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
+        *,
+        _unseen: bool = False,
     ) -> Tensor:
+        """`_unseen`: nobody sees what comes out at the padding."""
         padding = src_key_padding_mask
         reason = _foreign(src, mask, padding) or self._obstacle()
-        hidden = None
-        if self._drops_padding and padding is not None and padding.dtype == torch.bool:
-            hidden = padding if src.dim() == 3 else None
+        dropped = None
+        if self._drops_padding and padding is not None and src.dim() == 3:
+            dropped = padding if padding.dtype == torch.bool else None
         if reason is not None:
             out = self._as_before(reason, src, mask, padding, is_causal)
-            return out if hidden is None or out.is_nested else self._blanked(out, hidden)
-        attention, batched = self.layers[0].self_attn, src.dim() == 3
-        causal = _is_causal(mask, is_causal)
-        names = ("mask", "src_key_padding_mask")
-        x, (seen,) = _encoder_input(attention, src, mask, padding, causal, names)
+            return out if dropped is None or out.is_nested else self._blanked(out, dropped)
+        attention = self.layers[0].self_attn
+        causal, names = _is_causal(mask, is_causal), ("mask", "src_key_padding_mask")
+        try:
+            (seen,) = _encoder_context(attention, src, mask, padding, causal, names)
+        except (TypeError, ValueError) as refusal:
+            return self._if_it_takes(refusal, src, mask, padding, is_causal)
+        if dropped is None and padding is not None:
+            hidden = padding if padding.dtype == torch.bool else padding != 0
+            if _unseen or self._converts(src, mask, hidden):
+                dropped = hidden
         packing = None
-        if hidden is not None and (mask is None or seen.is_causal) and not attention._appends():
-            packing = _worth_packing(hidden)
+        if dropped is not None and (mask is None or seen.is_causal) and not attention._appends():
+            packing = _worth_packing(dropped)
+        x, turned = src, not attention.batch_first
         if packing is not None:
-            x, _ = unpad(x, packing)
+            x, _ = unpad(x.transpose(0, 1) if turned else x, packing)
             seen = _Seen(is_causal=seen.is_causal, packing=packing)
         stream = _Stream(x)
         for layer in self.layers:
             layer._through(stream, seen)
         if packing is not None:
-            stream = _Stream(pad(stream.value(), packing))
-        elif hidden is not None:
-            stream = _Stream(stream.value().masked_fill(hidden.unsqueeze(-1), 0.0))
-        return attention._as_given(self._normalized(stream), batched)
+            x = pad(stream.value(), packing)
+            stream = _Stream(x.transpose(0, 1) if turned else x)
+        elif dropped is not None and not _unseen:
+            dropped = (dropped.t() if turned else dropped).unsqueeze(-1)
+            stream = _Stream(stream.value().masked_fill(dropped, 0.0))
+        return self._normalized(stream)
+
+    def _converts(self: Any, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
+        """Whether torch's forward takes the padding out, as nested tensors: where it was, zeros
+        come out of the layers.
+        """
+        first = self.layers[0]
+        if first.training or src.dim() != 3 or mask is not None or not self.use_nested_tensor:
+            return False
+        if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
+            return False
+        if torch.is_grad_enabled():
+            parts = (first.self_attn.out_proj, first.norm1, first.norm2)
+            weights = [first.self_attn.in_proj_weight, first.self_attn.in_proj_bias]
+            for part in (*parts, first.linear1, first.linear2):
+                weights += [part.weight, part.bias]
+            if any(x.requires_grad for x in (src, *weights)):
+                return False
+        if not getattr(self, "mask_check", True):
+            return True
+        return _look(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
 
     def _blanked(self: Any, out: Tensor, hidden: Tensor) -> Tensor:
         """The output of torch's own forward with what zeros give where padding is."""
@@ -690,11 +742,58 @@ class _TransformerDecoder(_Stack):
             return self._as_before(reason, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         first = self.layers[0]
         hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-        x, context = _decoder_input(first, tgt, memory, *masks, *hints)
-        stream = _Stream(x)
+        try:
+            context = _decoder_context(first, tgt, memory, *masks, *hints)
+        except (TypeError, ValueError) as refusal:
+            return self._if_it_takes(refusal, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        stream = _Stream(tgt)
         for layer in self.layers:
             layer._through(stream, *context)
-        return first.self_attn._as_given(self._normalized(stream), tgt.dim() == 3)
+        return self._normalized(stream)
+
+
+class _Transformer(_Accelerated):
+    _base = nn.Transformer
+    _internal = ("forward",)
+
+    def forward(
+        self: Any,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """torch's own, but for padding that the decoder does not see: the encoder may drop it."""
+        masks = (src_mask, tgt_mask, memory_mask)
+        paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        hints = (src_is_causal, tgt_is_causal, memory_is_causal)
+        if not self._hides(src, paddings[0], paddings[2]):
+            return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
+        memory = self.encoder(src, src_mask, paddings[0], src_is_causal, _unseen=True)
+        return self.decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:])
+
+    def _hides(self: Any, src: Tensor, padding: Any, from_decoder: Any) -> bool:
+        """Whether nobody sees what the encoder gives where padding is."""
+        if padding is None or from_decoder is None or src.dim() != 3:
+            return False
+        if padding.dtype != torch.bool or from_decoder.dtype != torch.bool or not _look(padding):
+            return False
+        encoder, decoder = self.encoder, self.decoder
+        kinds = [getattr(type(part), "_kind", None) for part in (encoder, decoder)]
+        if kinds != [_TransformerEncoder, _TransformerDecoder] or not _plain(encoder, decoder):
+            return False
+        if decoder._obstacle() is not None:
+            return False
+        if padding is from_decoder:
+            return True
+        return padding.shape == from_decoder.shape and not (padding & ~from_decoder).any()
 
 
 # -------------------------------------------------------------------------------------------- norms
@@ -706,9 +805,15 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if low and functional._autocast_dtype(x) is not None else x
 
 
-def _norm_obstacle(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> str | None:
+def _norm_obstacle(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
+) -> str | None:
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return f"the input is {x.dtype}, the weight {weight.dtype}"
+    if bias is not None and weight is not None and bias.dtype != weight.dtype:
+        return f"the weight is {weight.dtype}, the bias {bias.dtype}"
+    if eps is not None and eps < 0:
+        return f"eps is {eps}"
     return _foreign(x, weight, bias)
 
 
@@ -717,7 +822,7 @@ class _LayerNorm(_Accelerated):
     _internal = ("forward",)
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        reason = _norm_obstacle(input, self.weight, self.bias)
+        reason = _norm_obstacle(input, self.weight, self.bias, self.eps)
         if reason is not None:
             return self._as_before(reason, input)
         with _running(self):
@@ -729,6 +834,9 @@ class _LayerNorm(_Accelerated):
         self: Any, x: Tensor, residual: Tensor, dropout_p: float
     ) -> tuple[Tensor, Tensor]:
         """(self(sum), sum), sum = residual + dropout(x), in one kernel."""
+        if _norm_obstacle(residual, self.weight, self.bias, self.eps) is not None:
+            total = residual + F.dropout(x, dropout_p)
+            return self.forward(total), total
         normalized, total = functional.dropout_add_layer_norm(
             _wide(x), _wide(residual), self.weight, self.bias, dropout_p, self.eps
         )
@@ -740,7 +848,7 @@ class _RMSNorm(_Accelerated):
     _internal = ("forward",)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        reason = _norm_obstacle(x, self.weight)
+        reason = _norm_obstacle(x, self.weight, None, self.eps)
         if reason is not None:
             return self._as_before(reason, x)
         with _running(self):
@@ -872,6 +980,7 @@ KINDS: tuple[Any, ...] = (
     _TransformerDecoderLayer,
     _TransformerEncoder,
     _TransformerDecoder,
+    _Transformer,
     _LayerNorm,
     _RMSNorm,
 )

@@ -193,6 +193,84 @@ def test_causal_hint(options, backend, device):
         module(x, x, x, is_causal=True)
 
 
+def test_arguments_that_torch_takes_and_the_op_does_not(device):
+    """Its own path, counted: a mask of another shape beside is_causal, which torch does not read;
+    at inference a hint without its mask.
+    """
+    module = randomized(nn.MultiheadAttention(E, H, batch_first=True), device)
+    x = torch.randn(N, S, E, device=device)
+    wrong = {"attn_mask": torch.zeros(3, 4, device=device), "is_causal": True}
+    want = module(x, x, x, need_weights=False, **wrong)[0]
+    with torch.no_grad():
+        hinted = module.eval()(x, x, x, is_causal=True)
+    report = ff.accelerate(module)
+    torch.testing.assert_close(module.train()(x, x, x, need_weights=False, **wrong)[0], want)
+    assert report.fallbacks == {"": {"attn_mask: torch takes what the op does not": 1}}
+    with torch.no_grad():
+        have = module.eval()(x, x, x, is_causal=True)
+    torch.testing.assert_close(have, hinted)
+    assert "is_causal: torch takes what the op does not" in report.fallbacks[""]
+    with pytest.raises(ValueError, match="attn_mask has shape"):  # with weights it is read
+        module.train()(x, x, x, **wrong)
+
+
+@pytest.mark.parametrize("batch_first", [True, False, None])
+def test_outputs_can_be_viewed(batch_first, backend, device):
+    """Contiguous, as torch's are: in training and at inference, of every module."""
+    options = {"batch_first": bool(batch_first)}
+    attention = nn.MultiheadAttention(E, H, **options)
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, **options)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    decoder = nn.TransformerDecoderLayer(E, H, 24, 0.0, **options)
+    x = torch.randn(*((S, E) if batch_first is None else (S, N, E)), device=device)
+    for module in (attention, layer, encoder, decoder):
+        ff.accelerate(module.to(device))
+        args = {attention: (x, x, x), decoder: (x, x)}.get(module, (x,))
+        for mode, grad in itertools.product((True, False), repeat=2):
+            with torch.set_grad_enabled(grad):
+                out = module.train(mode)(*args)
+            for y in out if isinstance(out, tuple) else (out,):
+                assert y.is_contiguous(), (type(module).__name__, mode, grad)
+
+
+def test_weights_that_are_thrown_away(backend, device):
+    """The report says at once what need_weights=True takes; accelerate(need_weights=False) ends
+    it.
+    """
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(E, H, batch_first=True)
+            self.layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(self.attn(x, x, x)[0])
+
+    model = randomized(Block(), device)
+    x = torch.randn(N, S, E, device=device)
+    want = model(x)
+    report = ff.accelerate(model)
+    assert list(report.notes) == ["attn"] and not report.fallbacks  # not that of the layer
+    assert "need_weights=False" in report.notes["attn"]
+    assert "attn: need_weights=True, the default, takes plain PyTorch" in str(report)
+    assert ff.explain(model, x).rows[0][2] == "torch"
+    ff.restore(model)
+
+    report = ff.accelerate(model, need_weights=False)
+    assert not report.notes and "need_weights" not in str(report)
+    assert [row[2] for row in ff.explain(model, x).rows] == [backend] * 5
+    torch.testing.assert_close(model(x), want, atol=1e-5, rtol=1e-5)
+    assert model.attn(x, x, x, need_weights=True)[1] is None and not report.fallbacks
+    assert model.attn(x, x, x, attn_mask=torch.zeros(1, 2), is_causal=True)[1] is None  # torch's
+    assert copy.deepcopy(model).attn(x, x, x)[1] is None
+    again = ff.accelerate(model)  # the last word holds
+    assert list(again.notes) == ["attn"] and model.attn(x, x, x)[1] is not None
+    ff.accelerate(model, need_weights=False)
+    ff.restore(model)
+    assert model.attn(x, x, x)[1] is not None
+
+
 @pytest.mark.parametrize("variant", ["plain", "kdim", "no bias"])
 def test_fully_padded_rows(variant, backend, device):
     """Zeros before the output projection, in every mode; finite gradients."""
@@ -399,7 +477,9 @@ def test_encoder(norm, norm_first, backend, device):
 
 @pytest.mark.parametrize("where", ["right", "left", "scattered", "a whole sequence", "everything"])
 def test_padding_is_dropped(where, backend, device):
-    """Its positions come out of the layers as zeros; nothing there is computed or read."""
+    """On request: its positions come out of the layers as zeros; nothing there is computed or
+    read.
+    """
     model = encoder(device)
     x = torch.randn(3, 24, E, device=device)
     lengths = torch.tensor([24, 9, 14], device=device)
@@ -413,8 +493,7 @@ def test_padding_is_dropped(where, backend, device):
     elif where == "everything":
         padding[:] = True
     want = copy.deepcopy(model).double()(x.double(), src_key_padding_mask=padding)
-    report = ff.accelerate(model)
-    assert not model.use_nested_tensor
+    report = ff.accelerate(model, drop_padding=True)
     poisoned = x.masked_fill(padding.unsqueeze(-1), float("nan"))
     if where == "everything":
         poisoned = x
@@ -429,26 +508,97 @@ def test_padding_is_dropped(where, backend, device):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_drop_padding_is_a_choice(backend, device):
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_drop_padding_is_a_choice(batch_first, backend, device):
+    """By default what torch computes there comes out; in training, and at inference with
+    gradients.
+    """
     x = torch.randn(3, 24, E, device=device)
     padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
-    kept, dropped = encoder(device), encoder(device, batch_first=False)
-    oracle = copy.deepcopy(kept).double()(x.double(), src_key_padding_mask=padding)
-    ff.accelerate(kept, drop_padding=False)
-    assert relative(kept(x, src_key_padding_mask=padding), oracle) < 1e-5  # everywhere
-    by_default = copy.deepcopy(dropped)
-    ff.accelerate(by_default)
+    kept = encoder(device, batch_first=batch_first)
+    dropped = copy.deepcopy(kept)
+    given = x if batch_first else x.transpose(0, 1)
+    for mode in (True, False):
+        check(kept.train(mode), given, src_key_padding_mask=padding)  # everywhere
+    ff.accelerate(kept)
     ff.accelerate(dropped, drop_padding=True)
-    want = by_default(x.transpose(0, 1), src_key_padding_mask=padding).transpose(0, 1)
-    have = dropped(x.transpose(0, 1), src_key_padding_mask=padding).transpose(0, 1)
+    want = kept(given, src_key_padding_mask=padding)
+    have = dropped(given, src_key_padding_mask=padding)
+    assert have.is_contiguous()
+    if not batch_first:
+        want, have = want.transpose(0, 1), have.transpose(0, 1)
     torch.testing.assert_close(have[~padding], want[~padding], atol=1e-5, rtol=1e-5)
     assert (have[padding] == dropped.norm.bias).all() and (want[padding] != have[padding]).any()
+    ff.accelerate(dropped)  # the last word holds
+    again = dropped(given, src_key_padding_mask=padding)
+    again = again if batch_first else again.transpose(0, 1)
+    torch.testing.assert_close(again, want)
+
+
+CONVERSIONS = {
+    "aligned": {},
+    "float": {"floating": True},
+    "a whole sequence": {"lengths": (24, 0, 14)},
+    "little": {"lengths": (24, 24, 23)},
+    "scattered": {"where": "scattered"},
+    "left": {"where": "left"},
+    "unchecked": {"where": "right", "mask_check": False},
+    "pre-norm": {"norm_first": True},
+    "not asked for": {"enable_nested_tensor": False},
+    "with a mask": {"mask": True},
+    "without fast path": {"fast": False},
+    "odd heads": {"heads": 1},
+    "gelu": {"activation": "gelu", "norm": True},
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_padding_at_inference_is_as_torch_has_it(name, backend, device):
+    """Zeros where torch converts to nested tensors, what its layers compute elsewhere."""
+    options = {"lengths": (24, 9, 14), "where": "right", "fast": True, **CONVERSIONS[name]}
+    made = {k: v for k, v in options.items() if k in ("norm_first", "activation")}
+    layer = nn.TransformerEncoderLayer(
+        E, options.get("heads", H), 24, 0.0, batch_first=True, **made
+    )
+    stack = {k: v for k, v in options.items() if k in ("enable_nested_tensor", "mask_check")}
+    norm = nn.LayerNorm(E) if options.get("norm") else None
+    model = randomized(nn.TransformerEncoder(layer, 2, norm, **stack), device)
+    x = torch.randn(3, 24, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor(options["lengths"])[:, None].to(
+        device
+    )
+    if options["where"] == "scattered":
+        padding = torch.rand(3, 24, device=device) < 0.3
+    elif options["where"] == "left":
+        padding = padding.flip(1)
+    given = {"src_key_padding_mask": padding}
+    if options.get("floating"):
+        given["src_key_padding_mask"] = torch.zeros(3, 24, device=device).masked_fill(padding, INF)
+    if options.get("mask"):
+        given["mask"] = torch.ones(24, 24, dtype=torch.bool, device=device).triu(1)
+    fast = copy.deepcopy(model)
+    ff.accelerate(fast)
+    torch.backends.mha.set_fastpath_enabled(options["fast"])
+    try:
+        for training, grad, frozen in itertools.product((True, False), repeat=3):
+            model.requires_grad_(not frozen), fast.requires_grad_(not frozen)
+            with torch.set_grad_enabled(grad):
+                want = model.train(training)(x, **given)
+                have = fast.train(training)(x, **given)
+                ran = {row[1] for row in ff.explain(fast, x, **given).rows}
+            seen = ~padding.all(1) if want.isnan().any() else slice(None)  # zeros are ours
+            torch.testing.assert_close(have[seen], want[seen], atol=1e-4, rtol=1e-4)
+            if name == "aligned":
+                assert ("packed_attention" in ran) == (not training and (frozen or not grad))
+                assert have[padding].eq(0).all() == ("packed_attention" in ran)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def test_little_padding_is_zeros_too(backend, device):
     """Where dropping does not pay, what comes out is the same."""
     model = encoder(device, norm=False)
-    ff.accelerate(model)
+    ff.accelerate(model, drop_padding=True)
     x = torch.randn(N, S, E, device=device)
     padding = torch.zeros(N, S, dtype=torch.bool, device=device)
     padding[1, -1] = True
@@ -462,7 +612,7 @@ def test_little_padding_is_zeros_too(backend, device):
 def test_padding_is_zeros_where_torch_runs(device):
     """A hook on a layer: its own forward, and the same at the padding."""
     model = encoder(device)
-    ff.accelerate(model)
+    ff.accelerate(model, drop_padding=True)
     x = torch.randn(3, 24, E, device=device)
     padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
     want = model(x, src_key_padding_mask=padding)
@@ -481,10 +631,10 @@ def test_padding_beside_appended_keys(backend, device):
     randomized(model, device)
     x = torch.randn(3, 24, E, device=device)
     padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
-    check(model, x, first=lambda out: out[~padding], src_key_padding_mask=padding)
+    check(model, x, src_key_padding_mask=padding)
     heads = encoder(device)
     heads.layers[1].self_attn = nn.MultiheadAttention(E, 4, batch_first=True)
-    check(heads, x, first=lambda out: out[~padding], src_key_padding_mask=padding)
+    check(heads, x, src_key_padding_mask=padding)
     ff.accelerate(model)
     with torch.no_grad():
         torch.testing.assert_close(model(x).detach(), model.eval()(x), atol=1e-5, rtol=1e-5)
@@ -516,23 +666,106 @@ def test_transformer(batch_first, backend, device):
     model.load_state_dict(fresh.state_dict())
 
 
+TRANSFORMERS = {
+    "src padding": {},
+    "both paddings": {"memory": True},
+    "left": {"left": True},
+    "src mask": {"src_mask": True},
+    "sequence first": {"batch_first": False},
+    "sequence first, both": {"batch_first": False, "memory": True},
+    "pre-norm": {"norm_first": True, "memory": True},
+    "unbatched": {"batched": False},
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformer_with_padding(name, backend, device):
+    """nn.Transformer gives what torch gives, gradients too, whether the decoder sees the encoder's
+    padding or not; where it does not, none is computed.
+    """
+    options = TRANSFORMERS[name]
+    batch_first, hidden = options.get("batch_first", True), options.get("memory", False)
+    norm_first = options.get("norm_first", False)
+    model = nn.Transformer(E, H, 1, 1, 24, 0.0, batch_first=batch_first, norm_first=norm_first)
+    randomized(model, device)
+    src, tgt = torch.randn(3, 24, E, device=device), torch.randn(3, L, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    if options.get("left"):
+        padding = padding.flip(1)
+    if not options.get("batched", True):
+        src, tgt, padding = src[0], tgt[0], padding[1]
+    elif not batch_first:
+        src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
+    given = {"src_key_padding_mask": padding}
+    if hidden:
+        given["memory_key_padding_mask"] = padding.clone()
+    if options.get("src_mask"):
+        given["src_mask"] = torch.ones(24, 24, dtype=torch.bool, device=device).triu(1)
+    for mode in (True, False):
+        check(model.train(mode), src, tgt, **given)
+        fast = copy.deepcopy(model)
+        ff.accelerate(fast)
+        ran = {row[1] for row in ff.explain(fast, src, tgt, **given).rows}
+        assert ("packed_attention" in ran) == hidden
+        with torch.no_grad():
+            torch.testing.assert_close(
+                fast(src, tgt, **given), model(src, tgt, **given), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_padding_that_somebody_sees_is_computed(device):
+    """A hook on the encoder, on the decoder or on one of its layers; a mask that leaves out less;
+    an encoder of another class; a forward of a user's.
+    """
+    src, tgt = torch.randn(3, 24, E, device=device), torch.randn(3, L, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    given = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+
+    def packed(model, **given):
+        return "packed_attention" in {row[1] for row in ff.explain(model, src, tgt, **given).rows}
+
+    def made():
+        model = nn.Transformer(E, H, 1, 1, 24, 0.0, batch_first=True).to(device)
+        ff.accelerate(model)
+        return model
+
+    assert packed(made(), **given)
+    for name in ("encoder", "decoder", "decoder.layers.0", "decoder.layers.0.multihead_attn"):
+        model = made()
+        model.get_submodule(name).register_forward_hook(lambda *_: None)
+        assert not packed(model, **given), name
+    less = torch.arange(24, device=device) >= torch.tensor([[24], [9], [15]], device=device)
+    assert not packed(made(), **{**given, "memory_key_padding_mask": less})
+    floating = torch.zeros(3, 24, device=device).masked_fill(padding, INF)
+    assert not packed(made(), **{**given, "memory_key_padding_mask": floating})
+    model = made()
+    model.encoder = nn.Identity()
+    model.encoder.forward = lambda src, **_: src
+    assert not packed(model, **given)
+
+
 def test_inference_on_a_cpu_is_as_before():
     """One op of torch's a layer, where it computes the same; no NaN for a row without keys."""
     x = torch.randn(N, S, E)
     for options in ({}, {"norm_first": True}, {"activation": "gelu"}):
         model = encoder("cpu", **options).eval()
         want = copy.deepcopy(model).double()(x.double())
-        ff.accelerate(model, drop_padding=False)
+        ff.accelerate(model)
         padding = torch.zeros(N, S, dtype=torch.bool)
         padding[1, 4:] = True
-        masked = model(x, src_key_padding_mask=padding)
+        masked = model(x, src_key_padding_mask=padding)[~padding]
         with torch.no_grad():
             native = ff.explain(model, x, src_key_padding_mask=padding).rows
             assert [row[1:3] for row in native[:2]] == [("TransformerEncoderLayer", "torch")] * 2
             assert relative(model(x), want) < 1e-5
-            torch.testing.assert_close(
-                model(x, src_key_padding_mask=padding), masked, atol=1e-5, rtol=1e-5
-            )
+            have = model(x, src_key_padding_mask=padding)[~padding]
+            torch.testing.assert_close(have, masked, atol=1e-5, rtol=1e-5)
+            torch.backends.mha.set_fastpath_enabled(False)
+            try:
+                rows = ff.explain(model, x).rows
+                assert not any(row[2] == "torch" for row in rows)
+            finally:
+                torch.backends.mha.set_fastpath_enabled(True)
             padding[1] = True
             assert model(x, src_key_padding_mask=padding).isfinite().all()
 
@@ -566,8 +799,33 @@ def test_inference_runs_every_part(device):
 # -------------------------------------------------------------------------------------------- norms
 
 
-def test_norms_of_mixed_dtypes(backend, device):
-    """What torch takes and the op does not."""
+@pytest.mark.parametrize("what", ["weight", "bias", "eps"])
+def test_norms_that_the_op_refuses(what, backend, device):
+    """What torch takes and the op does not: counted, by itself and after a sum in a layer."""
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True).to(device)
+    norm, x = layer.norm1, torch.randn(N, S, E, device=device)
+    if what == "weight":
+        norm.double()
+    elif what == "bias":
+        norm.bias.data = norm.bias.data.double()
+    else:
+        norm.eps = layer.norm2.eps = -1e-3
+    report_of = []
+    for module in (norm, layer):
+        try:
+            want = module(x)
+        except RuntimeError:
+            want = None
+        report_of.append(ff.accelerate(module))
+        if want is None:
+            with pytest.raises(RuntimeError):
+                module(x)
+        else:
+            torch.testing.assert_close(module(x), want)
+    assert report_of[0].fallbacks[""]
+
+
+def test_a_norm_of_another_dtype(backend, device):
     norm = nn.RMSNorm(E).to(device, torch.bfloat16)
     x = torch.randn(S, E, device=device)
     want = norm(x)
@@ -664,12 +922,12 @@ def test_restore(device):
     padding[:, 3:] = True
     src, tgt = torch.randn(N, S, E, device=device), torch.randn(N, L, E, device=device)
     model(src, tgt, src_key_padding_mask=padding)
-    assert model.encoder.use_nested_tensor is False
+    ff.accelerate(model, need_weights=False, drop_padding=True)
     again = ff.accelerate(model)
     assert not again.replaced and "replaced before" in str(again)
     ff.restore(model)
     ff.restore(model)
-    assert attributes(model) == before and model.encoder.use_nested_tensor is True
+    assert attributes(model) == before
 
 
 def test_the_model_itself():
@@ -805,6 +1063,8 @@ def test_bad_models():
     assert type(model) is nn.TransformerEncoderLayer
     with pytest.raises(TypeError, match="drop_padding is 'no'"):
         ff.accelerate(nn.LayerNorm(E), drop_padding="no")
+    with pytest.raises(TypeError, match="need_weights is None"):
+        ff.accelerate(nn.LayerNorm(E), need_weights=None)
     with pytest.raises(TypeError, match="target is a list"):
         ff.explain([])
     model = nn.MultiheadAttention(E, H)
@@ -890,7 +1150,7 @@ def test_accelerated_after_it_was_compiled(backend, device):
 def test_exported(backend, device):
     """With our ops in it, and zeros where padding is."""
     model = encoder(device, layers=1, norm=False)
-    ff.accelerate(model)
+    ff.accelerate(model, drop_padding=True)
     x = torch.randn(N, S, E, device=device)
     padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
     want = model(x, src_key_padding_mask=padding)
@@ -1229,8 +1489,8 @@ class Direct(nn.Module):
 
 
 class Again(nn.Module):
-    def forward(self, *args):
-        return F.scaled_dot_product_attention(*args)
+    def forward(self, *args, **options):
+        return F.scaled_dot_product_attention(*args, **options)
 
 
 def test_explain_direct_calls(backend, device):
@@ -1321,17 +1581,45 @@ def test_sdpa_override_nests_and_ends(device):
 
 def test_sdpa_override_leaves_to_torch(backend, device):
     """What the op does not take, with torch's own result or error."""
-    q = torch.randn(N, H, L, 8, device=device)
-    wide = torch.randn(N, H, L, 300, device=device)
-    mask = torch.rand(L, L, device=device) < 0.7
-    both = (q, q, q, mask, 0.0, True)
-    for args in ((wide, wide, wide), (q[None], q[None], q[None]), (q, q[:1], q[:1]), both):
-        want = F.scaled_dot_product_attention(*args)
+    q = torch.randn(N, 4, L, 8, device=device)
+    wide, mask = torch.randn(N, 4, L, 300, device=device), torch.rand(L, L, device=device) < 0.7
+    taken = {
+        "wide": ((wide, wide, wide), {}),
+        "five dimensions": ((q[None], q[None], q[None]), {}),
+        "two dimensions": ((q[0, 0], q[0, 0], q[0, 0]), {}),
+        "batches broadcast": ((q, q[:1], q[:1]), {}),
+        "three and four dimensions": ((q[0], q, q), {}),
+        "mask and is_causal": ((q, q, q, mask, 0.0, True), {}),
+        "no width": ((q[..., :0], q[..., :0], q), {}),
+        "no value": ((q, q, q[..., :0]), {}),
+        "a tensor as scale": ((q, q, q), {"scale": torch.tensor(0.5)}),
+        "a tensor as probability": ((q, q, q), {"dropout_p": torch.tensor(0.0)}),
+        "other heads of value": ((q, q[:, :2], q), {"enable_gqa": True}),
+    }
+    refused = {
+        "dtype": ((q, q.double(), q), {}),
+        "None": ((q, None, q), {}),
+        "must be bool": ((q, q, q), {"is_causal": 1}),
+        "probability": ((q, q, q), {"dropout_p": 1.5}),
+        "must divide": ((q, q[:, :3], q[:, :3]), {"enable_gqa": True}),
+        "size": ((q, q[..., :4], q), {}),
+        "must match": ((q, q, q, mask[:3]), {}),
+        "broadcast shape": ((q, q, q, mask.expand(1, N, 4, L, L)), {}),
+        "range": ((q, q, q, mask[0]), {}),
+        "attn_mask dtype": ((q, q, q, mask.int()), {}),
+    }
+    for name, (args, options) in taken.items():
+        want = F.scaled_dot_product_attention(*args, **options)
         with ff.sdpa_override():
-            torch.testing.assert_close(F.scaled_dot_product_attention(*args), want)
-            assert ff.explain(Again(), *args).rows[0][2] == "torch"
-    with ff.sdpa_override(), pytest.raises(RuntimeError, match="dtype"):
-        F.scaled_dot_product_attention(q, q.double(), q)
+            have = F.scaled_dot_product_attention(*args, **options)
+            torch.testing.assert_close(have, want, msg=name)
+            assert ff.explain(Again(), *args, **options).rows[0][2] == "torch", name
+    for message, (args, options) in refused.items():
+        with pytest.raises((RuntimeError, TypeError, IndexError)) as torchs:
+            F.scaled_dot_product_attention(*args, **options)
+        with ff.sdpa_override(), pytest.raises(torchs.type, match=message) as ours:
+            F.scaled_dot_product_attention(*args, **options)
+        assert str(ours.value) == str(torchs.value)
 
 
 def test_sdpa_override_compiled(backend, device):

@@ -3,13 +3,19 @@
     python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
     python -m benchmarks.mutation --only '^attention.*int32'        these anew, the others stay
     python -m benchmarks.mutation --resume               keeps the good verdicts
+    python -m benchmarks.mutation --draw 300 --seed 7    300 that nobody chose; again: goes on
 
-A mutant is one change of text in one function of kernels/, in a copy of the checkout. There pytest
-runs the tests that cover the file, the quick check first, and stops at the first failure. A mutant
-is killed by a test that fails, or crashes the process, with the change and passes without it; else
-it survives, or runs into the time limit. (The checks that plant bugs themselves are left out: a
-change of the text that they replace is no test.) Writes benchmarks/results/mutation.json and .md
-after each mutant. Exit status 1 where one is left that is not known to be equivalent.
+A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
+tests that cover the file, quick ones first, and stops at the first failure. A mutant is killed by a
+test that fails, or crashes the process, with the change and passes without it; else it survives, or
+runs into the time limit. (The checks that plant bugs themselves are left out: a change of the text
+that they replace is no test.) The mutants of tests/mutants.py are those that somebody thought of: a
+list of regressions. `--draw` takes them by a seed from all changes that the operators of
+mutation_operators.py make in the kernels, their launchers, the autograd function, the dispatch and
+the packing; first all with the quick tests, then the others for those that live. Run again it goes
+on, and tries once more what has survived: a draw's score counts the first time alone. Writes
+benchmarks/results/mutation.json and .md (mutation_draw of a draw) after each mutant. Exit status 1
+where one is left that is not known to be equivalent.
 """
 
 from __future__ import annotations
@@ -22,33 +28,46 @@ import json
 import os
 import queue
 import re
+import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import folder
+from benchmarks.mutation_operators import Change, changes, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-COPIED = ("fastformer", "kernels", "tests", "conftest.py", "pyproject.toml")
+COPIED = ("fastformer", "kernels", "tests", "benchmarks", "conftest.py", "pyproject.toml")
 QUICK = "test_a_planted_bug_is_caught[None]"
+FREQUENT = 12  # tests that have killed most of a file's mutants: quick ones as well
 
 sys.path.insert(0, str(ROOT / "tests"))
-from mutants import COVERED_BY, EQUIVALENT, MORE, PLANTED
+from mutants import (
+    COVERED_BY,
+    DRAWN_EQUIVALENT,
+    DRAWN_FROM,
+    EQUIVALENT,
+    FUZZED,
+    MORE,
+    NOT_DRAWN,
+    PLANTED,
+)
 
 
 @dataclass(frozen=True)
 class Mutant:
+    """One of tests/mutants.py."""
+
     kernel: str
     name: str
     function: str
@@ -61,11 +80,11 @@ class Mutant:
     def file(self) -> str:
         """Its kernel's, or that of what all kernels share."""
         own = (ROOT / "kernels" / f"{self.kernel}.py").read_text()
-        return f"{self.kernel}.py" if _lines(own, self.function) else "common.py"
+        return f"kernels/{self.kernel if _lines(own, self.function) else 'common'}.py"
 
     def planted(self) -> str:
         """The text of its file with the change in it."""
-        source = (ROOT / "kernels" / self.file()).read_text()
+        source = (ROOT / self.file()).read_text()
         place = _lines(source, self.function)
         assert place is not None, f"{self}: there is no {self.function}"
         lines = source.splitlines(True)
@@ -83,12 +102,34 @@ class Mutant:
             body = "".join(source.splitlines(True)[first:last])
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
-    def tests(self) -> list[list[str]]:
-        """What pytest is called with, the fastest first."""
-        files = [[f"tests/{name}" for name in COVERED_BY[self.kernel]]]
-        if self.kernel not in PLANTED:
-            return files
-        return [[f"tests/test_{self.kernel}.py::{QUICK}"], *files]
+    def quick(self) -> list[str]:
+        """Tests that see most of what happens to the file."""
+        own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
+        fuzz = [f"tests/test_fuzz.py::test_fuzz[triton-{op}]" for op in FUZZED[self.kernel]]
+        return [*own, *fuzz, *_frequent(self.kernel)]
+
+    def others(self) -> list[str]:
+        return [f"tests/{name}" for name in COVERED_BY[self.kernel]]
+
+
+@dataclass(frozen=True)
+class Drawn(Mutant):
+    """One that an operator makes."""
+
+    change: Change
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.function}: {self.change.operator}: {self.name}"
+
+    def file(self) -> str:
+        return self.change.file
+
+    def planted(self) -> str:
+        return self.change.apply((ROOT / self.file()).read_text())
+
+    def digest(self) -> str:
+        whole = f"{self.change} in {sources()}"
+        return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -105,12 +146,61 @@ def _lines(source: str, function: str) -> tuple[int, int] | None:
     return scope.lineno - 1, scope.end_lineno
 
 
+@functools.cache
+def _frequent(kernel: str) -> list[str]:
+    """The tests that have killed most of the file's mutants so far."""
+    counts = Counter(v.test for v in load(RESULTS / "mutation") if v.kernel == kernel)
+    tests = [test for test, _ in counts.most_common() if "::" in test and QUICK not in test]
+    names = {test: test.partition("::")[2].partition("[")[0] for test in tests}
+    there = [t for t in tests if names[t] in (ROOT / t.partition("::")[0]).read_text()]
+    return there[:FREQUENT]
+
+
 MUTANTS = [
     Mutant(kernel, name, *change)
     for table in (MORE, PLANTED)
-    for kernel, changes in table.items()
-    for name, change in changes.items()
+    for kernel, mutants in table.items()
+    for name, change in mutants.items()
 ]
+
+
+@functools.cache
+def sources() -> str:
+    """What the files are that mutants are drawn from."""
+    texts = "".join((ROOT / file).read_text() for file in DRAWN_FROM)
+    return hashlib.sha256(texts.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def candidates() -> list[Change]:
+    """All that can be drawn, in the order of the files; what two operators make alike, once."""
+    found = [c for file in DRAWN_FROM for c in changes(file, (ROOT / file).read_text())]
+    once = {(c.file, c.start, c.end, c.new): c for c in reversed(found)}
+    return [c for c in reversed(once.values()) if c.function not in NOT_DRAWN.get(c.file, ())]
+
+
+def drawn(n: int, seed: int) -> list[Drawn]:
+    texts = {file: (ROOT / file).read_text() for file in DRAWN_FROM}
+    return [
+        Drawn(Path(c.file).stem, _place(c, texts[c.file]), c.function, c.old, c.new, c)
+        for c in draw(candidates(), n, seed)
+    ]
+
+
+def _place(change: Change, source: str) -> str:
+    """Line and column, and which words become which, with one that stays on either side."""
+    column = change.start - source.rfind("\n", 0, change.start)
+    old, new = (_words(text) for text in (change.old, change.new))
+    while len(old) > 1 and old[:2] == new[:2]:
+        del old[0], new[0]
+    while len(old) > 1 and old[-2:] == new[-2:]:
+        del old[-1], new[-1]
+    return f"{change.line}:{column} `{' '.join(old)}` -> `{' '.join(new)}`"
+
+
+def _words(text: str) -> list[str]:
+    text = re.sub(r",?\s*\)", ")", re.sub(r"\(\s+", "(", text))
+    return text.split()
 
 
 # -------------------------------------------------------------------------------------- the trials
@@ -121,18 +211,24 @@ class Verdict:
     kernel: str
     name: str
     function: str
-    verdict: str  # killed, survived, time out
+    verdict: str  # killed, survived, time out; lives: the quick tests pass, others were not run
     test: str  # that killed it
     seconds: float
     digest: str  # of the changed function
+    operator: str = ""
+    first: str = ""  # of a mutant that is tried again: the verdict of the first time
 
     def good(self) -> bool:
-        expected = "survived" if (self.kernel, self.name) in EQUIVALENT else "killed"
-        return self.verdict == expected
+        if (self.kernel, self.name) in (DRAWN_EQUIVALENT if self.operator else EQUIVALENT):
+            return self.verdict in ("survived", "lives")
+        return self.verdict == "killed" or (self.verdict == "time out" and self.operator != "")
+
+    def killed_at_first(self) -> bool:
+        return (self.first or self.verdict) in ("killed", "time out")
 
 
 class Checkout:
-    """A copy of the checkout, to change."""
+    """A copy of the checkout, to change, and a process that runs its tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -143,30 +239,20 @@ class Checkout:
                 shutil.copytree(at, folder / name, ignore=ignored)
             else:
                 shutil.copy(at, folder / name)
+        self._worker: subprocess.Popen[str] | None = None
 
     def pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """(exit status, None past the time limit; output)."""
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--tb=line",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += [*tests, "-k", "not planted or None"]
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=self.environment(), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            output = process.communicate(timeout=limit)[0]
-            return process.returncode, output
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None, process.communicate()[0]
+        """(exit status, None past the limit of CPU seconds; output)."""
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("mutation_worker.py")],
+                cwd=self.folder, env=self.environment(), text=True, bufsize=1,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        print(json.dumps(dict(tests=list(tests), limit=limit)), file=self._worker.stdin)
+        answer = json.loads(self._worker.stdout.readline())
+        return answer["status"], answer["output"]
 
     def environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -180,6 +266,11 @@ class Checkout:
         )  # fmt: skip
         return Path(found.stdout.strip()).resolve().is_relative_to(self.folder.resolve())
 
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.terminate()
+            self._worker.communicate()
+
 
 class Trials:
     """Mutants against the tests, in as many checkouts as there are workers."""
@@ -190,19 +281,22 @@ class Trials:
         self._passes: dict[str, bool] = {}  # by test: whether it passes without any mutant
         self._lock = threading.Lock()
         self._scratch = tempfile.TemporaryDirectory(prefix="mutation-")
-        for n in range(workers):
-            self._free.put(Checkout(Path(self._scratch.name) / str(n)))
         self._clean = Checkout(Path(self._scratch.name) / "clean")
+        self._all = [self._clean]
+        for n in range(workers):
+            self._all.append(Checkout(Path(self._scratch.name) / str(n)))
+            self._free.put(self._all[-1])
         if not self._clean.imports_its_own():
             raise RuntimeError("the copy of the checkout does not import its own kernels")
 
-    def __call__(self, mutant: Mutant) -> Verdict:
+    def __call__(self, mutant: Mutant, *stages: Sequence[str]) -> Verdict:
+        """Tried with the tests of each stage in turn, until one kills it."""
         checkout = self._free.get()
-        planted, file = mutant.planted(), checkout.folder / "kernels" / mutant.file()
+        planted, file = mutant.planted(), checkout.folder / mutant.file()
         original, started = file.read_text(), time.monotonic()
         try:
             file.write_text(planted)
-            for tests in mutant.tests():
+            for tests in stages:
                 status, output = checkout.pytest(tests, self.limit)
                 if status != 0:
                     break
@@ -213,7 +307,7 @@ class Trials:
         verdict, test = self._read(mutant, status, output)
         return Verdict(
             mutant.kernel, mutant.name, mutant.function, verdict, test, round(seconds, 1),
-            mutant.digest(),
+            mutant.digest(), mutant.change.operator if isinstance(mutant, Drawn) else "",
         )  # fmt: skip
 
     def _read(self, mutant: Mutant, status: int | None, output: str) -> tuple[str, str]:
@@ -224,6 +318,10 @@ class Trials:
         if status < 0:
             return "killed", f"crash, signal {-status}"
         failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?(?:\]|(?= - |$)))?)", output, re.M)
+        if failed is None and re.search(
+            r"ImportError while loading conftest|^\S*Error", output, re.M
+        ):
+            return "killed", "cannot be imported"
         if failed is None:
             raise RuntimeError(f"{mutant}: pytest ended with {status}:\n{output[-2000:]}")
         test = failed[1]
@@ -239,6 +337,8 @@ class Trials:
             return self._passes[test]
 
     def close(self) -> None:
+        for checkout in self._all:
+            checkout.close()
         self._scratch.cleanup()
 
 
@@ -309,6 +409,150 @@ def _same(verdict: Verdict) -> bool:
     return verdict.verdict == "survived" and verdict.good()
 
 
+@dataclass
+class Draw:
+    """What was drawn, and what became of it."""
+
+    size: int
+    seed: int
+    candidates: int
+    sources: str  # a digest of the files
+    verdicts: list[Verdict]
+
+    def save(self, stem: Path) -> None:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        self.verdicts.sort(key=lambda v: (v.kernel, *map(int, v.name.split(" ")[0].split(":"))))
+        stem.with_suffix(".json").write_text(json.dumps(asdict(self), indent=0) + "\n")
+        stem.with_suffix(".md").write_text(self.markdown())
+
+    @classmethod
+    def load(cls, stem: Path) -> Draw | None:
+        path = stem.with_suffix(".json")
+        if not path.exists():
+            return None
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "verdicts": [Verdict(**v) for v in fields["verdicts"]]})
+
+    def counts(self, verdicts: Iterable[Verdict]) -> Counter[str]:
+        """Of each fate: killed at first; else killed by a test since, equivalent, or neither."""
+        return Counter(
+            "killed"
+            if v.killed_at_first()
+            else "killed since"
+            if v.verdict in ("killed", "time out")
+            else "equivalent"
+            if v.good()
+            else "unexplained"
+            for v in verdicts
+        )
+
+    def line(self) -> str:
+        """The score, in a sentence."""
+        found = self.counts(self.verdicts)
+        tried = len(self.verdicts)
+        return (
+            f"Of {self.candidates:,} changes that operators over the syntax tree make in the "
+            f"kernels, launchers, autograd and dispatch, {self.size} were drawn by the seed "
+            f"{self.seed} and {tried} tried: the tests of the time saw {found['killed']} "
+            f"({found['killed'] / max(1, tried):.1%}); of the others tests see "
+            f"{found['killed since']} now, {found['equivalent']} change no result, "
+            f"{found['unexplained']} are unexplained."
+        )
+
+    def markdown(self) -> str:
+        kinds = ("killed", "killed since", "equivalent", "unexplained")
+        lines = [
+            "# Mutation score of a draw",
+            "",
+            self.line(),
+            f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}` makes this "
+            f"file of sources with the digest {self.sources}.",
+            "",
+        ]
+        for title, of in (("file", "kernel"), ("operator", "operator")):
+            lines += [f"| {title} | tried | " + " | ".join(kinds) + " |", "|---" * 6 + "|"]
+            for name in [*sorted({getattr(v, of) for v in self.verdicts}), None]:
+                mine = [v for v in self.verdicts if name in (None, getattr(v, of))]
+                found = self.counts(mine)
+                cells = [name or "all", len(mine), *(found[kind] for kind in kinds)]
+                lines.append("| " + " | ".join(map(str, cells)) + " |")
+            lines.append("")
+        lines += ["Not killed at first:", ""]
+        for v in self.verdicts:
+            if not v.killed_at_first():
+                why = DRAWN_EQUIVALENT.get((v.kernel, v.name), "unexplained")
+                why = f"now killed by `{v.test}`" if v.verdict == "killed" else why
+                lines.append(f"- {v.kernel}, {v.function}, {v.operator}, {v.name}: {why}")
+        lines += [
+            "",
+            "| file | function | operator | change | verdict | by | s |",
+            "|---" * 7 + "|",
+        ]
+        for v in self.verdicts:
+            name, test = v.name.replace("|", "\\|"), v.test.removeprefix("tests/").replace("|", " ")
+            cells = [v.kernel, f"`{v.function}`", v.operator, name, v.verdict, f"`{test or '-'}`"]
+            lines.append("| " + " | ".join(cells) + f" | {v.seconds:.0f} |")
+        return "\n".join(lines) + "\n"
+
+
+def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
+    """All of a draw with the quick tests, then what lives with the others; what survived before,
+    and is not known to be equivalent, once more with both.
+    """
+    stem = arguments.out / "mutation_draw"
+    seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
+    mutants = [m for m in drawn(arguments.draw, seed) if re.search(arguments.only, str(m))]
+    explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
+    made = Draw(arguments.draw, seed, len(candidates()), sources(), [])
+    known = Draw.load(stem)
+    if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
+        made = known
+    fate = {(v.kernel, v.name): v for v in made.verdicts}
+    print(f"seed {seed}, {len(mutants)} of {made.candidates} candidates")
+    trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()
+
+    def verdict_of(mutant: Mutant) -> str:
+        known = fate.get((mutant.kernel, mutant.name))
+        return "" if known is None else known.verdict
+
+    def attempt(mutant: Mutant, stages: list[list[str]], passed: str) -> None:
+        key, before = (mutant.kernel, mutant.name), verdict_of(mutant)
+        verdict = trials(mutant, *stages)
+        if verdict.verdict == "survived":
+            verdict = replace(verdict, verdict=passed)
+        with lock:
+            if before == "survived":
+                verdict = replace(verdict, first="survived")
+            fate[key] = verdict
+            made.verdicts = list(fate.values())
+            made.save(stem)
+            print(
+                f"{verdict.verdict:9}{verdict.seconds:6.1f} s  {mutant}  {verdict.test}", flush=True
+            )
+
+    def each(verdict: str, quick: bool, others: bool) -> None:
+        """Those of this verdict, or of none, with the quick tests, the others, or both."""
+
+        def stages(mutant: Mutant) -> list[list[str]]:
+            return [mutant.quick()] * quick + [mutant.others()] * others
+
+        chosen = [m for m in mutants if verdict_of(m) == verdict and m not in explained]
+        with ThreadPoolExecutor(arguments.workers) as pool:
+            passed = "survived" if others else "lives"
+            list(pool.map(lambda m: attempt(m, stages(m), passed), chosen))
+
+    try:
+        if not arguments.quick:
+            each("survived", True, True)
+        each("", True, False)
+        if not arguments.quick:
+            each("lives", False, True)
+    finally:
+        trials.close()
+    print(made.line())
+    return made.verdicts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.mutation",
@@ -317,19 +561,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="of 'kernel: name'")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=400, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=300, help="CPU seconds of a run of tests")
     parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
+    parser.add_argument("--draw", type=int, metavar="N", help="try N that are drawn")
+    parser.add_argument("--seed", type=int, help="of the draw; a fresh one by default")
+    parser.add_argument("--quick", action="store_true", help="a draw with the quick tests alone")
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
+    if arguments.workers < 1:
+        parser.error(f"workers is {arguments.workers}; expected 1 or more")
     try:
         chosen = [m for m in MUTANTS if re.search(arguments.only, str(m))]
     except re.error as error:
         parser.error(f"--only {arguments.only!r} is no regex: {error}")
+    if arguments.draw is not None:
+        return any(not v.good() for v in try_draw(arguments))
     if not chosen:
         parser.error(f"no mutant is like {arguments.only!r}")
-    if arguments.workers < 1:
-        parser.error(f"workers is {arguments.workers}; expected 1 or more")
     names = {(m.kernel, m.name): m in chosen for m in MUTANTS}
     known = [v for v in load(stem) if (v.kernel, v.name) in names]
     verdicts = [
@@ -341,7 +590,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def attempt(mutant: Mutant) -> Verdict | None:
         if (mutant.kernel, mutant.name) in done:
             return None
-        verdict = trials(mutant)
+        verdict = trials(mutant, mutant.quick(), mutant.others())
         with lock:
             verdicts.append(verdict)
             save(verdicts, stem)

@@ -707,4 +707,53 @@ COVERED_BY = {
         "test_attention.py",
         "test_load.py",
     ),
+    "autograd": ("test_autograd.py",),
+    "backends": ("test_backends.py", "test_autograd.py"),
+    "padding": ("test_padding.py",),
+}
+
+# ----------------------------------------------------------------------------- mutants by operators
+
+DRAWN_FROM = (
+    "kernels/attention.py",
+    "kernels/common.py",
+    "kernels/cross_entropy.py",
+    "kernels/embedding.py",
+    "kernels/feed_forward.py",
+    "kernels/layer_norm.py",
+    "fastformer/autograd.py",
+    "fastformer/backends.py",
+    "fastformer/padding.py",
+)
+
+# Functions that `python -m benchmarks.mutation --draw` leaves alone, because what they decide is no
+# result: it is the time that a GPU takes, or what a GPU is called.
+_TILES = "the tiles alone: tests/compile_table.md holds those that are shipped"
+NOT_DRAWN = {
+    "kernels/attention.py": {"configuration": _TILES},
+    "kernels/cross_entropy.py": {"configuration": _TILES},
+    "kernels/embedding.py": {"configuration": _TILES},
+    "kernels/feed_forward.py": {"configuration": _TILES},
+    "kernels/layer_norm.py": {"configuration": _TILES},
+    "kernels/common.py": {
+        "architecture": "reads a GPU",
+        "dot_precision": "the interpreter has one: tests/compile_table.md shows the others",
+        "_spare_cache": "a folder for compiled kernels, which the interpreter has none of",
+    },
+}
+
+# Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw.json.
+DRAWN_EQUIVALENT: dict[tuple[str, str], str] = {}
+
+# The ops of tests/test_fuzz.py that run through a file.
+FUZZED = {
+    "attention": ("scaled_dot_product_attention", "packed_attention"),
+    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm"),
+    "feed_forward": ("feed_forward", "geglu", "swiglu"),
+    "embedding": ("embed",),
+    "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
+    "common": ("embed", "dropout_add_layer_norm", "feed_forward", "scaled_dot_product_attention"),
+    "autograd": ("embed", "scaled_dot_product_attention", "linear_cross_entropy"),
+    "backends": ("embed",),
+    "padding": (),
 }

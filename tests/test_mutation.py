@@ -1,5 +1,6 @@
 """The mutation tool: its table, its verdicts, and a sample of mutants."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -27,18 +28,96 @@ def test_every_mutant_can_be_planted(mutation):
     assert len(set(names)) == len(names) >= 60
     assert set(mutation.EQUIVALENT) <= set(names)
     for mutant in mutation.MUTANTS:
-        original = (ROOT / "kernels" / mutant.file()).read_text()
+        original = (ROOT / mutant.file()).read_text()
         planted = mutant.planted()
         assert planted != original, mutant
         compile(planted, str(mutant), "exec")
     covered = {m.kernel for m in mutation.MUTANTS}
-    assert covered == set(mutation.COVERED_BY)
+    assert covered <= set(mutation.COVERED_BY) == {Path(f).stem for f in mutation.DRAWN_FROM}
     assert covered >= {p.stem for p in (ROOT / "kernels").glob("*.py")} - {
         "__init__",
         "interpreter",
     }
     for names in mutation.COVERED_BY.values():
         assert all((ROOT / "tests" / name).exists() for name in names)
+    for file, functions in mutation.NOT_DRAWN.items():
+        assert all(f"def {name}(" in (ROOT / file).read_text() for name in functions)
+
+
+def test_a_draw_is_of_changes_that_are_python(mutation):
+    """Over a thousand to draw from; the same ones for a seed, of every operator and every file."""
+    assert len(mutation.candidates()) >= 1000
+    chosen = mutation.drawn(60, seed=1)
+    assert chosen == mutation.drawn(60, seed=1) != mutation.drawn(60, seed=2)
+    assert len({(m.kernel, m.name) for m in mutation.drawn(10**6, seed=1)}) == len(
+        mutation.candidates()
+    )
+    assert {m.change.operator for m in chosen} == {c.operator for c in mutation.candidates()}
+    assert len({m.kernel for m in chosen}) > 6
+    originals = {f: ast.dump(ast.parse((ROOT / f).read_text())) for f in mutation.DRAWN_FROM}
+    for mutant in chosen:
+        assert ast.dump(ast.parse(mutant.planted())) != originals[mutant.file()], mutant
+
+
+OPERATORS = {
+    "a comparison": ("ok = i < n", "ok = i <= n"),
+    "int64 dropped": ("p = i.to(tl.int64) * s", "p = (i) * s"),
+    "a mask removed": ("x = load(p, mask=i < n, other=0.0)", "x = load(p)"),
+    "a guard dropped": ("ok = a & b", "ok = (b)"),
+    "a term dropped": ("x += y", "x = y"),
+    "a statement removed": ("x = f(x)", "pass"),
+    "a stride swapped": ("p = i * s_qm", "p = i * s_qh"),
+    "arguments swapped": ("f(a, b, C)", "f(b, a, C)"),
+    "a condition dropped": ("y = a if c else b", "y = (b)"),
+    "a number minus 1": ("y = x + 2", "y = x + 1"),
+    "a field left out of a key": ("key = (a, b)", "key = (a,)"),
+    "a flag flipped": ("f(on=True)", "f(on=False)"),
+    "a refusal removed": ("raise ValueError(f'{x + 1}')", "pass"),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators(mutation, operator):
+    """Each makes the change that it is named for, in place."""
+    old, new = OPERATORS[operator]
+    source = f'def f(s_qm, s_qh, s_km, x):\n    """Not 1 < 2."""\n    {old}\n'
+    made = [c for c in mutation.changes("a.py", source) if c.operator == operator]
+    assert all(c.function == "f" and c.line == 3 for c in made)
+    assert source.replace(old, new) in [c.apply(source) for c in made]
+
+
+def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
+    """It goes on where it stopped, and its score is that of the first time."""
+    answers = {"quick": 1, "others": 0}
+
+    def run(self, tests, limit):
+        changed = any(
+            (ROOT / file).read_text() != (self.folder / file).read_text()
+            for file in mutation.DRAWN_FROM
+        )
+        status = answers["others" if "::" not in tests[0] else "quick"] if changed else 0
+        return status, "FAILED tests/test_a.py::test_b - E\n" if status else ""
+
+    monkeypatch.setattr(mutation.Checkout, "pytest", run)
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+    stem = tmp_path / "mutation_draw"
+    words = ["--draw", "2", "--seed", "3", "--workers", "1", "--out", str(tmp_path)]
+    assert mutation.main(words) == 0
+    assert mutation.Draw.load(stem).counts(mutation.Draw.load(stem).verdicts) == {"killed": 2}
+
+    answers["quick"] = 0
+    words[3] = "4"
+    assert mutation.main([*words, "--quick"]) == 1
+    assert {v.verdict for v in mutation.Draw.load(stem).verdicts} == {"lives"}
+    assert mutation.main(words) == 1
+    assert {v.verdict for v in mutation.Draw.load(stem).verdicts} == {"survived"}
+    assert mutation.Draw.load(stem).counts(mutation.Draw.load(stem).verdicts) == {"unexplained": 2}
+    answers["others"] = 1
+    assert mutation.main(words) == 0
+    found = mutation.Draw.load(stem)
+    assert found.counts(found.verdicts) == {"killed since": 2}
+    assert found.line() in (tmp_path / "mutation_draw.md").read_text()
+    assert "saw 0 (0.0%)" in capsys.readouterr().out
 
 
 def test_every_verdict_is_there(mutation):

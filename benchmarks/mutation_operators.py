@@ -1,0 +1,329 @@
+"""Mutation operators: the small changes of a Python source that may be bugs, read off its syntax
+tree. A change replaces the text of one node; the rest of the file keeps its lines.
+
+Left out by construction are changes that no run can show (docstrings, annotations, messages,
+assertions, hints to the compiler) and those that only break the shape of a tile, which any run
+shows. (For programs in general there are mutmut and cosmic-ray; they know neither masked loads nor
+strides nor the width of an index, and plant into imported modules, where @triton.jit reads a file.)
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+COMPARISONS: dict[type, tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}
+ARITHMETIC: dict[type, tuple[str, str]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.RShift: (">>", "<<"),
+    ast.LShift: ("<<", ">>"),
+}
+# Calls whose numbers are shapes and axes, or hints.
+SHAPES = {
+    "arange", "program_id", "reshape", "permute", "view", "zeros", "full", "multiple_of", "squeeze",
+    "unsqueeze", "transpose", "sum", "max", "new_empty", "size", "dim", "unflatten", "flatten",
+}  # fmt: skip
+OPTIONS = {"num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt"}
+CHOICES = {"minimum", "maximum", "min", "max"}
+KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so
+
+
+@dataclass(frozen=True)
+class Change:
+    """`new` in the place of source[start:end], somewhere in a function."""
+
+    file: str
+    function: str
+    line: int
+    operator: str
+    start: int
+    end: int
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        assert source[self.start : self.end] == self.old, f"{self.file} has changed"
+        return source[: self.start] + self.new + source[self.end :]
+
+
+class _Walk:
+    """Collects the changes of one file."""
+
+    def __init__(self, file: str, source: str) -> None:
+        self.file, self.source = file, source
+        self.starts = [0]
+        for line in source.splitlines(True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.found: list[Change] = []
+        self.function: list[str] = []
+        self.arguments: list[str] = []
+        self.converted: set[int] = set()
+
+    # ---------------------------------------------------------------------------------------- text
+
+    def at(self, node: ast.AST) -> tuple[int, int]:
+        def offset(line: int, column: int) -> int:
+            start = self.starts[line - 1]
+            text = self.source[start : self.starts[line]]
+            return start + len(text.encode()[:column].decode())
+
+        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword))
+        end = offset(node.end_lineno or 0, node.end_col_offset or 0)
+        return offset(node.lineno, node.col_offset), end
+
+    def text(self, node: ast.AST) -> str:
+        start, end = self.at(node)
+        return self.source[start:end]
+
+    def add(self, operator: str, node: ast.expr | ast.stmt, new: str) -> None:
+        start, end = self.at(node)
+        old = self.source[start:end]
+        if new != old:
+            name = ".".join(self.function)
+            self.found.append(Change(self.file, name, node.lineno, operator, start, end, old, new))
+
+    def instead(self, operator: str, node: ast.expr, part: ast.expr) -> None:
+        self.add(operator, node, f"({self.text(part)})")
+
+    # ---------------------------------------------------------------------------------------- walk
+
+    def walk(self, node: ast.AST, numbers: bool = True) -> None:
+        """`numbers`: whether numbers here are values."""
+        if isinstance(node, (ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)):
+            return
+        if isinstance(node, ast.Raise):
+            self.add("a refusal removed", node, "pass")
+            return
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            self.scope(node)
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                self.walk(node.value, numbers)
+            return
+        method = getattr(self, type(node).__name__, None)
+        if method is not None:
+            method(node, numbers)
+        if isinstance(node, ast.Call):
+            name = _name(node.func)
+            self.walk(node.func, numbers)
+            for argument in node.args:
+                self.walk(argument, numbers and name not in SHAPES)
+            for keyword in node.keywords:
+                if keyword.arg not in OPTIONS:
+                    self.walk(keyword.value, numbers and name not in SHAPES)
+            return
+        if isinstance(node, ast.Subscript):
+            self.walk(node.value, numbers)
+            self.walk(node.slice, numbers and not isinstance(node.slice, ast.Tuple))
+            return
+        for child in ast.iter_child_nodes(node):
+            self.walk(child, numbers)
+
+    def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        self.function.append(node.name)
+        outer = self.arguments
+        if isinstance(node, ast.FunctionDef):
+            self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            for default in (*node.args.defaults, *node.args.kw_defaults):
+                if default is not None:
+                    self.walk(default)
+        for statement in node.body:
+            if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+                self.walk(statement)
+        self.arguments = outer
+        self.function.pop()
+
+    # ----------------------------------------------------------------------------------- operators
+
+    def Constant(self, node: ast.Constant, numbers: bool) -> None:
+        value = node.value
+        if isinstance(value, bool):
+            self.add("a flag flipped", node, str(not value))
+        elif isinstance(value, int) and numbers:
+            self.add("a number plus 1", node, str(value + 1))
+            self.add("a number minus 1", node, str(value - 1) if value else "(-1)")
+        elif isinstance(value, float) and numbers:
+            self.add("another factor", node, repr(value * 1.05 if value else 1.0))
+
+    def Compare(self, node: ast.Compare, numbers: bool) -> None:
+        if len(node.ops) == 1:
+            old, new = COMPARISONS[type(node.ops[0])]
+            self.operator("a comparison", node, node.left, node.comparators[0], old, new)
+
+    def operator(
+        self, name: str, node: ast.expr, left: ast.expr, right: ast.expr, old: str, new: str
+    ) -> None:
+        start, _ = self.at(node)
+        _, end = self.at(node)
+        first, last = self.at(left)[1], self.at(right)[0]
+        between = self.source[first:last]
+        if between.count(old) == 1:
+            text = self.source[start:first] + between.replace(old, new) + self.source[last:end]
+            self.add(name, node, text)
+
+    def BinOp(self, node: ast.BinOp, numbers: bool) -> None:
+        kind = type(node.op)
+        if kind in ARITHMETIC:
+            self.operator("arithmetic", node, node.left, node.right, *ARITHMETIC[kind])
+        guard = kind in (ast.BitAnd, ast.BitOr)
+        name = "a guard dropped" if guard else "a term dropped"
+        if kind in ARITHMETIC:
+            self.instead(name, node, node.left)
+        if kind in (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr):
+            self.instead(name, node, node.right)
+
+    def BoolOp(self, node: ast.BoolOp, numbers: bool) -> None:
+        word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        parts = [f"({self.text(value)})" for value in node.values]
+        self.add("a comparison", node, "(" + f" {other} ".join(parts) + ")")
+        for n in range(len(parts)):
+            rest = f" {word} ".join(parts[:n] + parts[n + 1 :])
+            self.add("a condition dropped", node, f"({rest})")
+
+    def UnaryOp(self, node: ast.UnaryOp, numbers: bool) -> None:
+        if isinstance(node.op, ast.Not):
+            self.instead("a condition dropped", node, node.operand)
+        elif isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+            self.instead("arithmetic", node, node.operand)
+
+    def If(self, node: ast.If, numbers: bool) -> None:
+        for word in ("True", "False"):
+            self.add("a condition dropped", node.test, word)
+
+    def IfExp(self, node: ast.IfExp, numbers: bool) -> None:
+        self.instead("a condition dropped", node, node.body)
+        self.instead("a condition dropped", node, node.orelse)
+
+    def Call(self, node: ast.Call, numbers: bool) -> None:
+        name, arguments = _name(node.func), node.args
+        if name == "store":  # it converts by itself
+            self.converted.update(map(id, arguments))
+        if isinstance(node.func, ast.Attribute) and id(node) not in self.converted:
+            if name == "to" and "int64" in self.text(node):
+                self.instead("int64 dropped", node, node.func.value)
+            elif name in ("to", "contiguous", "abs"):
+                self.instead("a conversion dropped", node, node.func.value)
+        if name == "unit_stride":
+            self.instead("a conversion dropped", node, arguments[0])
+        if name in CHOICES and len(arguments) == 2:
+            for argument in arguments:
+                self.instead("a guard dropped", node, argument)
+        if name == "where" and len(arguments) == 3:
+            for argument in arguments[1:]:
+                self.instead("a guard dropped", node, argument)
+        if name == "float" and self.text(node) == 'float("-inf")':
+            self.add("another factor", node, "0.0")
+        texts = [self.text(argument) for argument in arguments]
+        keywords = [self.text(keyword) for keyword in node.keywords]
+        function = self.text(node.func)
+        masked = [k.arg in ("mask", "other") for k in node.keywords]
+        if any(masked):
+            rest = [text for text, drop in zip(keywords, masked) if not drop]
+            self.add("a mask removed", node, f"{function}({', '.join(texts + rest)})")
+        for n, (a, b) in enumerate(pairwise(arguments)):
+            if _alike(a, b):
+                swapped = [*texts[:n], texts[n + 1], texts[n], *texts[n + 2 :], *keywords]
+                self.add("arguments swapped", node, f"{function}({', '.join(swapped)})")
+
+    def Name(self, node: ast.Name, numbers: bool) -> None:
+        """Another stride of the same tensor."""
+        name = node.id
+        if isinstance(node.ctx, ast.Load) and name.startswith("s_") and name in self.arguments:
+            for other in self.arguments:
+                if other != name and other[:-1] == name[:-1]:
+                    self.add("a stride swapped", node, other)
+
+    def Tuple(self, node: ast.Tuple, numbers: bool) -> None:
+        if self.function and self.function[-1] in KEYS and isinstance(node.ctx, ast.Load):
+            self.key(node)
+
+    def key(self, node: ast.Tuple) -> None:
+        parts = [self.text(part) for part in node.elts]
+        for n in range(len(parts)):
+            rest = ", ".join(parts[:n] + parts[n + 1 :])
+            self.add("a field left out of a key", node, f"({rest},)" if rest else "()")
+
+    def Assign(self, node: ast.Assign, numbers: bool) -> None:
+        (target, *_), value = node.targets, node.value
+        if isinstance(target, ast.Name):
+            if target.id in ("signature", "key") and isinstance(value, ast.Tuple):
+                self.key(value)
+            again = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+            if target.id in again:
+                self.add("a statement removed", node, "pass")
+
+    def AugAssign(self, node: ast.AugAssign, numbers: bool) -> None:
+        self.add("a statement removed", node, "pass")
+        symbol = ARITHMETIC[type(node.op)][0]
+        text = self.text(node).replace(f" {symbol}= ", " = ", 1)
+        self.add("a term dropped", node, text)
+
+    def Expr(self, node: ast.Expr, numbers: bool) -> None:
+        if isinstance(node.value, ast.Call):
+            self.add("a statement removed", node, "pass")
+
+    def Return(self, node: ast.Return, numbers: bool) -> None:
+        if node.value is None:
+            self.add("a statement removed", node, "pass")
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _alike(a: ast.expr, b: ast.expr) -> bool:
+    """Two names that a slip exchanges: of strides, of tensors or numbers, or of constants."""
+    if not (isinstance(a, ast.Name) and isinstance(b, ast.Name)):
+        return False
+    return (a.id.startswith("s_"), a.id.isupper()) == (b.id.startswith("s_"), b.id.isupper())
+
+
+def changes(file: str, source: str) -> list[Change]:
+    """All of one file, in its order."""
+    walk = _Walk(file, source)
+    for statement in ast.parse(source).body:
+        # Tables of configurations have no effect on a result.
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            walk.walk(statement)
+    return walk.found
+
+
+def draw(candidates: Sequence[Change], n: int, seed: int) -> list[Change]:
+    """n of them without replacement, as many of each operator as there are, each as likely."""
+    shuffled = random.Random(seed).sample(candidates, len(candidates))
+    kinds: dict[str, list[Change]] = defaultdict(list)
+    for change in shuffled:
+        kinds[change.operator].append(change)
+    return [change for _, change in zip(range(n), _in_turn(list(kinds.values())))]
+
+
+def _in_turn(piles: list[list[Change]]) -> Iterator[Change]:
+    while piles:
+        for pile in piles:
+            yield pile.pop()
+        piles = [pile for pile in piles if pile]

@@ -179,6 +179,7 @@ def small_tiles():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))
             patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
+            patch.setattr(fed, "GROUP_ROWS", 2)  # three row blocks fill one and a half
             patch.setattr(norm, "ONE_BLOCK", 16)
             patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
             patch.setattr(norm, "PARTIAL_SUMS", 2)

@@ -143,6 +143,21 @@ def test_bands_in_tiles(device, against_oracle, tiles, blocks, case):
             )
 
 
+@pytest.mark.parametrize("shift", [0, 16])
+def test_bands_on_the_edges_of_tiles(device, against_oracle, tiles, shift):
+    """Bounds one below, on and one above a multiple of the tile."""
+    tiles(16, 16)
+    x = qkv(b=1, h=1, sq=32, sk=32 + shift, d=8, device=device)
+    sides = [(None, 0), (0, None), (1, 1), *((n, 0) for n in (15, 16, 17)), (16, 16)]
+    sides += [(0, n) for n in (15, 16, 17)] + [(32, 1), (1, 32)]
+    with use_backend("triton"):
+        for window in sides:
+            against_oracle(
+                functional.scaled_dot_product_attention, x, window=window,
+                causal_alignment="bottom_right",
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("case", list(biases("cpu")))
 def test_biases_in_tiles(device, against_oracle, tiles, case):
     tiles(16, 32)
@@ -539,6 +554,98 @@ def test_plans_are_told_apart(device, monkeypatch):
             assert len(made) == n + 1, call
 
 
+def test_every_field_of_a_key(device, monkeypatch):
+    """Calls that differ in a single one, each of which is one plan more."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    keys = []
+
+    def remembered(key, plan):
+        keys.append(key)
+        attention.plans[key] = plan
+        return plan
+
+    monkeypatch.setattr(attention, "remembered", remembered)
+    x = qkv(b=1, h=2, sq=16, sk=16, d=8, device=device)
+    wide = torch.zeros(1, 2, 20, 12, device=device)
+    bits = torch.ones(600, dtype=torch.bool, device=device)
+    flat = torch.zeros(600, device=device)
+    ints = torch.full((5,), 16, device=device)
+    seeds = torch.zeros(5, dtype=torch.int64, device=device)
+    lead = {"dropout_p": 0.5}
+    pairs = [
+        [{"query": wide[:, :, :n, :8]} for n in (16, 15)],
+        [{"query": wide.narrow(2, 0, 16)[..., n : n + 8]} for n in (0, 1)],
+        [{"key": torch.zeros(1, 2, n, 8, device=device)[:, :, :16]} for n in (17, 18)],
+        [{"key": wide[:, :, :16, n : n + 8]} for n in (0, 1)],
+        [{"value": torch.zeros(1, 2, n, 8, device=device)[:, :, :16]} for n in (17, 18)],
+        [{"value": wide[:, :, :16, :n]} for n in (8, 7)],
+        [{"value": wide[:, :, :16, n : n + 8]} for n in (0, 1)],
+        [{"attn_mask": bits[n : n + 256].view(16, 16)} for n in (0, 1)],
+        [{"attn_mask": bits[: 16 * n].view(16, n)[:, :16]} for n in (17, 18)],
+        [{"bias": flat[n : n + 256].view(16, 16)} for n in (0, 1)],
+        [{"bias": flat[: 16 * n].view(16, n)[:, :16]} for n in (17, 18)],
+        [{"alibi_slopes": flat[n : n + 2]} for n in (0, 1)],
+        [{"alibi_slopes": flat[: 2 * n : n]} for n in (2, 3)],
+        [{"key_lengths": ints[n : n + 1]} for n in (0, 1)],
+        [{"key_lengths": ints[:1].to(dtype)} for dtype in (torch.int32, torch.int16)],
+        [{**lead, "dropout_seed": seeds[n : n + 1]} for n in (0, 1)],
+        [{"scale": n} for n in (0.5, 0.6)],
+    ]
+    packed = {name: t[0].transpose(0, 1) for name, t in x.items()}
+    offsets = torch.tensor([0, 0, 0, 16, 16, 16, 16], dtype=torch.int32, device=device)
+    packs = [[offsets[n:4] for n in (1, 2)], [offsets[2 : 4 + n] for n in (0, 1)]]
+    with use_backend("triton"):
+        for pair in pairs:
+            attention.plans.clear()
+            keys.clear()
+            for call in pair:
+                functional.scaled_dot_product_attention(**{**x, **call})
+            assert len(set(keys)) == 2, pair
+        for pair in packs:
+            attention.plans.clear()
+            keys.clear()
+            for cu in pair:
+                functional.packed_attention(
+                    **packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_q=16, max_k=16
+                )
+            assert len(set(keys)) == 2, pair
+        attention.plans.clear()
+        keys.clear()
+        matmul = torch.backends.cuda.matmul
+        now = matmul.allow_tf32
+        try:
+            for matmul.allow_tf32 in (False, True):  # which a GPU's products follow
+                functional.scaled_dot_product_attention(**x)
+        finally:
+            matmul.allow_tf32 = now
+        assert len(set(keys)) == 2
+
+
+def test_every_field_of_a_key_of_the_backward(device):
+    """Gradients of other strides, of lse or not, and of other inputs, one after the other."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    x = {n: t.requires_grad_() for n, t in qkv(b=1, h=2, sq=16, sk=16, d=8, device=device).items()}
+    gradients = torch.randn(2, 1, 16, 2, 12, device=device)
+    given = [gradients[0, ..., n : n + 8].transpose(1, 2) for n in (0, 1)]
+    given += [gradients[0, :, :, :1, :8].transpose(1, 2).expand(1, 2, 16, 8)]
+    results = []
+    with use_backend("triton"):
+        for fresh in (False, True):
+            attention.plans.clear()
+            found = []
+            for g in given:
+                for lse in (None, g[..., 0], g[..., :1, 0].expand(1, 2, 16)):
+                    for wanted in (["query"], ["key", "value"]):
+                        if fresh:
+                            attention.plans.clear()
+                        both = functional.scaled_dot_product_attention(**x, return_lse=True)
+                        outputs, cotangents = (both, (g, lse)) if lse is not None else (both[:1], g)
+                        found += torch.autograd.grad(outputs, [x[n] for n in wanted], cotangents)
+            results.append(found)
+    assert len(attention.plans) == 2  # of the last call
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
 def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
     x = qkv(sq=20, sk=30, d=16, device=device)
     lengths = torch.tensor([0, 30], device=device)
@@ -550,6 +657,26 @@ def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
     out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
     assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()
     against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_gradients_of_a_row_that_sees_nothing(device, poison):
+    """Its lse is -inf, of which a caller's formula may well have the gradient NaN."""
+    pytest.importorskip("fastformer.kernels.attention")
+    x = {n: t.requires_grad_() for n, t in qkv(b=1, h=1, sq=20, sk=30, d=8, device=device).items()}
+    mask = torch.ones(20, 30, dtype=torch.bool, device=device)
+    mask[3] = False
+    x["bias"] = torch.randn(20, 30, device=device, requires_grad=True)
+    results = []
+    for value in (0.0, poison):
+        with use_backend("triton"):
+            out, lse = functional.scaled_dot_product_attention(**x, attn_mask=mask, return_lse=True)
+        gradient = torch.ones_like(lse)
+        gradient[..., 3] = value
+        cotangents = torch.ones_like(out), gradient
+        results.append(torch.autograd.grad((out, lse), list(x.values()), cotangents))
+    for clean, poisoned in zip(*results):
+        assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])

@@ -106,7 +106,7 @@ class Mutant:
         """Tests that see most of what happens to the file."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [f"tests/test_fuzz.py::test_fuzz[triton-{op}]" for op in FUZZED[self.kernel]]
-        return [*own, *fuzz, *_frequent(self.kernel)]
+        return [*own, *fuzz, *_frequent(self.kernel)] or self.others()
 
     def others(self) -> list[str]:
         return [f"tests/{name}" for name in COVERED_BY[self.kernel]]

@@ -223,7 +223,8 @@ def scaled_dot_product_attention(
         scale: the factor on query key^T; 1/sqrt(D) by default.
         bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
             attn_mask does, each by itself. -inf leaves the key out, and so does everything below
-            -2.3e38, such as the finfo.min of float32 and bfloat16. It has a gradient, summed over
+            -2.3586e38, the lowest float32 times log 2, such as the finfo.min of float32 and
+            bfloat16. It has a gradient, summed over
             what it is broadcast over; pass it unexpanded: the gradient has the shape of what is
             passed.
         key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Whole blocks
@@ -256,9 +257,11 @@ def scaled_dot_product_attention(
         gradients. With `return_lse` also the natural logarithm [B, H, Sq] of the sum, float32
         (float64 for float64), -inf where no key is seen, before dropout; it has a gradient.
 
-    A key that no query may see - past its length, or left out for all queries by a mask or a bias
-    of shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality
-    included, every value has to be finite, as in torch.
+    NaN that a query may see - in itself, in a key, value or bias that it may see, in scale or
+    slope - reaches its output, its logarithm and the gradients, as in torch's math path. A key that
+    no query may see - past its length, or left out for all queries by a mask or a bias of shape
+    [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included, every
+    value has to be finite, as in torch.
 
     A second derivative, and forward-mode differentiation, go through the reference. (Where that is
     torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is
@@ -498,13 +501,13 @@ def _require_attention(
         )
     if enable_gqa and (heads % key.shape[1] if key.shape[1] else heads):
         raise ValueError(f"key {_shape(key)}; expected a number of heads that divides {heads}")
-    if not (1 <= dim <= MAX_HEAD_DIM and 1 <= value.shape[3] <= MAX_HEAD_DIM):
+    if max(dim, value.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(
             f"query {_shape(query)}, value {_shape(value)}; "
-            f"expected head dims from 1 to at most {MAX_HEAD_DIM}"
+            f"expected head dims of at most {MAX_HEAD_DIM}"
         )
     if scale is None:
-        return 1.0 / math.sqrt(dim)
+        return 1.0 / math.sqrt(max(1, dim))
     return _require_number("scale", scale, "a number or None")
 
 

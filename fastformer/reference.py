@@ -219,7 +219,7 @@ def _dropout_scale(p: float) -> float:
 
 # What is added to a score and lies below this leaves the key out: -inf, and the finfo.min of
 # float32 and bfloat16, which in base 2 is no float32 any more.
-MASKED_OUT = -2.3e38
+MASKED_OUT = -2.3586574359122396e38
 
 
 def _visible(
@@ -263,9 +263,10 @@ def _visible(
 
 def _left_by(bias: Tensor) -> Tensor | None:
     """The keys that a bias leaves; None where it is known to be all."""
-    if readable(bias) and (bias.numel() == 0 or bias.min() > MASKED_OUT):
+    least = max(MASKED_OUT, torch.finfo(bias.dtype).min)
+    if readable(bias) and (bias.numel() == 0 or bias.min() >= least):
         return None
-    return bias > MASKED_OUT
+    return ~(bias < least)  # NaN stays
 
 
 def _shift(
@@ -298,6 +299,23 @@ def _finite(x: Tensor) -> bool:
     return readable(x) and math.isfinite(x.detach().sum())
 
 
+def _keeps_nan(query: Tensor, key: Tensor, scale: float) -> bool:
+    """Whether torch's op on a CPU gives NaN where it should: it drops NaN from the maximum of a row
+    that is shorter than a vector, and a row of NaN alone is then zeros.
+    """
+    if min(query.shape[2], key.shape[2]) >= 16:
+        return True
+    return math.isfinite(scale) and _finite(query) and _finite(key)
+
+
+def _near_zero(added: Tensor) -> bool:
+    """Whether each row is known to keep a key to whose score nothing large is added, or none."""
+    if not readable(added):
+        return False
+    peak = added.detach().amax(-1)
+    return bool(((peak.abs() < 1e3) | (peak == float("-inf"))).all())
+
+
 def _grouped(key: Tensor, heads: int) -> Tensor:
     """A key-value head for each query head."""
     return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
@@ -306,11 +324,24 @@ def _grouped(key: Tensor, heads: int) -> Tensor:
 def _scores(
     query: Tensor, key: Tensor, scale: float, softcap: float | None, added: Tensor | None
 ) -> Tensor:
-    """In the dtype of the query, or in float32 where something in float32 is added."""
+    """In the dtype of the query, or where something is added in float32 at least."""
     scores = (query * scale) @ key.transpose(-2, -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores if added is None else scores + added
+    if added is None:
+        return scores
+    return (scores if scores.dtype == torch.float64 else scores.float()) + added
+
+
+def _log_sum_exp(scores: Tensor) -> Tensor:
+    """logsumexp over the last dimension, whose gradient keeps its digits where the result is
+    large: torch's takes exp(score - result).
+    """
+    if scores.shape[-1] == 0:
+        return scores.logsumexp(-1)
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak.isinf(), 0.0)
+    return (scores - peak).logsumexp(-1) + peak.squeeze(-1)
 
 
 def _softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -341,14 +372,15 @@ def scaled_dot_product_attention(
     return_lse: bool = False,
 ) -> Any:
     batch, heads, q_length, dim = query.shape
-    scale = dim**-0.5 if scale is None else scale
+    scale = max(1, dim) ** -0.5 if scale is None else scale
     key, value = _grouped(key, heads), _grouped(value, heads)
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
     fast = fast and not _formula.always and softcap is None and not return_lse
     fast = fast and query.numel() > 0 and value.numel() > 0
     fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
-    if fast and plain and not (is_causal and causal_alignment == "bottom_right"):
+    plain = plain and not (is_causal and causal_alignment == "bottom_right")
+    if fast and plain and _keeps_nan(query, key, scale):
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
 
     i = torch.arange(q_length, device=query.device).view(-1, 1)
@@ -357,12 +389,15 @@ def scaled_dot_product_attention(
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    added = _added(bias, alibi_slopes, i, shift, key)
+    fast = fast and _keeps_nan(query, key, scale)
+    mask, added = visible, _added(bias, alibi_slopes, i, shift, key)
+    if fast and added is not None:
+        mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
+        # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
+        needed = any(x is not None and x.requires_grad for x in (query, key, value, bias))
+        fast = not (needed and torch.is_grad_enabled()) or _near_zero(mask)
 
     if fast:
-        mask = visible
-        if added is not None:
-            mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     else:
         scores = _scores(query, key, scale, softcap, added)
@@ -379,7 +414,8 @@ def scaled_dot_product_attention(
         out = out.masked_fill(empty, 0.0)
     if not return_lse:
         return out
-    lse = (scores if query.dtype == torch.float64 else scores.float()).logsumexp(-1)
+    scores = scores if query.dtype == torch.float64 else scores.float()
+    lse = _log_sum_exp(scores)
     if empty is not None:
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
     return out, lse
@@ -454,7 +490,7 @@ def attention_weights(
     query = query[:, h][:, :, i]
     mask, bias = (_chosen(x, h, i) for x in (attn_mask, bias))
     slopes = None if alibi_slopes is None else alibi_slopes[..., h]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(1, query.shape[-1]) ** -0.5 if scale is None else scale
     i = i.view(-1, 1)
     visible, keys = _visible(key, i, shift, mask, bias, is_causal, key_lengths, window)
     if keys is not None and not _finite(key):

@@ -12,6 +12,8 @@ Backward, from do and dlse:
     dq_i = scale sum_j dX_ij k_j     dk_j = scale sum_i dX_ij q_i    dv_j = sum_i P_ij Z_ij do_i
     dbias: dS, summed over what the bias is broadcast over. A bias that is constant over the keys
     shifts a whole row: its softmax does not change, lse does, and its gradient is sum dlse exactly.
+    Under a bias or ALiBi the scores of a row may all be large (-1e9 is a usual mask), and lse then
+    has no digits left for the sum: P_ij = exp((s_ij - max_j s_ij) - log sum_j exp(s_ij - max)).
 Query i sees key j where j is below the length, mask and bias allow it, and the band does:
     i + shift - left <= j <= i + shift + right; causal is right = 0; shift is 0, or under
     bottom-right alignment the keys of the sequence minus its queries.
@@ -20,7 +22,8 @@ Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV];
 key-value head h // (H/G). Packed: query [Tq,H,D], key [Tk,G,D], value [Tk,G,DV], and the offsets of
 the B sequences. Any dtype in and out, products and sums in float32 (float64 for float64).
 Saved: the inputs, the output, lse (natural logarithm, -inf for a row that sees nothing), [B,H,Sq]
-or [H,Tq]. Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
+or [H,Tq], or in its place, where P needs them, maximum and log-sum in base 2, [B,H,Sq,2].
+Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
 Sq x Sk is stored but a bias gradient of that size. FLOPs: 4 B H Sq Sk D forward, 2.5 times that
 backward, and 4 more for a bias gradient over queries and keys, whose kernel recomputes dS; least
 bytes: q, k, v, o once forward. Tiles outside of the band or the length are skipped.
@@ -269,6 +272,15 @@ def _score_scale(scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _base_2(bias, ACC: tl.constexpr):
+    """A bias in base 2. One that is float32's then no more, below -2.3586e38, is -inf: it hides."""
+    bias = bias.to(ACC) * LOG2E
+    if bias.dtype == tl.float64:
+        bias = tl.where(bias < -3.4028235677973366e38, float("-inf"), bias)
+    return bias
+
+
+@triton.jit
 def _key_row(
     mask_base, s_mn, bias_base, s_bn, j, ok, Sk,
     MASK: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr,
@@ -284,9 +296,9 @@ def _key_row(
             ok = ok & (tl.load(mask_base + j * s_mn) != 0)
     if BIAS == 1:
         if EDGE:
-            bias = tl.load(bias_base + j * s_bn, mask=j < Sk, other=0.0).to(ACC) * LOG2E
+            bias = _base_2(tl.load(bias_base + j * s_bn, mask=j < Sk, other=0.0), ACC)
         else:
-            bias = tl.load(bias_base + j * s_bn).to(ACC) * LOG2E
+            bias = _base_2(tl.load(bias_base + j * s_bn), ACC)
         ok = ok & (bias != float("-inf"))
     return ok, bias
 
@@ -302,23 +314,26 @@ def _scores(
     indices that are already broadcast against each other, either way round.
 
     r is i, clamped to the rows there are and counted from the row that mask_base and bias_base
-    point to. Without EDGE the whole tile lies inside the length and the band.
+    point to. Without EDGE the whole tile lies inside the length and the band. What is added may be
+    large, so that a score keeps few digits: each kernel has to round it alike, hence the fma.
     """
-    s = s * qk_scale
     tanh = s
     if SOFTCAP:
-        tanh = 1.0 - 2.0 / (tl.math.exp2(s) + 1.0)
-        s = tanh * (softcap * LOG2E)
-    if BIAS == 1:
-        s += key_bias
-    if BIAS == 2:  # bounded by Sk, not by the length: the compiler knows Sk's divisibility
+        s = 1.0 - 2.0 / (tl.math.exp2(s * qk_scale) + 1.0)
+        tanh = s
+        qk_scale = softcap * LOG2E
+    if BIAS == 0:
+        s = s * qk_scale
+    elif BIAS == 1:
+        s = tl.fma(s, qk_scale, key_bias)
+    else:  # bounded by Sk, not by the length: the compiler knows Sk's divisibility
         if EDGE:
             tile = tl.load(bias_base + (r * s_bm + j * s_bn), mask=j < Sk, other=0.0)
         else:
             tile = tl.load(bias_base + (r * s_bm + j * s_bn))
-        s += tile.to(ACC) * LOG2E
+        s = tl.fma(s, qk_scale, _base_2(tile, ACC))
     if ALIBI:
-        s -= slope * tl.abs(i + shift - j).to(ACC)
+        s = tl.fma(tl.abs(i + shift - j).to(ACC), -slope, s)
     if EDGE or MASK > 0 or BIAS == 1:
         ok = j < length
         if MASK == 1 or BIAS == 1:
@@ -392,7 +407,7 @@ def _forward_tiles(
 
 @triton.jit
 def _forward(
-    Q, K, V, O, LSE, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    Q, K, V, O, LSE, STATISTICS, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
     s_ob, s_oh, s_om, s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
     s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
     H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
@@ -469,7 +484,13 @@ def _forward(
     empty = l == 0.0
     sums = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + tl.math.log2(sums)) * LN2)
-    tl.store(LSE + _row(plane, h, q0, q_rows, PACKED) + i, lse, mask=i < queries)
+    row = _row(plane, h, q0, q_rows, PACKED)
+    tl.store(LSE + row + i, lse, mask=i < queries)
+    if BIAS > 0 or ALIBI:
+        pair = STATISTICS + (row + i) * 2
+        tl.store(pair, tl.where(empty, 0.0, m), mask=i < queries)
+        total = tl.where(empty, float("inf"), tl.math.log2(sums))
+        tl.store(pair + 1, total, mask=i < queries)
     acc = acc * (inv_keep / sums)[:, None]
     o_base = O + b * s_ob + h * s_oh + first * s_om
     _store_rows(o_base, r, s_om, i < queries, acc, DV, BDV)
@@ -516,14 +537,22 @@ def _delta(
 
 
 @triton.jit
-def _row_statistics(LSE, DELTA, row, i, ok):
-    """(lse in base 2, delta) of the rows; +inf, whose P is zero, for rows past the end and for
-    those that see nothing.
+def _row_statistics(LSE, DELTA, row, i, ok, APART: tl.constexpr):
+    """(peak, lse, delta) of the rows: P = 2^(s - peak - lse). lse is +inf, so that P is zero, for
+    rows past the end and for those that see nothing.
+
+    With APART, LSE holds pairs, the maximum and the log-sum; without, lse alone: peak is 0.
     """
-    lse = tl.load(LSE + row + i, mask=ok, other=float("-inf"))
     delta = tl.load(DELTA + row + i, mask=ok, other=0.0)
-    empty = lse == float("-inf")
-    return tl.where(empty, float("inf"), lse * LOG2E), tl.where(empty, 0.0, delta)
+    if APART:
+        peak = tl.load(LSE + (row + i) * 2, mask=ok, other=0.0)
+        lse = tl.load(LSE + (row + i) * 2 + 1, mask=ok, other=float("inf"))
+        return peak, lse, tl.where(lse == float("inf"), 0.0, delta)
+    else:
+        lse = tl.load(LSE + row + i, mask=ok, other=float("-inf"))
+        empty = lse == float("-inf")
+        lse = tl.where(empty, float("inf"), lse * LOG2E)
+        return 0.0, lse, tl.where(empty, 0.0, delta)
 
 
 @triton.jit
@@ -605,13 +634,15 @@ def _backward_dkdv(
             if WIDE:
                 r = r.to(tl.int64)
             q = _load_rows(q_base, r, s_qm, i < queries, D, BD, False)
-            lse, delta = _row_statistics(LSE, DELTA, row, i, i < queries)
+            peak, lse, delta = _row_statistics(LSE, DELTA, row, i, i < queries, BIAS > 0 or ALIBI)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
             s, tanh = _scores(
                 s, i[None, :], columns[:, None], r[None, :], key_ok[:, None], key_bias, mask_base,
                 s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left,
                 right, Sk, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
             )  # fmt: skip
+            if BIAS > 0 or ALIBI:
+                s -= peak[None, :]
             p = tl.math.exp2(s - lse[None, :])
             do = _load_rows(do_base, r, s_dm, i < queries, DV, BDV, False)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -640,8 +671,8 @@ def _backward_dkdv(
 
 @triton.jit
 def _probabilities(
-    s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale,
-    softcap, slope, length, shift, left, right, Sk,
+    s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
+    qk_scale, softcap, slope, length, shift, left, right, Sk,
     MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -653,6 +684,8 @@ def _probabilities(
         bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
         MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
     )  # fmt: skip
+    if BIAS > 0 or ALIBI:
+        s -= peak[:, None]
     return tl.math.exp2(s - lse[:, None]), tanh
 
 
@@ -706,7 +739,8 @@ def _backward_dq(
     ok = i < queries
     q = _load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, ok, D, BD, False)
     do = _load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, ok, DV, BDV, False)
-    lse, delta = _row_statistics(LSE, DELTA, _row(plane, h, q0, q_rows, PACKED), i, ok)
+    row = _row(plane, h, q0, q_rows, PACKED)
+    peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, BIAS > 0 or ALIBI)
     k_base = K + b * s_kb + g * s_kg + k0 * s_kn
     v_base = V + b * s_vb + g * s_vg + k0 * s_vn
     mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
@@ -733,8 +767,8 @@ def _backward_dq(
         )
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, tanh = _probabilities(
-            s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
-            qk_scale, softcap, slope, length, shift, left, right, Sk,
+            s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm,
+            s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
             MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
         )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
@@ -831,7 +865,8 @@ def _backward_dbias(
         v_base = V + b * s_vb + g * s_vg + column * s_vn
         s = _product(q_base, r, s_qm, ok, k_base, c, s_kn, inside, D, BD, PRECISION, ACC)
         dp = _product(do_base, r, s_dm, ok, v_base, c, s_vn, inside, DV, BDV, PRECISION, ACC)
-        lse, delta = _row_statistics(LSE, DELTA, plane.to(tl.int64) * Sq, i, ok)
+        row = plane.to(tl.int64) * Sq
+        peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, BIAS > 0 or ALIBI)
         mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
         bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
         slope = _slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
@@ -839,8 +874,8 @@ def _backward_dbias(
             mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
         )
         p, _ = _probabilities(
-            s, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
-            qk_scale, softcap, slope, length, shift, left, right, Sk,
+            s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm,
+            s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
             MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
         )  # fmt: skip
         dbias += _score_gradient(
@@ -883,7 +918,7 @@ class _Plan:
     starts, dropout_seed. `options`: dropout_p, is_causal, scale, window, causal_alignment, softcap,
     max_q, max_k. A packed batch comes as one batch of Tq queries and Tk keys, with the offsets of
     both, `starts` and `lengths`. `launch` holds the kernels of the call by name, each with all its
-    arguments but the pointers.
+    arguments but the pointers. `apart`: the maximum and the log-sum of the scores are kept apart.
     """
 
     def __init__(
@@ -904,6 +939,7 @@ class _Plan:
             self.batch, self.q_length, self.k_length = starts.shape[0] - 1, max_q, max_k
         self.arch = architecture(query.device)
         self.dtype = query.dtype
+        self.apart = bias is not None or alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
         full = (batch, self.heads, q_rows, k_rows)
         kinds, strides, wide = [], [], _spans_int32(query, key, value)
@@ -976,10 +1012,13 @@ class _Plan:
         return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
 
 
-def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, lse, statistics), empty; the last without elements where lse is all that P needs."""
     output = _heads_like(query, query.shape[1], value.shape[3])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return output, query.new_empty(query.shape[:3], dtype=dtype)
+    rows = query.shape[:3]
+    pairs = (*rows, 2) if apart else (0,)
+    return output, query.new_empty(rows, dtype=dtype), query.new_empty(pairs, dtype=dtype)
 
 
 class _Forward(_Plan):
@@ -987,10 +1026,9 @@ class _Forward(_Plan):
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> None:
         super().__init__(query, key, value, *rest)
-        output, lse = _outputs(query, value)
-        self.output, self.lse = (output.shape, output.stride()), (lse.shape, lse.stride())
-        self.lse_dtype = lse.dtype
-        self.add("forward", _forward, self.rows, self.strides(output))
+        outputs = _outputs(query, value, self.apart)
+        self.outputs = [(x.shape, x.stride(), x.dtype) for x in outputs]
+        self.add("forward", _forward, self.rows, self.strides(outputs[0]))
         self.forward = self.launch["forward"]
 
 
@@ -1051,7 +1089,7 @@ class _Backward(_Plan):
             self.add("dbias", _backward_dbias, blocks, (*strides, *over, *do))
 
     def run(
-        self, grad_output, grad_lse, output, lse, query, key, value, bias, pointers
+        self, grad_output, grad_lse, output, lse, statistics, query, key, value, bias, pointers
     ) -> list[Tensor]:
         """Launches what is needed: [dq, dk, dv, dbias], an unwanted one empty."""
         nothing = query.new_empty(0)
@@ -1068,13 +1106,14 @@ class _Backward(_Plan):
         dbias = nothing
         if self.bias_grad == "key":
             dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
+        rows = (statistics if self.apart else lse), delta
         if "dkdv" in launch:
-            launch["dkdv"](*inputs, dk, dv, dbias, lse, delta, *pointers)
+            launch["dkdv"](*inputs, dk, dv, dbias, *rows, *pointers)
         if "dq" in launch:
-            launch["dq"](*inputs, dq, lse, delta, *pointers)
+            launch["dq"](*inputs, dq, *rows, *pointers)
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
-            launch["dbias"](*inputs, dbias, lse, delta, *pointers)
+            launch["dbias"](*inputs, dbias, *rows, *pointers)
         elif self.bias_grad == "row":
             dbias = torch.zeros_like(lse)
             if grad_lse is not None:  # exactly dlse, where the row sees a key
@@ -1125,8 +1164,8 @@ def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor]:
-    """(output, lse); `tensors` and `options` as in `_Plan`."""
+def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, lse, statistics); `tensors` and `options` as in `_Plan`."""
     signature = _signature(query, key, value, tensors, options)
     plan = plans.get(signature)
     if plan is None:
@@ -1135,15 +1174,16 @@ def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor]:
         if any(x is not y for x, y in zip(given, (query, key, value))):
             return _run_forward(query, key, value, tensors, options)
         plan = remembered(signature, _Forward(query, key, value, tensors, options))
-    output = query.new_empty_strided(*plan.output)
-    lse = query.new_empty_strided(*plan.lse, dtype=plan.lse_dtype)
+    outputs = [
+        query.new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in plan.outputs
+    ]
     with on_device(query):
-        plan.forward(query, key, value, output, lse, *_pointers(query, tensors))
-    return output, lse
+        plan.forward(query, key, value, *outputs, *_pointers(query, tensors))
+    return tuple(outputs)
 
 
 def _run_backward(
-    grad_output, grad_lse, output, lse, needs, query, key, value, tensors, options
+    grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors, options
 ) -> list[Tensor]:
     """[dq, dk, dv, dbias], an unwanted one empty."""
     signature = (
@@ -1156,13 +1196,16 @@ def _run_backward(
         grad_output, query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (grad_output, query, key, value))):
             return _run_backward(
-                grad_output, grad_lse, output, lse, needs, query, key, value, tensors, options
-            )
+                grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors,
+                options,
+            )  # fmt: skip
         made = _Backward(grad_output, grad_lse, output, needs, query, key, value, tensors, options)
         plan = remembered(signature, made)
     pointers = _pointers(query, tensors)
     with on_device(query):
-        return plan.run(grad_output, grad_lse, output, lse, query, key, value, tensors[1], pointers)
+        return plan.run(
+            grad_output, grad_lse, output, lse, statistics, query, key, value, tensors[1], pointers
+        )
 
 
 _ARGUMENTS = (
@@ -1172,19 +1215,22 @@ _ARGUMENTS = (
 )
 
 
-def _fake(query, key, value, *_):
-    return _outputs(unit_stride(query), value)
+def _fake(query, key, value, *rest):
+    bias, alibi_slopes = rest[5], rest[9]
+    apart = bias is not None or alibi_slopes is not None
+    return _outputs(unit_stride(query), value, apart)
 
 
 @register(
-    f"scaled_dot_product_attention({_ARGUMENTS}, bool return_lse) -> (Tensor output, Tensor lse)",
+    f"scaled_dot_product_attention({_ARGUMENTS}, bool return_lse) "
+    "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake,
 )
 def forward(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, key_lengths,
     window, causal_alignment, alibi_slopes, softcap, dropout_seed, return_lse,
 ):  # fmt: skip
-    """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq])."""
+    """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq], statistics [B,H,Sq,2] or [0])."""
     return _run_forward(
         query, key, value,
         (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
@@ -1203,18 +1249,18 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
 
 @register(
     "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
-    f"{_ARGUMENTS}, Tensor output, Tensor lse, bool[] needs) "
+    f"{_ARGUMENTS}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
     _fake_backward,
 )
 def backward(
     grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
     bias, key_lengths, window, causal_alignment, alibi_slopes, softcap, dropout_seed, output, lse,
-    needs,
+    statistics, needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
     grads = _run_backward(
-        grad_output, grad_lse, output, lse, tuple(needs), query, key, value,
+        grad_output, grad_lse, output, lse, statistics, tuple(needs), query, key, value,
         (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
     )  # fmt: skip
@@ -1240,7 +1286,7 @@ def _tokens_first(x: Tensor) -> Tensor:
 
 
 def _fake_packed(query, key, value, *_):
-    output, lse = _outputs(_heads_first(query), _heads_first(value))
+    output, lse, _ = _outputs(_heads_first(query), _heads_first(value), False)
     return _tokens_first(output), lse.squeeze(0)
 
 
@@ -1254,7 +1300,7 @@ def packed_forward(
 ):  # fmt: skip
     """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
-    output, lse = _run_forward(
+    output, lse, _ = _run_forward(
         query, key, value,
         (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
@@ -1286,7 +1332,7 @@ def packed_backward(
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
     grads = _run_backward(
-        grad_output, None, output, lse, (*needs, False), query, key, value,
+        grad_output, None, output, lse, lse, (*needs, False), query, key, value,
         (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
          max_k),

@@ -222,9 +222,10 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
         empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
         empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], seed,
     )  # fmt: skip
-    output, lse = attention.forward(*arguments, False)
+    saved = attention.forward(*arguments, False)
     needs = [True, True, True, bias is not None]
-    attention.backward(empty(*output.shape, dtype=dtype), None, *arguments, output, lse, needs)
+    gradient = empty(*saved[0].shape, dtype=dtype)
+    attention.backward(gradient, None, *arguments, *saved, needs)
 
 
 def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:

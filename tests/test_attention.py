@@ -12,6 +12,7 @@ from fastformer import functional, use_backend
 
 B, H, SQ, SK, D = 2, 2, 65, 127, 40
 LOW = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, *LOW]
 
 
 def qkv(
@@ -109,14 +110,14 @@ def masked_rows(out):
 
 
 @pytest.mark.parametrize("case", list(masks("cpu")))
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_mask(backend, device, against_oracle, case, dtype):
     x = qkv(dtype=dtype, device=device)
     against_oracle(functional.scaled_dot_product_attention, x, **masks(device)[case])
 
 
 @pytest.mark.parametrize("case", list(biases("cpu")))
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_bias(backend, device, against_oracle, case, dtype):
     bias, options = biases(device, dtype)[case]
     x = {**qkv(dtype=dtype, device=device), "bias": bias}
@@ -391,22 +392,30 @@ def test_a_very_negative_log_sum_exp(backend, device, against_oracle):
 
 
 FAR = [(name, 2) for name in ("query", "key", "value", "bias", "attn_mask", "gradient")]
-FAR += [(name, dim) for name in ("query", "key", "value", "gradient") for dim in (0, 1)]
+FAR += [(n, d) for n in ("query", "key", "value", "gradient", "bias", "attn_mask") for d in (0, 1)]
+FAR += [("bias", 3), ("attn_mask", 3), ("bias of keys", 3), ("mask of keys", 3)]
+FAR += [("alibi_slopes", 0), ("alibi_slopes", 1), ("key_lengths", 0)]
 
 
 @pytest.mark.parametrize("far, dim", FAR)
 def test_offsets_past_int32(backend, device, spread, far, dim):
-    """Rows, heads or batches so far apart that the last one stands past 2^31 elements."""
-    n, sizes = (40, (1, 1)) if dim == 2 else (20, (3, 1) if dim == 0 else (1, 3))
-    x = qkv(*sizes, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
+    """Rows, heads, batches, columns so far apart that the last one stands past 2^31 elements."""
+    n, b, h = (40, 1, 1) if dim >= 2 else (20, 3, 1) if dim == 0 else (20, 1, 3)
+    x = qkv(b, h, sq=n, sk=n, d=16, dtype=torch.bfloat16, device=device)
     x["gradient"] = torch.randn_like(x["query"])
-    x["bias"] = torch.randn(1, 1, n, n, device=device).bfloat16()
-    x["attn_mask"] = torch.rand(1, 1, n, n, device=device) > 0.3
+    far, _, row = far.partition(" of ")
+    far = {"mask": "attn_mask"}.get(far, far)
+    rows = 1 if row else n
+    x["bias"] = torch.randn(b, h, rows, n, device=device).bfloat16()
+    x["attn_mask"] = torch.rand(b, h, rows, n, device=device) > 0.3
+    if far in ("alibi_slopes", "key_lengths"):
+        x["alibi_slopes"] = torch.rand(b, h, device=device).half()
+        x["key_lengths"] = torch.tensor([n, 3, 9], device=device, dtype=torch.int16)[:b]
     attend, results = functional.scaled_dot_product_attention, []
     for inputs in (x, {**x, far: spread(x[far], dim)}):
         leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
         gradient = leaves.pop("gradient")
-        for name in leaves.keys() - {"attn_mask"}:
+        for name in leaves.keys() - {"attn_mask", "alibi_slopes", "key_lengths"}:
             leaves[name].requires_grad_()
         wanted = [t for t in leaves.values() if t.requires_grad]
         out = attend(**leaves)
@@ -772,10 +781,9 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     rest = (bias, lengths, [50, 50], "bottom_right", slopes, 3.0, seed)
     arguments = (q, k, v, mask, 0.1, True, 0.2, False, *rest)
     with Largest(mask) as largest:
-        output, lse = attention.forward(*arguments, True)
-        attention.backward(
-            torch.ones_like(output), lse, *arguments, output, lse, [True] * 3 + [bias is not None]
-        )
+        saved = attention.forward(*arguments, True)
+        needs = [True] * 3 + [bias is not None]
+        attention.backward(torch.ones_like(saved[0]), saved[1], *arguments, *saved, needs)
     asked_for = bias_shape == (300, 300)
     assert largest.elements == s * s if asked_for else largest.elements <= s * 16
 
@@ -801,6 +809,227 @@ def test_gradients_for_some_inputs_only(backend, device, needed, shape):
             torch.testing.assert_close(b.grad, a.grad, atol=1e-5, rtol=1e-5)
         else:
             assert b.grad is None
+
+
+# ---------------------------------------------------- a large bias, the lowest ones, and undefined
+
+
+def written_out(query, key, value, bias=0.0, mask=None, scale=None):
+    """(output, lse) as torch's math path computes them, in float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query, key, value = (x.to(wide) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * scale) @ key.transpose(-2, -1) + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(-1)
+    peak = scores.detach().amax(-1, keepdim=True)
+    return weights @ value, (scores - peak).logsumexp(-1) + peak.squeeze(-1)
+
+
+def results(function, leaves, weights):
+    """Outputs and gradients of a function of tensors; no weight for an output that is not used."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    used = [(x, w.to(x.dtype)) for x, w in zip(outputs, weights) if w is not None]
+    used, weights = zip(*used)
+    grads = torch.autograd.grad(used, leaves, weights)
+    return [x.detach().float() for x in (*outputs, *grads)]
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["output", "and lse"])
+@pytest.mark.parametrize("case", ["rows", "keys", "hidden zeros", "alibi", "two tiles"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse):
+    """-1e9, the usual mask: nothing of a score is left beside it, the weights are those of equal
+    scores, and so are their gradients. In float32 lse has no digit left for their number.
+    """
+    if case == "two tiles":
+        tiles(16, 16)
+    x = qkv(sq=20, sk=30, d=16, dtype=dtype, device=device)
+    bias = torch.zeros(20, 30, device=device)
+    options, mask = {}, None
+    if case in ("rows", "two tiles"):
+        bias[::3], bias[1], bias[2] = -1e9, -1e9, 1e9
+        bias[1, 7] = 0.0
+    elif case == "keys":
+        bias = torch.full((30,), -1e9, device=device)
+    elif case == "hidden zeros":
+        bias[:, 10:] = -1e9
+        mask = torch.ones(20, 30, dtype=torch.bool, device=device)
+        mask[4:, :10] = False
+        options["attn_mask"] = mask
+    else:  # of each query the two neighbours, at the same distance
+        mask = ~torch.eye(20, 30, dtype=torch.bool, device=device)
+        i, j = (torch.arange(n, device=device) for n in (20, 30))
+        bias = -1e9 * (i.view(-1, 1) - j).abs()
+        options = {"attn_mask": mask, "alibi_slopes": torch.full((H,), 1e9, device=device)}
+    leaves = list(x.values()) + ([] if case == "alibi" else [bias])
+
+    def ours(query, key, value, bias=None):
+        return functional.scaled_dot_product_attention(
+            query, key, value, bias=bias, return_lse=with_lse, **options
+        )
+
+    def wanted(query, key, value, given=bias):
+        both = written_out(query, key, value, given, mask)
+        return both if with_lse else both[0]
+
+    weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
+    have, want = results(ours, leaves, weights), results(wanted, leaves, weights)
+    for a, b in zip(have, want, strict=True):
+        error = (a - b).norm() / b.norm()
+        assert error < (1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps), error
+
+
+@pytest.mark.parametrize("value", [-65504.0, -1e4])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_bias_that_leaves_few_digits(backend, device, against_oracle, dtype, value):
+    """Of a score, beside it; eager PyTorch's are as few."""
+    x = qkv(b=1, sq=20, sk=30, d=16, dtype=dtype, device=device)
+    x["bias"] = torch.full((20, 30), value, device=device).to(dtype)
+    x["bias"][::2] = 0.0
+    against_oracle(functional.scaled_dot_product_attention, x, small=True)
+
+
+LOWEST = -2.3586574359122396e38  # of float32, times log 2
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30,), (20, 1)], ids=str)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_lowest_bias(backend, device, kind, shape):
+    """A finite one is added down to a documented value; whatever lies below it hides the key."""
+    if kind == torch.float64 and device.type != "cpu":
+        pytest.skip("no kernel computes in float64 on a GPU")
+    assert "-2.3586e38" in functional.scaled_dot_product_attention.__doc__
+    dtype = kind if kind == torch.float64 else torch.float32
+    x = qkv(b=1, sq=20, sk=30, d=16, dtype=dtype, device=device)
+    values = [-2.3e38, -2.33e38, LOWEST, LOWEST * (1 + 1e-7), -2.36e38]
+    values += [torch.finfo(kind).min, torch.finfo(torch.bfloat16).min, float("-inf")]
+    seen = []
+    for value in values:
+        bias = torch.full(shape, value, dtype=kind, device=device)
+        query = x["query"] if kind != torch.bfloat16 else x["query"].to(kind)
+        key, value = (x[n].to(query.dtype) for n in ("key", "value"))
+        out, lse = functional.scaled_dot_product_attention(
+            query, key, value, bias=bias, return_lse=True
+        )
+        seen.append(bool((lse.isfinite()).all()))
+        assert seen[-1] == bool(bias.double().flatten()[0] >= LOWEST * (1 + 1e-9)), bias[0]
+        if seen[-1]:
+            torch.testing.assert_close(lse.double(), bias.double().expand(1, H, 20, 30)[..., 0])
+            assert (out != 0).all()
+        else:
+            assert (lse == float("-inf")).all() and (out == 0).all()
+    assert seen[:2] == [True, True] and not any(seen[-4:])
+
+
+UNDEFINED = {
+    "query": lambda x: x["query"][:, :, 3].fill_(float("nan")),
+    "query element": lambda x: x["query"][0, 0, 2, 1].fill_(float("nan")),
+    "key": lambda x: x["key"][:, :, 1].fill_(float("nan")),
+    "key element": lambda x: x["key"][0, 1, 4, 1].fill_(float("nan")),
+    "every key": lambda x: x["key"].fill_(float("nan")),
+    "value": lambda x: x["value"][0, 0, 4, 1].fill_(float("nan")),
+    "bias": lambda x: x["bias"][2, 3].fill_(float("nan")),
+    "bias of a row": lambda x: x["bias"][2].fill_(float("nan")),
+    "scale": lambda x: x.update(scale=float("nan")),
+}
+DROPPED = ("tl.max(s, 1)", 'tl.max(tl.where(s == s, s, float("-inf")), 1)')  # NaN, as on a GPU
+
+
+WAYS = [(way, s, dtype) for way in ("reference", "triton") for s, dtype in enumerate(FLOATS, 5)]
+WAYS += [("reference", 40, torch.float32), ("dropped", 5, torch.float32)]
+WAYS += [("dropped", 40, torch.float32)]
+
+
+@pytest.mark.parametrize("what", list(UNDEFINED))
+@pytest.mark.parametrize("way, s, dtype", WAYS, ids=str)
+def test_nan_that_a_query_sees(device, plant, tiles, dtype, what, s, way):
+    """It reaches the output, lse and the gradients, as in torch's math path. A GPU's maximum drops
+    NaN, the interpreter's does not: the kernel gives NaN by either.
+    """
+    if way == "dropped":
+        from fastformer.kernels import attention
+
+        tiles(16, 16)
+        plant(attention, "_forward_tiles", *DROPPED)
+    x = {**qkv(sq=s, sk=s, d=16, dtype=dtype, device=device), "scale": 0.25}
+    if what.startswith("bias"):
+        x["bias"] = torch.randn(s, s, device=device)
+    UNDEFINED[what](x)
+    scale, leaves = x.pop("scale"), list(x.values())
+    weights = torch.randn(B, H, s, 16, device=device), torch.randn(B, H, s, device=device)
+
+    def ours(*x):
+        bias = x[3] if len(x) > 3 else None
+        return functional.scaled_dot_product_attention(
+            *x[:3], scale=scale, bias=bias, return_lse=True
+        )
+
+    want = results(lambda *x: written_out(*x, scale=scale), leaves, weights)
+    with use_backend("reference" if way == "reference" else "triton"):
+        have = results(ours, leaves, weights)
+        alone = results(lambda *x: ours(*x)[0], leaves, weights[:1])
+        plain = functional.scaled_dot_product_attention(
+            *leaves[:3], scale=scale, bias=None if len(leaves) < 4 else leaves[3]
+        )
+    assert want[0].isnan().any()
+    for name, a, b in zip(("output", "lse", *x), have, want, strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+    assert torch.equal(alone[0].isnan(), want[0].isnan())
+    assert torch.equal(plain.isnan(), want[0].isnan()), "without a gradient"
+    for name, a, b in zip(x, alone[1:], have[2:], strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+
+
+@pytest.mark.parametrize("s", [5, 40])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_that_no_query_sees(backend, device, dtype, s):
+    """In the bias of a hidden pair it reaches nothing; in a key, no query that does not see it."""
+    x = qkv(sq=s, sk=s, d=16, dtype=dtype, device=device)
+    bias, mask = torch.zeros(s, s, device=device), torch.ones(s, s, device=device).bool()
+    mask[2, 3] = mask[1] = False
+
+    def ours(*x):
+        return functional.scaled_dot_product_attention(*x[:3], mask, bias=x[3], return_lse=True)
+
+    weights = torch.randn(B, H, s, 16, device=device), None
+    clean = results(ours, [*x.values(), bias], weights)
+    bias[2, 3] = bias[1] = float("nan")
+    for a, b in zip(clean, results(ours, [*x.values(), bias], weights), strict=True):
+        assert torch.equal(a, b)
+    x["key"][:, :, 3] = float("nan")
+    out = functional.scaled_dot_product_attention(**x, is_causal=True)
+    assert not out[:, :, :3].isnan().any() and out[:, :, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", ["plain", "causal", "lengths", "mask"])
+@pytest.mark.parametrize("d, dv", [(0, 8), (8, 0), (0, 0)])
+def test_no_features(backend, device, d, dv, case, grad):
+    """What torch's own op does: without head dim all scores are 0."""
+    x = [t.requires_grad_(grad) for t in qkv(sq=5, sk=7, d=d, dv=dv, device=device).values()]
+    mask = torch.rand(5, 7, device=device) > 0.3
+    mask[:, 0] = True
+    options = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": mask}}
+    if case == "lengths":
+        ours = {"key_lengths": torch.tensor([3, 6], device=device)}
+        theirs = {
+            "attn_mask": torch.arange(7, device=device) < ours["key_lengths"].view(2, 1, 1, 1)
+        }
+    else:
+        ours = theirs = options[case]
+    have = functional.scaled_dot_product_attention(*x, **ours)
+    want = torch.nn.functional.scaled_dot_product_attention(*x, **theirs)
+    torch.testing.assert_close(have, want)
+    _, lse = functional.scaled_dot_product_attention(*x, **ours, return_lse=True)
+    assert lse.shape == (B, H, 5) and lse.isfinite().all()
+    if grad:
+        weight = torch.randn_like(have)
+        for a, b in zip(*(torch.autograd.grad(y, x, weight) for y in (have, want))):
+            torch.testing.assert_close(a, b)
 
 
 # --------------------------------------------------------------------------------------- weights

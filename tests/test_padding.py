@@ -96,6 +96,20 @@ def test_packed_empty(backend, device, lengths):
     assert all(g.numel() == 0 for g in torch.autograd.grad(out.sum(), leaves))
 
 
+@pytest.mark.parametrize("far, dim", [(n, d) for n in ("query", "key", "value") for d in (0, 1)])
+def test_packed_offsets_past_int32(backend, device, spread, far, dim):
+    """Tokens or heads so far apart that the last one stands past 2^31 elements."""
+    x, constants = packed(device, (5, 33), (9, 20), g=2)
+    x = {n: t.bfloat16() for n, t in x.items()}
+    results = []
+    for inputs in (x, {**x, far: spread(x[far], dim)}):
+        leaves = [t.detach().requires_grad_() for t in inputs.values()]  # not a copy
+        out = functional.packed_attention(*leaves, **constants)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for near, spread_out in zip(*results):
+        assert torch.equal(near, spread_out)
+
+
 def test_bad_offsets_stay_inside(device):
     """What a GPU call does not look at is clamped: it may give nonsense, never reads elsewhere."""
     attention = pytest.importorskip("fastformer.kernels.attention")

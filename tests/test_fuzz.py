@@ -3,7 +3,8 @@ apart from the reference: tests/independent.py. The draws are the same in each r
 new ones, thousands.
 
 Both backends pass through the same cases. Tensors are views of larger memory that holds NaN, in any
-order of dimensions, with steps; sizes stand on and beside the edges of tiles; hidden keys hold NaN.
+order of dimensions, with steps; sizes stand on and beside the edges of tiles; hidden keys hold NaN;
+and no interpreted program reads outside of its tensors.
 """
 
 import contextlib
@@ -373,7 +374,7 @@ def test_philox():
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf, in what is masked
-def test_fuzz(case, backend, device, small_tiles, request):
+def test_fuzz(case, backend, device, small_tiles, in_bounds, request):
     """A case that fails names its seed, from which `Draw` makes it again."""
     fresh = request.config.getoption("slow")
     start = np.random.SeedSequence().entropy if fresh else zlib.crc32(case.__name__.encode())

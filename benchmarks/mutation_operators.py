@@ -47,6 +47,7 @@ SHAPES = {
 }  # fmt: skip
 OPTIONS = {"num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt"}
 CHOICES = {"minimum", "maximum", "min", "max"}
+PLACEHOLDERS = {"seed"}  # what a number is that nobody looks at without dropout
 KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so
 
 
@@ -79,7 +80,7 @@ class _Walk:
         self.found: list[Change] = []
         self.function: list[str] = []
         self.arguments: list[str] = []
-        self.converted: set[int] = set()
+        self.passed: set[int] = set()  # nodes of which a change shows in no run
 
     # ---------------------------------------------------------------------------------------- text
 
@@ -160,6 +161,8 @@ class _Walk:
 
     def Constant(self, node: ast.Constant, numbers: bool) -> None:
         value = node.value
+        if id(node) in self.passed:
+            return
         if isinstance(value, bool):
             self.add("a flag flipped", node, str(not value))
         elif isinstance(value, int) and numbers:
@@ -220,8 +223,8 @@ class _Walk:
     def Call(self, node: ast.Call, numbers: bool) -> None:
         name, arguments = _name(node.func), node.args
         if name == "store":  # it converts by itself
-            self.converted.update(map(id, arguments))
-        if isinstance(node.func, ast.Attribute) and id(node) not in self.converted:
+            self.passed.update(map(id, arguments))
+        if isinstance(node.func, ast.Attribute) and id(node) not in self.passed:
             if name == "to" and "int64" in self.text(node):
                 self.instead("int64 dropped", node, node.func.value)
             elif name in ("to", "contiguous", "abs"):
@@ -244,7 +247,7 @@ class _Walk:
             rest = [text for text, drop in zip(keywords, masked) if not drop]
             self.add("a mask removed", node, f"{function}({', '.join(texts + rest)})")
         for n, (a, b) in enumerate(pairwise(arguments)):
-            if _alike(a, b):
+            if _alike(a, b) and name not in CHOICES:
                 swapped = [*texts[:n], texts[n + 1], texts[n], *texts[n + 2 :], *keywords]
                 self.add("arguments swapped", node, f"{function}({', '.join(swapped)})")
 
@@ -269,6 +272,8 @@ class _Walk:
     def Assign(self, node: ast.Assign, numbers: bool) -> None:
         (target, *_), value = node.targets, node.value
         if isinstance(target, ast.Name):
+            if target.id in PLACEHOLDERS and isinstance(value, ast.Constant):
+                self.passed.add(id(value))
             if target.id in ("signature", "key") and isinstance(value, ast.Tuple):
                 self.key(value)
             again = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}

@@ -515,11 +515,11 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         known = fate.get((mutant.kernel, mutant.name))
         return "" if known is None else known.verdict
 
-    def attempt(mutant: Mutant, stages: list[list[str]], passed: str) -> None:
+    def attempt(mutant: Mutant, stages: list[list[str]], all_of_them: bool) -> None:
         key, before = (mutant.kernel, mutant.name), verdict_of(mutant)
         verdict = trials(mutant, *stages)
-        if verdict.verdict == "survived":
-            verdict = replace(verdict, verdict=passed)
+        if verdict.verdict == "survived" and not (all_of_them or stages == [mutant.others()]):
+            verdict = replace(verdict, verdict="lives")
         with lock:
             if before == "survived":
                 verdict = replace(verdict, first="survived")
@@ -538,8 +538,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
 
         chosen = [m for m in mutants if verdict_of(m) == verdict and m not in explained]
         with ThreadPoolExecutor(arguments.workers) as pool:
-            passed = "survived" if others else "lives"
-            list(pool.map(lambda m: attempt(m, stages(m), passed), chosen))
+            list(pool.map(lambda m: attempt(m, stages(m), others), chosen))
 
     try:
         if not arguments.quick:

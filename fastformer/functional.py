@@ -1169,7 +1169,8 @@ def cross_entropy(
 ) -> Tensor:
     """-sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
 
-    `linear_cross_entropy` computes the logits as well, and never holds them all.
+    `linear_cross_entropy` computes the logits as well, and never holds them all. Class weights and
+    class probabilities as the target are those of torch.nn.functional.cross_entropy alone.
 
     Args:
         logits: [..., V], float32, float16, bfloat16 or float64, any strides.
@@ -1286,7 +1287,10 @@ def _loss_options(
     """Checks what both losses take; by name, in their order."""
     _require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
-        raise TypeError(f"target has dtype {target.dtype}; expected torch.int64")
+        raise TypeError(
+            f"target has dtype {target.dtype}; expected torch.int64, the class of each row "
+            "(torch.nn.functional.cross_entropy takes class probabilities)"
+        )
     name, x = rows
     if target.shape != x.shape[:-1]:
         raise ValueError(

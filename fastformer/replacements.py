@@ -147,7 +147,18 @@ def _foreign(*tensors: Any) -> str | None:
 
 def _foreign_weights(*modules: Any) -> str | None:
     """The same of the parameters of modules that are torch's or ours."""
-    return _foreign(*(getattr(m, name, None) for m in modules for name in ("weight", "bias")))
+    for m in modules:
+        reason = _unlike(getattr(m, "weight", None), getattr(m, "bias", None))
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unlike(weight: Tensor | None, bias: Tensor | None) -> str | None:
+    """Why the op cannot read the two, or None."""
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        return f"a weight is {weight.dtype}, its bias {bias.dtype}"
+    return _foreign(weight, bias)
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -215,9 +226,10 @@ class _MultiheadAttention(_Accelerated):
         """Why the op cannot stand for this module, or None."""
         if self.head_dim > functional.MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the op takes up to {functional.MAX_HEAD_DIM}"
-        weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        others = (self.in_proj_bias, self.bias_k, self.bias_v)
-        return _foreign(*weights, *others, self.out_proj.weight, self.out_proj.bias)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        packed = separate[0] if self.in_proj_weight is None else self.in_proj_weight
+        reason = _unlike(packed, self.in_proj_bias) or _foreign_weights(self.out_proj)
+        return reason or _foreign(*separate, self.bias_k, self.bias_v)
 
     def _require(self: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
@@ -810,11 +822,9 @@ def _norm_obstacle(
 ) -> str | None:
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return f"the input is {x.dtype}, the weight {weight.dtype}"
-    if bias is not None and weight is not None and bias.dtype != weight.dtype:
-        return f"the weight is {weight.dtype}, the bias {bias.dtype}"
     if eps is not None and eps < 0:
         return f"eps is {eps}"
-    return _foreign(x, weight, bias)
+    return _foreign(x) or _unlike(weight, bias)
 
 
 class _LayerNorm(_Accelerated):

@@ -338,6 +338,8 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
         ({"target": torch.tensor([-1, 0])}, ValueError, "target holds -1"),
         ({"target": torch.tensor([0])}, ValueError, r"target has shape \[1\]; expected \[2\]"),
         ({"target": torch.tensor([0, 1]).int()}, TypeError, "target has dtype torch.int32"),
+        ({"target": torch.rand(2, 5)}, TypeError, "cross_entropy takes class probabilities"),
+        ({"weight": torch.ones(5)}, TypeError, "unexpected keyword argument 'weight'"),
         ({"target": [0, 1]}, TypeError, "target is a list"),
         ({"reduction": "max"}, ValueError, "reduction is 'max'; expected one of mean"),
         ({"smoothing": "l2"}, ValueError, "smoothing is 'l2'; expected one of uniform"),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import fastformer as ff
 from benchmarks.peers import available
 
-CALLS = 1000
+CALLS, ROUNDS = 1000, 7
 
 
 @pytest.mark.parametrize("provider", available("torch", "reference", "triton"))
@@ -36,7 +36,8 @@ def test_dispatch(measure, device, dtype, op, provider):
             for _ in range(CALLS):
                 call(*given)
 
-    measure(calls, group=f"host cost of {op}, {CALLS} calls", provider=provider, dtype=dtype)
+    group = f"host cost of {op}, {CALLS} calls"
+    measure(calls, group=group, provider=provider, dtype=dtype, on_host=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def worker():
 def test_host_cost(worker, measure, mode, provider):
     worker(mode, provider, 1)  # compiles
     measure(
-        lambda: worker(mode, provider),
+        samples=[worker(mode, provider) for _ in range(ROUNDS)],
         group=f"host cost of attention {mode}, {CALLS} calls",
         provider=provider,
         dtype="bfloat16",

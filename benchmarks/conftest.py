@@ -26,7 +26,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, report
+from benchmarks import journal, peers, report
+from benchmarks.report import CAPTURED
 from fastformer.environment import describe
 
 HERE = Path(__file__).parent
@@ -107,7 +108,7 @@ def poisoned_empty():
     torch.set_num_threads(threads)
     if "torch._dynamo" in sys.modules:  # after 8 shapes of a function it would run them uncompiled
         torch._dynamo.reset()
-    if HAS_GPU:
+    if HAS_GPU and not _lost:
         torch.cuda.empty_cache()  # the graphs' private pools among it
 
 
@@ -156,6 +157,7 @@ def measure(benchmark, device):
         provider: who does it; backend: what that turned out to run on, where it chooses.
         flops, nbytes: of one call; the formula stands in the benchmark. 0 leaves the figure out.
         dtype: of the call; the roof is measured in it.
+        on_host: the time is the host's, on a GPU too.
         shape: the sizes, as they shall be recorded.
     """
 
@@ -169,6 +171,7 @@ def measure(benchmark, device):
         flops=0,
         nbytes=0,
         samples=None,
+        on_host=False,
         **shape,
     ):
         benchmark.group = group
@@ -180,12 +183,13 @@ def measure(benchmark, device):
         if benchmark.disabled:
             benchmark(call or (lambda: None))
             return
+        roof = _roof(device, dtype, torch.get_num_threads()) if flops or nbytes else None
         if samples is not None:
             samples = _replayed(benchmark, samples)
         else:
             against = _torch_of(group, provider, call)
             info["peak_mib"] = _peak_bytes(call, device) / 2**20
-            if device.type == "cuda":
+            if device.type == "cuda" and not on_host:
                 samples = _device_samples(benchmark, info, call, against)
             else:
                 samples = _samples(benchmark, call, against if provider in report.OURS else None)
@@ -198,8 +202,8 @@ def measure(benchmark, device):
             info["tflops"] = flops / seconds / 1e12
         if nbytes:
             info["gb_per_s"] = nbytes / seconds / 1e9
-        if flops or nbytes:
-            peak, bandwidth = _roof(device, dtype, torch.get_num_threads())
+        if roof is not None:
+            peak, bandwidth = roof
             info["of_roof"] = max(flops / peak, nbytes / bandwidth) / seconds
             info["roof_tflops"], info["roof_gb_per_s"] = peak / 1e12, bandwidth / 1e9
 
@@ -291,41 +295,84 @@ def _device_seconds(calls):
     """(rounds of the seconds of each call on the device, how each was taken).
 
     The calls are run in turn, each after the L2 cache was overwritten: as a CUDA graph's replays,
-    which hold no host time, or, what cannot be captured, as it is.
+    which hold no host time, or, where a call cannot be captured, as it is. torch cannot be used
+    again after a capture that fails, so rounds without graphs come first: these then count, and
+    the process ends with the test.
     """
-    replays, timers = zip(*map(_captured, calls))
-    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    global _lost
+    obstacles = list(map(_obstacle, calls))
+    samples = _rounds(calls, LEAST_REPLAYS)
+    replays, timers = [], []
+    for call, obstacle in zip(calls, obstacles):
+        if obstacle is None:
+            try:
+                call = _captured(call)
+            except RuntimeError as error:
+                _lost = f"the capture of a CUDA graph failed: {_first_line(error)}"
+                return samples, [f"events around calls: {_lost}"] * len(calls)
+        replays.append(call)
+        timers.append(f"events around calls: {obstacle}" if obstacle else CAPTURED)
     estimate = sum(map(_seconds, replays))
     rounds = min(max(int(REPLAY_SECONDS / estimate), LEAST_REPLAYS), REPLAYS)
+    return _rounds(replays, rounds), timers
+
+
+_lost = None  # why this process can use the GPU no more
+
+
+def pytest_runtest_logfinish(nodeid, location):
+    if _lost:
+        pytest.exit(_lost, journal.DEVICE_LOST)
+
+
+def _rounds(calls, rounds):
+    """Seconds of each call between two events, `rounds` times."""
+    flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
     events = []
     for _ in range(rounds):
         events.append([])
-        for replay in replays:
+        for call in calls:
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             flush.zero_()  # while it runs, the host hands over the rest
             pair[0].record()
-            replay()
+            call()
             pair[1].record()
             events[-1].append(pair)
     torch.cuda.synchronize()
-    samples = [tuple(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in events]
-    return samples, timers
+    return [tuple(a.elapsed_time(b) / 1e3 for a, b in pairs) for pairs in events]
+
+
+def _obstacle(call):
+    """Why the call cannot be captured, or None: called once, on a stream of its own, with an error
+    where it waits for the device.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return _first_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.current_stream().wait_stream(side)
+    return None
 
 
 def _captured(call):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
+    """The replay of a CUDA graph of the call."""
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return call, "events around calls"
-    return graph.replay, "CUDA graph"
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _first_line(error):
+    return str(error).partition("\n")[0]
 
 
 def _peak_bytes(call, device):

@@ -1,47 +1,64 @@
 """Everything that a GPU has to show, in minutes: correctness first, then the figures that matter
 most.
 
-    python -m benchmarks.gpu --minutes 9 --out FOLDER
-    python -m benchmarks.gpu --minutes 9 --out FOLDER --only correctness,attention
+    python -m benchmarks.gpu --out FOLDER --only first           nine minutes: what matters most
+    python -m benchmarks.gpu --out FOLDER --only tests           the kernels' tests
+    python -m benchmarks.gpu --out FOLDER --only rest            and all else
+    python -m benchmarks.gpu --out OTHER --resume FOLDER/run.zip      goes on elsewhere
+    python -m benchmarks.gpu --prepare kernels.zip               compiles ahead; needs no GPU
+    python -m benchmarks.gpu --out FOLDER --cache kernels.zip    compiles nothing of that again
 
 Each part is a process of its own with a time limit: one that crashes, hangs or loses the GPU costs
-the test it was at, and the next parts nothing. FOLDER holds, from the first part on, for each part
-a log and a journal (a JSON line for each test, written as it ends), and results.json and report.md,
-written anew after each part: a run that is cut keeps what it has, and the same command goes on
-behind it. Exit status 1 where a part or a test failed. Without a GPU a small run of the same kind
-takes its place.
+the test it was at, and the next parts nothing. FOLDER holds results.json, report.md and run.zip,
+with a log and a journal (a JSON line for each test) of each part, written anew after each part and
+every few seconds: a run that is cut keeps what it has, and the same command goes on behind it. Exit
+status 1 where a part or a test failed. Without a GPU a small run of the same kind takes its place.
+
+--prepare walks through the same parts over benchmarks/stand_in, which launches nothing, and keeps
+what Triton has compiled. Such a cache serves one version of Triton and of Python, and one
+architecture: another is refused.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from benchmarks import folder, journal, report
+from benchmarks import archives, folder, journal, report
+from benchmarks.archives import Refused
 from benchmarks.journal import DEVICE_LOST
+from benchmarks.stand_in import device
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST_SECONDS = 5.0  # a part is not begun with less
 POLL_SECONDS = 0.2
+SAVE_SECONDS = 15.0  # what a run that is killed loses, at most
+ENDED = ("done", "failed (1)")  # what is not begun again
 FINE = ("done", "no time", "no more time")  # the last two: for the whole of it
+RUN, STATUS = "run.zip", "parts.json"
+
+Variables = Mapping[str, str]  # of an environment
+NONE: Variables = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Part:
     """A command with its time limit, and how long it may go without a sign of life.
 
-    FOLDER in a word of the command stands for the output folder. One with a journal is run again
-    after a crash, and goes on behind the test that crashed.
+    FOLDER in a word of the command stands for the working folder. One with a journal is run again
+    after a crash, and goes on behind the test that crashed; `processes` share its tests.
     """
 
     name: str
@@ -49,17 +66,36 @@ class Part:
     seconds: float
     silence: float = 60.0
     journal: bool = False
+    processes: int = 1
+
+    def shards(self) -> list[Part]:
+        """What is started: for each process its share of the tests, a journal and a log."""
+        if self.processes == 1:
+            return [self]
+        return [
+            replace(
+                self,
+                name=f"{self.name}-{i}",
+                command=[*self.command, "--shard", f"{i}/{self.processes}"],
+                processes=1,
+            )
+            for i in range(self.processes)
+        ]
 
 
-def tests(name: str, seconds: float, paths: str, matching: str = "", *options: str) -> Part:
+def tests(
+    name: str, seconds: float, paths: str, matching: str = "", *options: str, **more: Any
+) -> Part:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.journal"]
     command += ["-p", "no:cacheprovider", "--matching", matching, *options, *paths.split()]
-    return Part(name, command, seconds, journal=True)
+    return Part(name, command, seconds, journal=True, **more)
 
 
-def figures(name: str, seconds: float, stems: str, matching: str = "", *options: str) -> Part:
+def figures(
+    name: str, seconds: float, stems: str, matching: str = "", *options: str, **more: Any
+) -> Part:
     paths = " ".join(f"benchmarks/bench_{stem}.py" for stem in stems.split())
-    return tests(name, seconds, paths, matching, "--benchmark-only", *options)
+    return tests(name, seconds, paths, matching, "--benchmark-only", *options, **more)
 
 
 def having(*parameters: str) -> str:
@@ -68,114 +104,228 @@ def having(*parameters: str) -> str:
 
 
 COMMAND = [sys.executable, "-m", "fastformer"]
-PEERS = r"torch|cudnn|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
+PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
 CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
 MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
+FLEX_CASES = "plain-d64|causal-d64|padding-d64"
 KERNELS = "attention padding dropout layer_norm feed_forward embedding cross_entropy"
+SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 
-def on_gpu() -> list[Part]:
-    """What matters most comes first."""
-    workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+def on_gpu() -> dict[str, list[Part]]:
+    """By group what matters most first; a group fits ten minutes."""
     kernel_tests = " ".join(f"tests/test_{name}.py" for name in KERNELS.split())
     widths, copy_task = "(add|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
-    return [
+    compiles = dict(silence=150.0)
+    first = [
         Part("machine", [*COMMAND, "info"], 40),
-        tests("correctness", 130, "tests/test_sizes.py"),
-        figures("attention", 120, "attention", having("1024|4096|16384", CASES, PEERS)),
-        figures("norms", 90, "layer_norm", widths + having("512|4096", PEERS)),
-        figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
+        tests("small-heads", 60, "tests/test_sizes.py", SMALL),
+        tests("correctness", 130, "tests/test_sizes.py", f"^(?!.*{SMALL})"),
+        figures("attention", 90, "attention", having("4096", CASES, PEERS)),
         figures(
-            "feed-forward", 60, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)
+            "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
+            **compiles,
         ),
+        figures("lengths", 90, "attention", having("1024|16384", CASES, PEERS)),
+        figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
+        figures("norms", 110, "layer_norm", widths + having("512|4096", PEERS)),
         figures("model", 60, "transformer", having("512|2048", r"torch|nn\..*|auto")),
+    ]  # fmt: skip
+    rest = [
+        figures(
+            "feed-forward", 80, "feed_forward", having("256|8192", "512-2048|1024-4096", PEERS)
+        ),
         figures("drop-in", 60, "accelerate transformers", having("512", r"torch|auto")),
         Part("copy-task", [*COMMAND, *copy_task], 60),
-        figures("first-call", 70, "first_call host_cost"),
+        figures("first-call", 120, "first_call host_cost", **compiles),
         figures("sequence-layers", 45, "sequence_layers"),
         figures("more-attention", 90, "attention", having("512|4096", MORE_CASES, PEERS)),
-        figures("compiled-model", 120, "transformer", having("512", "torch|compile|auto")),
+        figures(
+            "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
+        ),
+        figures("compiled-model", 150, "transformer", having("512", "torch|compile|auto"),
+                **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
-        tests("kernel-tests", 600, kernel_tests, "", *workers),
-    ]
+    ]  # fmt: skip
+    return {
+        "first": first,
+        "tests": [tests("kernel-tests", 560, kernel_tests, processes=8)],
+        "rest": rest,
+    }
 
 
-def on_cpu() -> list[Part]:
-    return [
+def on_cpu() -> dict[str, list[Part]]:
+    parts = [
         Part("machine", [*COMMAND, "info"], 40),
         tests("correctness", 60, "tests/test_sizes.py", "norms|plain"),
         figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
         figures("sequence-layers", 60, "sequence_layers", having("forward", "128|256|512")),
     ]
+    return {"first": parts}
+
+
+def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
+    """All parts, or those of these names and groups. Raises Refused for an unknown one."""
+    known = {part.name: [part] for parts in groups.values() for part in parts} | groups
+    names = only.split(",") if only else list(groups)
+    if unknown := [name for name in names if name not in known]:
+        raise Refused(f"there is no part {', '.join(unknown)}; there are {', '.join(known)}")
+    return list({part.name: part for name in names for part in known[name]}.values())
 
 
 # ------------------------------------------------------------------------------------ running them
 
 
-def run(parts: Sequence[Part], folder: Path, seconds: float) -> dict[str, Any]:
-    """Runs the parts in turn until the time is up; returns what results.json holds."""
-    deadline = time.monotonic() + seconds
-    folder.mkdir(parents=True, exist_ok=True)
-    done: list[dict[str, Any]] = []
-    results = save(folder, done)
-    for part in parts:
-        left = deadline - time.monotonic()
-        started = time.monotonic()
-        status = _run(part, folder, min(part.seconds, left)) if left > LEAST_SECONDS else "no time"
-        if status == "out of time" and left < part.seconds:
-            status = "no more time"
-            _forget_the_last(folder / f"{part.name}.jsonl")
-        took = time.monotonic() - started
-        done.append({"part": part.name, "status": status, "seconds": round(took, 1)})
-        print(f"{part.name:16} {status:24} {took:6.1f} s", flush=True)
-        results = save(folder, done)
-    return results
+class Run:
+    """A run, which goes on in `work` and leaves its results in `out`. Its processes see the
+    variables of `environment` beside those of this one.
 
+    Raises Refused where `out` holds results that these would not contain, and where the archive to
+    resume from is none.
+    """
 
-def _run(part: Part, folder: Path, seconds: float) -> str:
-    """done, failed, or how it was cut short."""
-    end = time.monotonic() + seconds
-    written, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
-    command = [word.replace("FOLDER", str(folder.resolve())) for word in part.command]
-    if part.journal:
-        command += ["--journal", str(written.resolve())]
-    while True:
-        size = _size(written)
-        status = _run_once(command, log, written, end, part.silence)
-        again = status.startswith(("crashed", "silent")) and part.journal
-        if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
-            return status
-        with log.open("a") as file:
-            print(f"\n=== {status}: again, behind that test\n", file=file)
+    def __init__(
+        self, out: Path, work: Path, resume: Path | None = None, environment: Variables = NONE
+    ) -> None:
+        self.out, self.work = out, work
+        # Nothing measures in a process that xdist started, nor in what that starts.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        self.environment = {**inherited, **environment, "PYTHONUNBUFFERED": "1"}
+        self.running: list[Part] = []
+        former = out / RUN
+        if not former.exists():
+            if (out / "results.json").exists():
+                raise Refused(f"{out} has a results.json without its {RUN}: give another folder")
+            former = resume or former
+        elif resume is not None and not former.samefile(resume):
+            raise Refused(f"{out} has another run than {resume}: give another folder")
+        if former.exists() or resume is not None:
+            archives.check(former, archives.RUN)
+            archives.unpack(former, work)
+        # By name: {part, status, seconds}.
+        self.done: dict[str, dict[str, Any]] = {}
+        if (work / STATUS).exists():
+            self.done = {one["part"]: one for one in json.loads((work / STATUS).read_text())}
+        for one in self.done.values():
+            if one["status"] == "running":  # when the former run was killed
+                one["status"] = "cut"
+                for path in work.glob(f"{one['part']}*.jsonl"):
+                    _forget_the_last(path)
 
+    def go(self, parts: Sequence[Part], seconds: float, after: Callable[[], None]) -> None:
+        """Runs in turn, until the time is up, the parts that have not come to their end yet."""
+        deadline = time.monotonic() + seconds
+        for part in parts:
+            left, started = deadline - time.monotonic(), time.monotonic()
+            one = self.done.setdefault(part.name, dict(part=part.name, status="no time", seconds=0))
+            if one["status"] in ENDED or left < LEAST_SECONDS:
+                print(f"{part.name:16} {one['status']:24}", flush=True)
+                continue
+            before, one["status"], status = one["seconds"], "running", "cut"
+            self.running = part.shards()
+            self.save()
+            try:
+                status = self.run(part, min(part.seconds, left))
+                if status == "out of time" and left < part.seconds:
+                    status = "no more time"
+            finally:
+                if status in ("cut", "no more time"):
+                    for shard in self.running:
+                        _forget_the_last(self.work / f"{shard.name}.jsonl")
+                self.running = []
+                took = time.monotonic() - started
+                one.update(status=status, seconds=round(before + took, 1))
+                self.save()
+            print(f"{part.name:16} {status:24} {took:6.1f} s", flush=True)
+            after()
 
-def _run_once(command: list[str], log: Path, written: Path, end: float, silence: float) -> str:
-    # Nothing measures in a process that xdist started, nor in what that starts.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**environment, "PYTHONUNBUFFERED": "1"}, preexec_fn=os.setpgrp,
-        )  # fmt: skip
-    try:
-        sizes, heard = (0, 0), time.monotonic()
-        while process.poll() is None:
-            time.sleep(POLL_SECONDS)
-            now, new = time.monotonic(), (_size(log), _size(written))
-            if new != sizes:
-                sizes, heard = new, now
-            if now > end:
-                return "out of time"
-            if now - heard > silence:
-                return f"silent for {silence:.0f} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    code = process.returncode
-    if code < 0 or code == DEVICE_LOST or code > 128:
-        return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
-    return "done" if code in (0, 5) else f"failed ({code})"  # 5: every test was done before
+    def run(self, part: Part, seconds: float) -> str:
+        """done, failed, or how it was cut short; of several processes the worst."""
+        end, stop, found = time.monotonic() + seconds, threading.Event(), {}
+
+        def start(shard: Part) -> None:
+            found[shard.name] = self.follow(shard, end, stop)
+
+        threads = [threading.Thread(target=start, args=(shard,)) for shard in self.running]
+        for thread in threads:
+            thread.start()
+        try:
+            saved = time.monotonic()
+            while any(thread.is_alive() for thread in threads):
+                time.sleep(POLL_SECONDS)
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    self.save()
+                    saved = time.monotonic()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        return max(found.values(), key=lambda status: (status not in ENDED, status != "done"))
+
+    def follow(self, part: Part, end: float, stop: threading.Event) -> str:
+        """done, failed, or how it was cut short."""
+        written, log = (self.work / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
+        command = [word.replace("FOLDER", str(self.work.resolve())) for word in part.command]
+        if part.journal:
+            command += ["--journal", str(written.resolve())]
+        while True:
+            size = _size(written)
+            status = self.follow_once(command, (log, written), end, part.silence, stop)
+            again = status.startswith(("crashed", "silent")) and part.journal
+            if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
+                return status
+            with log.open("a") as file:
+                print(f"\n=== {status}: again, behind that test\n", file=file)
+
+    def follow_once(
+        self, command: list[str], signs: tuple[Path, Path], end: float, silence: float,
+        stop: threading.Event,
+    ) -> str:  # fmt: skip
+        with signs[0].open("ab") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=self.environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        try:
+            sizes, heard = tuple(map(_size, signs)), time.monotonic()
+            while process.poll() is None:
+                if stop.wait(POLL_SECONDS):
+                    return "cut"
+                now, new = time.monotonic(), tuple(map(_size, signs))
+                if new != sizes:
+                    sizes, heard = new, now
+                if now > end:
+                    return "out of time"
+                if now - heard > silence:
+                    return f"silent for {silence:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        code = process.returncode
+        if code < 0 or code == DEVICE_LOST or code > 128:
+            return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
+        return "done" if code in (0, 5) else f"failed ({code})"  # 5: every test was done before
+
+    def save(self) -> dict[str, Any]:
+        """Writes results.json, report.md and the archive, of all that there is."""
+        paths = sorted(self.work.glob("*.jsonl"))
+        results = report.load(*paths)
+        for shard in self.running:  # the test that runs has not failed
+            test = journal.unfinished(self.work / f"{shard.name}.jsonl")
+            results.failed.pop(test or "", None)
+        parts = list(self.done.values())
+        data = {"parts": parts, **asdict(results)}
+        _write(self.work / STATUS, json.dumps(parts, indent=1) + "\n")
+        archives.pack(self.work, self.out / RUN, archives.RUN)
+        _write(self.out / "results.json", json.dumps(data, indent=1) + "\n")
+        if results.rows:
+            cut = [
+                f"- {one['part']}: {one['status']}\n" for one in parts if one["status"] != "done"
+            ]
+            text = report.markdown(results) + "\n## Parts that were not done\n\n" * bool(cut)
+            _write(self.out / "report.md", text + "".join(cut))
+        return data
 
 
 def _forget_the_last(path: Path) -> None:
@@ -189,18 +339,6 @@ def _forget_the_last(path: Path) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def save(folder: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
-    """results.json and report.md, of all journals that there are."""
-    results = report.load(*sorted(folder.glob("*.jsonl")))
-    data = {"parts": done, **asdict(results)}
-    _write(folder / "results.json", json.dumps(data, indent=1) + "\n")
-    if results.rows:
-        cut = [f"- {p['part']}: {p['status']}\n" for p in done if p["status"] != "done"]
-        text = report.markdown(results) + "\n## Parts that were not done\n\n" * bool(cut)
-        _write(folder / "report.md", text + "".join(cut))
-    return data
 
 
 def _write(path: Path, text: str) -> None:
@@ -225,36 +363,128 @@ def summary(data: dict[str, Any]) -> list[str]:
     return lines
 
 
+# -------------------------------------------------------------------------------- compiled kernels
+
+
+class Kernels:
+    """Triton's cache of this run's own, in `folder`, beside the archive that it is kept in.
+
+    Raises Refused where the archive is of another kind than the processes of this run can use, or
+    cannot be written.
+    """
+
+    def __init__(self, file: Path, folder: Path, environment: Variables = NONE) -> None:
+        self.file, self.folder = file, folder
+        folder.mkdir()
+        archives.writable(file)
+        self.kind = archives.kind({**os.environ, **environment})
+        if file.exists():
+            archives.check(file, self.kind)
+            archives.unpack(file, folder)
+        self.packed = self.count()
+        self.environment = {**environment, "TRITON_CACHE_DIR": str(folder)}
+
+    def count(self) -> int:
+        return len(list(self.folder.glob("*/__grp__*.json")))
+
+    def keep(self) -> None:
+        """Writes the archive anew, where something was compiled."""
+        if self.count() != self.packed or not self.file.exists():
+            archives.pack(self.folder, self.file, self.kind)
+            self.packed = self.count()
+
+
+def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
+    """Compiles what the parts launch, without a GPU: their exit status."""
+    archives.writable(file)
+    with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
+        environment = device.environment(Path(base), _triton(version) if version else None)
+        environment["TRITON_STORE_BINARY_ONLY"] = (
+            "1"  # a fifth of the bytes, and all that is loaded
+        )
+        kernels = Kernels(file, Path(base) / "triton", environment)
+        work, out = Path(base) / "work", Path(base) / "out"
+        work.mkdir(), out.mkdir()
+        run = Run(out, work, None, kernels.environment)
+        run.go([_once(part) for part in parts if part.journal], 1e6, kernels.keep)
+        data = run.save()
+    print(
+        "\n".join(f"FAILED {test}: {why.splitlines()[0]}" for test, why in data["failed"].items())
+    )
+    print(f"Wrote {file}: {kernels.packed} kernels for {kernels.kind}")
+    return _status(data)
+
+
+def _triton(version: str) -> Path:
+    """The folder of that version, fetched where it is not there yet."""
+    sys.path.append(str(ROOT / "tests"))
+    import versions
+
+    try:
+        return versions.install(version)
+    except subprocess.CalledProcessError:
+        raise Refused(f"there is no Triton {version} to be had") from None
+
+
+def _once(part: Part) -> Part:
+    """The part with each of its calls made once, and none timed."""
+    command = [word.replace("--benchmark-only", "--benchmark-disable") for word in part.command]
+    return replace(part, command=command, seconds=1e6, silence=600.0, processes=1)
+
+
+def _status(data: dict[str, Any]) -> int:
+    """1 where a part or a test failed."""
+    failed = data["failed"] or any(part["status"] not in FINE for part in data["parts"])
+    return 1 if failed else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
-    parser.add_argument("--out", type=folder, required=True, metavar="FOLDER")
-    parser.add_argument("--only", help="names of parts, with commas between")
-    parser.add_argument("--dry-run", action="store_true", help="the small run, also with a GPU")
+    add = parser.add_argument
+    add("--out", type=folder, metavar="FOLDER", help="of the results")
+    add("--minutes", type=float, default=9.0, help="for all of it")
+    add("--only", metavar="NAMES", help="parts and groups of parts, with commas between")
+    add("--resume", type=Path, metavar="FILE", help=f"the {RUN} of the run to go on with")
+    add("--cache", type=Path, metavar="FILE", help="of compiled kernels, to begin with and to keep")
+    add("--prepare", type=Path, metavar="FILE", help="compile the kernels of --cache, and no more")
+    add("--triton", metavar="VERSION", help="with --prepare: of that Triton")
+    add("--dry-run", action="store_true", help="the small run, also with a GPU")
     options = parser.parse_args(argv)
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")
+    if (options.out is None) == (options.prepare is None):
+        parser.error("give --out FOLDER, or --prepare FILE")
+    if options.triton and not options.prepare:
+        parser.error("--triton is an option of --prepare")
+    try:
+        if options.prepare:
+            return prepare(options.prepare, chosen(on_gpu(), options.only), options.triton)
+        return _measure(options)
+    except Refused as error:
+        parser.error(str(error))
 
+
+def _measure(options: argparse.Namespace) -> int:
     import torch
 
-    parts = on_gpu()
+    groups = on_gpu()
     if options.dry_run or not torch.cuda.is_available():
         print("A dry run" if options.dry_run else "There is no GPU: a small run on the CPU instead")
-        parts = on_cpu()
-    if options.only:
-        known = {part.name: part for part in parts}
-        chosen = options.only.split(",")
-        if unknown := set(chosen) - set(known):
-            parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
-        parts = [known[name] for name in chosen]
+        groups = on_cpu()
+    parts = chosen(groups, options.only)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs as well
-    data = run(parts, options.out, 60 * options.minutes)
+    with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
+        work = Path(base) / "work"
+        work.mkdir()
+        kernels = Kernels(options.cache, Path(base) / "triton") if options.cache else None
+        run = Run(options.out, work, options.resume, kernels.environment if kernels else NONE)
+        run.go(parts, 60 * options.minutes, kernels.keep if kernels else lambda: None)
+        data = run.save()
     print("\n".join(summary(data)))
     print(f"Wrote {options.out / 'results.json'}")
-    failed = data["failed"] or any(p["status"] not in FINE for p in data["parts"])
-    return 1 if failed else 0
+    return _status(data)
 
 
 if __name__ == "__main__":

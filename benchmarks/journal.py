@@ -1,11 +1,11 @@
 """A pytest plugin that writes down what each test came to as soon as it ends, so that a run that is
 cut short keeps what it has, and the next one goes on behind it.
 
-    python -m pytest -p benchmarks.journal --journal FILE [--matching REGEX] ...
+    python -m pytest -p benchmarks.journal --journal FILE [--matching REGEX] [--shard 0/8] ...
 
 One JSON line for each event: the test that begins, then its outcome and what a benchmark measured.
 A test that FILE has already begun is left out: where the same command runs again after a crash, it
-goes on with the test after the one that crashed.
+goes on with the test after the one that crashed. Processes that share the tests take a shard each.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-DEVICE_LOST = 75  # the exit status once every further call of the GPU would fail
+DEVICE_LOST = 75  # the exit status of a process that can use its GPU no more
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -29,6 +30,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+def unfinished(path: Path) -> str | None:
+    """The test that was begun last, where it has no outcome yet."""
+    test = None
+    for event in read(path):
+        test = event.get("begun", test)
+        if test in (event.get("test"), event.get("cut")):
+            test = None
+    return test
 
 
 def begun(events: Iterable[dict[str, Any]]) -> set[str]:
@@ -42,21 +53,22 @@ def begun(events: Iterable[dict[str, Any]]) -> set[str]:
 
 
 class Journal:
-    def __init__(self, path: Path, matching: str) -> None:
+    def __init__(self, path: Path, matching: str, shard: tuple[int, int]) -> None:
         self.done = begun(read(path))
-        self.matching = re.compile(matching)
+        self.matching, self.shard = re.compile(matching), shard
         self.file = path.open("a")
+
+    def wants(self, test: str) -> bool:
+        part, parts = self.shard
+        mine = zlib.crc32(test.encode()) % parts == part
+        return mine and test not in self.done and self.matching.search(test) is not None
 
     def write(self, **event: Any) -> None:
         print(json.dumps(event), file=self.file, flush=True)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        wanted = [
-            item
-            for item in items
-            if item.nodeid not in self.done and self.matching.search(item.nodeid)
-        ]
+        wanted = [item for item in items if self.wants(item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = wanted
         if "benchmarks.peers" in sys.modules:
@@ -94,9 +106,12 @@ class Journal:
 def pytest_addoption(parser: Any) -> None:
     parser.addoption("--journal", type=Path, help="append what each test came to, as JSON lines")
     parser.addoption("--matching", default="", help="only the tests whose id this regex finds")
+    parser.addoption("--shard", default="0/1", help="I/N: the Ith of N parts of the tests, from 0")
 
 
 def pytest_configure(config: Any) -> None:
     path = config.getoption("journal")
     if path is not None:
-        config.pluginmanager.register(Journal(path, config.getoption("matching")), "the-journal")
+        part, parts = map(int, config.getoption("shard").split("/"))
+        journal = Journal(path, config.getoption("matching"), (part, parts))
+        config.pluginmanager.register(journal, "the-journal")

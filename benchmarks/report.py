@@ -29,12 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 OURS = ("auto", "reference", "triton", "packed")
+CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
 COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "of roof")
 LEGEND = [
     "x torch, x best: the time of torch's own op, and of the best peer, over this one's; "
     "x torch: the median over pairs of rounds, run in turn, where there are such",
     "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run; "
     "above 1 where the data fit a cache that the copy for BW does not",
+    "by events: no CUDA graph could be captured, and the time holds what the host takes",
 ]
 # What the README shows: of each family the largest size with a kernel's figure.
 HEADLINES = [
@@ -51,7 +53,11 @@ HEADLINES = [
 ]
 START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
 PICTURE = "benchmarks/results/headline.png"
-UNMEASURED = "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one."
+UNMEASURED = (
+    "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. With an "
+    "H100 or H200 and ten minutes you can change that: [docs/first_run.md](docs/first_run.md)."
+)
+STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.stand_in's: its times mean nothing
 
 Row = dict[str, Any]
 
@@ -123,6 +129,8 @@ def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
         name, ms = row["provider"], row["ms"]
         if row["backend"] != name:
             name += f" ({row['backend']})"
+        if row.get("device_timer", CAPTURED) != CAPTURED:
+            name += ", by events"
         to_torch = times["torch"] / ms if "torch" in times else None
         cells = [
             ms,
@@ -187,6 +195,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 def machine(row: Row) -> str:
     """Where a row was measured, with which versions."""
     words = [row.get("gpu") or row.get("platform") or "unknown machine"]
+    words += ["**its times mean nothing**"] if row.get("gpu") == STAND_IN else []
     for name in ("driver", "torch", "triton", "commit"):
         words += [f"{name} {row[name]}"] if row.get(name) else []
     return ", ".join(words)
@@ -439,12 +448,17 @@ def _headlines(results: Results) -> Iterator[list[Row]]:
     for headline in HEADLINES:
         largest: dict[bool, list[Row]] = {}
         for group, rows in results.groups().items():
-            kernels = [row for row in rows if row.get("gpu") and row["backend"] == "triton"]
+            kernels = [row for row in rows if measured(row) and row["backend"] == "triton"]
             if kernels and re.match(headline, group):
                 former = largest.setdefault("backward" in group, rows)
                 if _size(rows) > _size(former):
                     largest["backward" in group] = rows
         yield from largest.values()
+
+
+def measured(row: Row) -> bool:
+    """Whether the row is of a GPU, and of one that is there."""
+    return row.get("gpu") not in (None, STAND_IN)
 
 
 def headline_family(results: Results) -> tuple[str, list[Row]] | None:

@@ -176,14 +176,14 @@ def test_auto_on_a_cpu_is_the_reference(monkeypatch):
     assert len(called) == 1
 
 
-def test_explain():
+def test_explain(device):
     x = torch.ones(1, 1, 4, 8)
     with use_backend("auto"):
         choice = explain("scaled_dot_product_attention", x, x, x, is_causal=True)
     assert choice.backend == "reference" and choice.reason == "the tensors are on the CPU"
     assert str(choice) == "scaled_dot_product_attention: reference (the tensors are on the CPU)"
     with use_backend("triton"):
-        assert explain("layer_norm", torch.ones(2), 2).backend == "triton"
+        assert explain("layer_norm", torch.ones(2, device=device), 2).backend == "triton"
     with use_backend("reference"):
         choice = explain(
             "feed_forward", torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 3), None

@@ -1,5 +1,7 @@
 """What the benchmarks make of their figures, and that a run for a GPU keeps what it has."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -7,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,6 +23,7 @@ def benchmarks():
     """The package, which is no part of an installation."""
     sys.path.insert(0, str(ROOT))
     try:
+        import benchmarks.archives
         import benchmarks.gpu
         import benchmarks.report
 
@@ -168,87 +173,240 @@ def test_is_last(): pass
 """
 
 
-def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_path):
-    gpu = benchmarks.gpu
-    (tmp_path / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.journal", "--rootdir", tmp_path]
-    command += ["-c", os.devnull, tmp_path / "test_it.py"]
+@pytest.fixture
+def go(benchmarks, tmp_path):
+    """go(parts, seconds): what results.json holds after one more run of them in tmp_path/out."""
+    numbers = itertools.count()
+
+    def go(parts, seconds=60, out="out", resume=None):
+        work = tmp_path / f"work{next(numbers)}"
+        work.mkdir(), (tmp_path / out).mkdir(exist_ok=True)
+        run = benchmarks.gpu.Run(tmp_path / out, work, resume)
+        run.go(parts, seconds, lambda: None)
+        return run.save()
+
+    return go
+
+
+def part(benchmarks, folder, source, name="tests", **more):
+    """A part of benchmarks.gpu: the tests of the source."""
+    (folder / f"test_{name}.py").write_text(source)
+    code = "import os, sys; os.chdir(sys.argv[1]); os.environ['PYTHONPATH'] = sys.argv[2];"
+    code += "os.execv(sys.argv[3], sys.argv[3:])"
+    command = [sys.executable, "-c", code, folder, ROOT, sys.executable, "-m", "pytest"]
+    command += ["-p", "benchmarks.journal", "--rootdir", folder, "-c", os.devnull]
+    command = [*map(str, command), f"test_{name}.py"]
+    options = {"seconds": 60, "journal": True, **more}
+    return benchmarks.gpu.Part(name, command, **options)
+
+
+def statuses(data):
+    return [(one["part"], one["status"]) for one in data["parts"]]
+
+
+def member(archive, name):
+    with zipfile.ZipFile(archive) as packed:
+        return packed.read(name).decode()
+
+
+def events(archive, name):
+    """Of a journal in the archive, by test: begun, and what it came to."""
+    found = {}
+    for line in member(archive, name).splitlines():
+        event = json.loads(line or "{}")
+        for kind in ("begun", "test", "cut"):
+            if kind in event:
+                test = event[kind].rpartition("::")[2]
+                found.setdefault(test, []).append(event.get("outcome", kind))
+    return found
+
+
+def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_path, go):
+    Part = benchmarks.gpu.Part
     parts = [
-        gpu.Part("tests", [*map(str, command)], 300, silence=8, journal=True),
-        gpu.Part("broken", [sys.executable, "-c", "raise SystemExit(7)"], 300),
-        gpu.Part("endless", [sys.executable, "-c", "while True: print(end='.')"], 1),
-        gpu.Part("after", [sys.executable, "-c", "print('FOLDER')"], 300),
+        part(benchmarks, tmp_path, TESTS, seconds=40, silence=3),
+        Part("broken", [sys.executable, "-c", "raise SystemExit(7)"], 10),
+        Part("endless", [sys.executable, "-c", "while True: print(end='.')"], 1),
+        Part("after", [sys.executable, "-c", "print('FOLDER')"], 10),
     ]
+    data = go(parts)
     out = tmp_path / "out"
-    data = gpu.run(parts, out, 900)
-    assert [(p["part"], p["status"]) for p in data["parts"]] == [
-        ("tests", "failed (1)"),
-        ("broken", "failed (7)"),
-        ("endless", "out of time"),
-        ("after", "done"),
-    ]
+    expected = [("tests", "failed (1)"), ("broken", "failed (7)"), ("endless", "out of time")]
+    assert statuses(data) == [*expected, ("after", "done")]
     assert json.loads((out / "results.json").read_text()) == data
     found = {name.partition("::test_")[2]: why for name, why in data["failed"].items()}
     assert found["crashes"] == found["hangs"] == "did not come to its end"
     assert set(found) == {"crashes", "hangs", "fails"} and "3" in found["fails"]
-    log = (out / "tests.log").read_text()
-    assert "crashed (-6): again" in log and "silent for 8 s: again" in log
-    assert (out / "after.log").read_text().strip() == str(out)
-    # Once more: nothing is left to do, and nothing is lost.
-    again = gpu.run(parts[:1], out, 300)
-    assert again["parts"][0]["status"] == "done" and again["failed"] == data["failed"]
-    assert gpu.run(parts[-1:], out, 1)["parts"][0]["status"] == "no time"
+    log = member(out / "run.zip", "tests.log")
+    assert "crashed (-6): again" in log and "silent for 3 s: again" in log
+    assert member(out / "run.zip", "after.log").strip() == str(tmp_path / "work0")
+    # Once more: what has come to its end is left, and nothing is lost.
+    again = go(parts)
+    assert statuses(again) == statuses(data) and again["failed"] == data["failed"]
+    assert member(out / "run.zip", "after.log").count("work") == 1
+    assert member(out / "run.zip", "tests.log") == log
+    # No time for what was left: what it came to before stands.
+    assert statuses(go(parts, 1)) == statuses(data)
 
 
-def test_a_test_that_the_time_cuts_is_run_the_next_time(benchmarks, tmp_path, monkeypatch):
+def test_a_test_that_the_time_cuts_is_run_the_next_time(benchmarks, tmp_path, monkeypatch, go):
     monkeypatch.setattr(benchmarks.gpu, "LEAST_SECONDS", 0.1)
-    (tmp_path / "test_it.py").write_text(
+    source = (
         "import pathlib, time\n"
         "def test_slow(): pathlib.Path('now').exists() or time.sleep(60)\n"
         "def test_last(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.journal", "--rootdir", tmp_path]
-    code = "import os, sys; os.chdir(sys.argv[1]); os.environ['PYTHONPATH'] = sys.argv[2];"
-    code += "os.execv(sys.argv[3], sys.argv[3:])"
-    command = [sys.executable, "-c", code, tmp_path, ROOT, *command, "-c", os.devnull]
-    part = benchmarks.gpu.Part("it", [*map(str, command), "test_it.py"], 60, journal=True)
-    data = benchmarks.gpu.run([part], tmp_path, 10)
-    assert (data["parts"][0]["status"], data["failed"]) == ("no more time", {})
+    parts = [part(benchmarks, tmp_path, source)]
+    data = go(parts, 10)
+    assert (statuses(data), data["failed"]) == ([("tests", "no more time")], {})
     (tmp_path / "now").touch()
-    data = benchmarks.gpu.run([part], tmp_path, 300)
-    assert (data["parts"][0]["status"], data["failed"]) == ("done", {})
-    ended = [
-        json.loads(line).get("test") for line in (tmp_path / "it.jsonl").open() if line != "\n"
-    ]
-    assert [test.partition("::")[2] for test in ended if test] == ["test_slow", "test_last"]
+    data = go(parts)
+    assert (statuses(data), data["failed"]) == ([("tests", "done")], {})
+    assert events(tmp_path / "out" / "run.zip", "tests.jsonl") == {
+        "test_slow": ["begun", "cut", "begun", "passed"],
+        "test_last": ["begun", "passed"],
+    }
+
+
+def test_processes_share_the_tests(benchmarks, tmp_path, go):
+    """One loses its GPU, as far as the journal can tell: it alone goes on behind the test."""
+    source = """
+import sys, types, pytest
+@pytest.mark.parametrize("i", range(12))
+def test_it(i):
+    def synchronize():
+        raise RuntimeError("an illegal memory access was encountered")
+    if i == 5:
+        cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+        sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+        assert False
+"""
+    data = go([part(benchmarks, tmp_path, source, processes=3)])
+    assert statuses(data) == [("tests", "done")]
+    assert list(data["failed"]) == ["test_tests.py::test_it[5]"]
+    archive = tmp_path / "out" / "run.zip"
+    found = [events(archive, f"tests-{i}.jsonl") for i in range(3)]
+    assert sorted(map(len, found)) > [0, 0, 0] and sum(map(len, found)) == 12
+    ran = {test: what for one in found for test, what in one.items()}
+    assert len(ran) == 12
+    for i in range(12):
+        assert ran[f"test_it[{i}]"] == ["begun", "failed" if i == 5 else "passed"]
+    logs = "".join(member(archive, f"tests-{i}.log") for i in range(3))
+    assert logs.count("crashed, GPU lost: again") == 1
 
 
 def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
-    (tmp_path / "row.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n{"beg')
     parts = """
 import sys
 from benchmarks import gpu
-quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 300)
-slow = gpu.Part("slow", [sys.executable, "-c", "import time; time.sleep(300)"], 400, 400)
-gpu.on_cpu = gpu.on_gpu = lambda: [quick, slow]
+gpu.SAVE_SECONDS = 0.1
+quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 10)
+print_it = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+slow = gpu.Part("slow", [sys.executable, "-c", print_it], 400, 400)
+gpu.on_cpu = gpu.on_gpu = lambda: {"all": [quick, slow]}
 sys.exit(gpu.main(sys.argv[1:]))
 """
-    words = [sys.executable, "-c", parts, "--out", str(tmp_path), "--minutes", "5"]
-    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    try:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "slow.log").exists() and time.monotonic() < deadline:
+    out, archive = tmp_path / "out", tmp_path / "out" / "run.zip"
+
+    def run(times, *words):
+        command = [sys.executable, "-c", parts, *words, "--minutes", "5"]
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 143
-    finally:
-        process.kill()
-    data = json.loads((tmp_path / "results.json").read_text())
-    assert [(p["part"], p["status"]) for p in data["parts"]] == [("quick", "done")]
-    assert data["failed"] == {}
+            with contextlib.suppress(KeyError, FileNotFoundError):
+                children = member(archive, "slow.log").split()
+                if len(children) == times:
+                    return process, int(children[-1])
+        raise AssertionError("the second part did not begin")
+
+    process, child = run(1, "--out", str(out))
+    process.kill()  # it can do nothing any more, and leaves the part that runs
+    process.wait()
+    os.kill(child, signal.SIGKILL)
+    data = json.loads((out / "results.json").read_text())
+    assert statuses(data) == [("quick", "done"), ("slow", "running")] and data["failed"] == {}
+
+    first, archive = archive, tmp_path / "other" / "run.zip"
+    process, child = run(2, "--out", str(archive.parent), "--resume", str(first))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    data = json.loads((archive.parent / "results.json").read_text())
+    assert statuses(data) == [("quick", "done"), ("slow", "cut")]
 
 
-def test_the_small_run_measures(benchmarks, tmp_path, capsys):
+def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys):
+    """In one line, before anything starts, and nothing is overwritten."""
+    gpu, archives = benchmarks.gpu, benchmarks.archives
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir(), work.mkdir()
+    (work / "tests.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n' * 99)
+    kind = {"what": "cache of compiled kernels", "architecture": "sm_80", "triton": "3.0.0"}
+    run, other, cache = (tmp_path / f"{name}.zip" for name in ("run", "other", "cache"))
+    assert archives.pack(work, run, archives.RUN) == 1
+    archives.pack(work, other, archives.RUN)
+    archives.pack(work, cache, kind)
+    for damaged, size in (("cut", -40), ("begun", 100), ("empty", 0)):
+        (tmp_path / f"{damaged}.zip").write_bytes(run.read_bytes()[:size])
+    flipped = bytearray(run.read_bytes())
+    flipped[run.stat().st_size // 3] ^= 255
+    (tmp_path / "flipped.zip").write_bytes(flipped)
+
+    def refused(*words):
+        with pytest.raises(SystemExit) as exit:
+            gpu.main([str(word) for word in words])
+        *_, line = capsys.readouterr().err.splitlines()
+        assert exit.value.code == 2
+        return line
+
+    taken = ["--out", out, "--only", "machine"]
+    assert "no part everything, x; there are machine, " in refused(*taken[:3], "everything,x")
+    for damaged in ("cut", "begun", "empty", "flipped"):
+        line = refused(*taken, "--resume", tmp_path / f"{damaged}.zip")
+        assert f"{damaged}.zip is " in line and ("no whole" in line or "damaged" in line), line
+    assert "cannot be read: No such file" in refused(*taken, "--resume", tmp_path / "none.zip")
+    assert "expected run of benchmarks.gpu" in refused(*taken, "--resume", cache)
+    with pytest.raises(archives.Refused, match=r"is of architecture sm_80; expected sm_90"):
+        archives.check(cache, {**kind, "architecture": "sm_90"})
+    with pytest.raises(archives.Refused, match=r"is of triton 3.0.0; expected 3.6.0"):
+        archives.check(cache, {**kind, "triton": "3.6.0"})
+    if not torch.cuda.is_available():
+        assert "no GPU to compile kernels for" in refused(*taken, "--cache", cache)
+    nowhere = tmp_path / "none" / "cache.zip"
+    assert "a folder that does not exist" in refused(*taken, "--cache", nowhere)
+    assert "expected a file" in refused("--prepare", tmp_path)
+    assert "no part x" in refused("--prepare", tmp_path / "new.zip", "--only", "x")
+    assert "is no folder" in refused("--out", run / "out")
+    assert "--out FOLDER, or --prepare FILE" in refused()
+    assert "option of --prepare" in refused(*taken, "--triton", "3.6.0")
+    assert list(out.iterdir()) == []
+
+    (out / "results.json").write_text("{}")
+    assert "a results.json without its run.zip" in refused(*taken)
+    (out / "run.zip").write_bytes(run.read_bytes())
+    assert "has another run than" in refused(*taken, "--resume", other)
+    assert (out / "results.json").read_text() == "{}"
+    assert (out / "run.zip").read_bytes() == run.read_bytes()
+
+
+def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
+    """Triton writes whole paths into it."""
+    archives = benchmarks.archives
+    here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "kernels.zip"
+    (here / "key").mkdir(parents=True)
+    (here / "key" / "it.cubin").write_bytes(b"code")
+    paths = {"it.cubin": str(here / "key" / "it.cubin")}
+    (here / "key" / "__grp__it.json").write_text(json.dumps({"child_paths": paths}))
+    archives.pack(here, file, {})
+    archives.unpack(file, there)
+    found = json.loads((there / "key" / "__grp__it.json").read_text())["child_paths"]
+    assert found == {"it.cubin": str(there / "key" / "it.cubin")}
+    assert Path(found["it.cubin"]).read_bytes() == b"code"
+
+
+def test_the_small_run_measures(tmp_path):
     done = python("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "norms", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "results.json").read_text())
@@ -260,9 +418,6 @@ def test_the_small_run_measures(benchmarks, tmp_path, capsys):
     ours = [row for row in data["rows"] if row["provider"] == "reference"]
     assert ours and all(row["x_torch_in_turn"] > 0 for row in ours)
     assert "## layer_norm N=512 S=128 forward" in (tmp_path / "report.md").read_text()
-    with pytest.raises(SystemExit):
-        benchmarks.gpu.main(["--out", str(tmp_path), "--only", "everything"])
-    assert "no part everything; there are machine, " in capsys.readouterr().err
 
 
 def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
@@ -272,10 +427,11 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     done = python("-c", collect, "--collect-only", "-q", "--benchmark-only")
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     assert len(ids) > 500, done.stdout + done.stderr
-    for part in benchmarks.gpu.on_gpu():
+    for part in benchmarks.gpu.chosen(benchmarks.gpu.on_gpu(), None):
         if "--benchmark-only" in part.command:
             matching = part.command[part.command.index("--matching") + 1]
             files = [word for word in part.command if word.startswith("benchmarks/")]
             mine = [i for i in ids if i.split("::")[0] in files and re.search(matching, i)]
-            assert 5 < len(mine) < 300, f"{part.name}: {len(mine)}"
-            assert any("triton" in i or "auto" in i or "self-attention" in i for i in mine)
+            assert 3 < len(mine) < 300, f"{part.name}: {len(mine)}"
+            ours = ("triton", "auto", "self-attention", "flex")  # flex in a process of its own
+            assert any(name in i for i in mine for name in ours)

@@ -212,10 +212,15 @@ def choose(op: str, arguments: dict[str, Any]) -> Choice:
 def _caveat(device: torch.device) -> str:
     if torch.compiler.is_compiling():
         return ""
-    name = torch.cuda.get_device_name(device)
+    name = _gpu_name(device)
     if name in VERIFIED_GPUS:
         return ""
     return f"; no run of the kernels on a {name} is on record yet"
+
+
+@functools.cache
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 class telling:

@@ -142,7 +142,7 @@ def _seed(
         if dropout_p == 0:
             return None
         wrapped = (dropout_seed + 2**63) % 2**64 - 2**63  # the 64 bits as a signed number
-        return torch.tensor([wrapped], dtype=torch.int64, device=device)
+        return torch.full((1,), wrapped, dtype=torch.int64, device=device)  # no copy from the host
     _require_tensor("dropout_seed", dropout_seed, "an int, a tensor of one int64, or None")
     assert isinstance(dropout_seed, Tensor)
     if dropout_seed.numel() != 1 or dropout_seed.dtype != torch.int64:

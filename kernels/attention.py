@@ -44,6 +44,7 @@ from .common import (
     LN2,
     LOG2E,
     Launch,
+    allow_tf32,
     architecture,
     dot_precision,
     dropout_arguments,
@@ -77,19 +78,19 @@ class Tiles(NamedTuple):
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     ("forward", 16): {
-        "sm_90 sm_100": ((128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "sm_90 sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
         "sm_80 sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
         "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
     },
     ("forward", 32): {
-        "sm_90": ((64, 32, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "sm_90": ((64, 32, 8, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
         "sm_80 sm_86 sm_100": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
         "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
     ("dkdv", 16): {
-        "sm_90": ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
+        "sm_90": ((32, 128, 8, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
         "sm_100": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
         "sm_80": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         "sm_86": ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
@@ -123,16 +124,13 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     },
     ("dbias", 32): {
-        "sm_90 sm_100": ((64, 32, 4, 1), (64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     },
     # In the place of those above where a mask or a bias of queries and keys is read.
     ("forward full", 16): {
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
-    },
-    ("dkdv full", 16): {
-        "sm_90": ((64, 128, 8, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
     },
     ("dkdv full", 32): {
         "sm_90": ((32, 64, 8, 1), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 2)),
@@ -1155,7 +1153,7 @@ def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15, dtype, query.device,
         options,
-        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        dtype is torch.float32 and allow_tf32(),
         None if attn_mask is None else layout(attn_mask), None if bias is None else layout(bias),
         None if alibi_slopes is None else layout(alibi_slopes),
         None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
@@ -1188,13 +1186,15 @@ def _run_backward(
     """[dq, dk, dv, dbias], an unwanted one empty."""
     signature = (
         *_signature(query, key, value, tensors, options), layout(grad_output), layout(grad_lse),
-        output.stride(), needs,
+        layout(output), layout(lse), layout(statistics), needs,  # hooks may have moved them
     )  # fmt: skip
     plan = plans.get(signature)
     if plan is None:
-        given = grad_output, query, key, value
-        grad_output, query, key, value = map(unit_stride, given)
-        if any(x is not y for x, y in zip(given, (grad_output, query, key, value))):
+        given = grad_output, output, query, key, value, lse, statistics
+        grad_output, output, query, key, value = map(unit_stride, given[:5])
+        lse, statistics = lse.contiguous(), statistics.contiguous()
+        now = grad_output, output, query, key, value, lse, statistics
+        if any(x is not y for x, y in zip(given, now)):
             return _run_backward(
                 grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors,
                 options,

@@ -7,16 +7,20 @@ import contextlib
 import functools
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -86,7 +90,8 @@ class Launch:
 
     The first call goes through Triton, which compiles. The others hand the compiled kernel to the
     driver and skip Triton's look at every argument, most of what a launch costs on the host: a
-    `Launch` is for tensors of one dtype and one alignment each, on one device.
+    `Launch` is for tensors of one dtype and one alignment each, on one device. It keeps the
+    compiled kernel, without which Triton 3.9 unloads the code.
     """
 
     __slots__ = ("_arguments", "_blocks", "_compiled", "_kernel", "_options", "_stream")
@@ -112,7 +117,7 @@ class Launch:
         if compiled is not None and not (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         ):
-            run, function, metadata, device = compiled
+            _, run, function, metadata, device = compiled
             run(
                 self._blocks, 1, 1, self._stream(device), function, metadata, None, None, None,
                 *pointers, *self._arguments,
@@ -124,7 +129,8 @@ class Launch:
                 active = triton.runtime.driver.active
                 self._stream = active.get_current_stream
                 device = active.get_current_device()
-                self._compiled = kernel.run, kernel.function, kernel.packed_metadata, device
+                handles = kernel.run, kernel.function, kernel.packed_metadata
+                self._compiled = kernel, *handles, device
 
 
 MOST_PLANS = 4096
@@ -145,6 +151,20 @@ def layout(x: Tensor | None) -> Any:
 
 
 @functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU, which is asked once."""
+    return _capability(device)
+
+
+# As torch.compiler.assume_constant_result does: dynamo calls it, where it would trace a cache.
+compute_capability.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
 def architecture(device: torch.device) -> str:
     """The row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
 
@@ -155,7 +175,6 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return name if name == "gfx942" else "other"
-    major, minor = torch.cuda.get_device_capability(device)
     return {
         (8, 0): "sm_80",
         (8, 6): "sm_86",
@@ -164,14 +183,21 @@ def architecture(device: torch.device) -> str:
         (10, 0): "sm_100",
         (12, 0): "sm_86",
         (12, 1): "sm_86",
-    }.get((major, minor), "other")
+    }.get(compute_capability(device), "other")
+
+
+def allow_tf32() -> bool:
+    """Whether torch multiplies float32 by tf32 on a GPU. (`allow_tf32` raises once the setting was
+    made by `fp32_precision`, which says what holds however it was made.)
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def dot_precision(arch: str) -> str:
     """How float32 is multiplied: by three tf32 products, or by one where torch allows tf32."""
     if arch == "interpreter" or torch.version.hip is not None:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if allow_tf32() else "tf32x3"
 
 
 # Triton's interpreter keeps the program that runs in globals: one thread at a time.
@@ -205,7 +231,7 @@ def unsupported_dtype(x: Tensor) -> str | None:
         return None
     if x.dtype == torch.float64:
         return "the kernels run float64 in Triton's interpreter only"
-    if torch.version.hip is None and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if torch.version.hip is None and compute_capability(x.device) < (8, 0):
         return "the kernels need compute capability 8.0 or newer"
     return None
 
@@ -213,6 +239,7 @@ def unsupported_dtype(x: Tensor) -> str | None:
 # ------------------------------------------------------------------------------------ registration
 
 
+_TRITON = Path(triton.__file__).parent
 _one_cache = threading.RLock()  # which directory Triton compiles into is the process's
 
 
@@ -224,8 +251,35 @@ def _spare_cache() -> str:
     return folder
 
 
+def _of_the_cache(error: BaseException) -> bool:
+    """Whether Triton raised the error where it reads or writes its cache or loads what it read.
+
+    Not where it compiles, nor where a kernel asks for more than the GPU has.
+    """
+    if isinstance(error, (MemoryError, TritonError, subprocess.CalledProcessError)):
+        return False
+    if "out of memory" in str(error):  # torch's, Triton's
+        return False
+    where = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if _TRITON in path.parents:
+            where = path.relative_to(_TRITON).as_posix()
+    return where in ("compiler/compiler.py", "runtime/cache.py", "runtime/build.py")
+
+
+def _forget(kernel: JITFunction) -> None:
+    """Drops the compiled forms that are not loaded, good or bad. The others may still be running,
+    or be part of a CUDA graph.
+    """
+    for kernels, *_ in kernel.device_caches.values():
+        for key, compiled in list(kernels.items()):
+            if getattr(compiled, "module", None) is None:
+                del kernels[key]
+
+
 def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher, tried once more after an error, with an empty cache of compiled kernels.
+    """The launcher, tried once more after an error of Triton's cache, with an empty one.
 
     If that helps, Triton's own is corrupt or cannot be written, and a warning says so; if not, the
     error stands.
@@ -238,11 +292,11 @@ def _whatever_the_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return launcher(*arguments)
         except Exception as error:
-            if isinstance(error, MemoryError) or "out of memory" in str(error):  # torch's, Triton's
+            if not _of_the_cache(error):
                 raise
             for kernel in launcher.__globals__.values():
-                if isinstance(kernel, JITFunction):  # it keeps what it has read, good or bad
-                    kernel.device_caches.clear()
+                if isinstance(kernel, JITFunction):
+                    _forget(kernel)
             with _one_cache:
                 folder = triton.knobs.cache.dir
                 with triton.knobs.cache.scope():

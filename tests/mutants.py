@@ -371,8 +371,18 @@ MORE = {
         ),
         "needs left out of the key": (
             "_run_backward",
-            "output.stride(), needs,",
-            "output.stride(),",
+            "layout(statistics), needs,",
+            "layout(statistics),",
+        ),
+        "output's layout left out of the key": (
+            "_run_backward",
+            "layout(output), layout(lse),",
+            "layout(lse),",
+        ),
+        "lse's layout left out of the key": (
+            "_run_backward",
+            "layout(output), layout(lse),",
+            "layout(output),",
         ),
         "a strided last dimension": (
             "_run_forward",

@@ -384,6 +384,21 @@ def test_cuda_graph(device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+@pytest.mark.gpu
+def test_a_seed_in_a_cuda_graph(device):
+    x, weight = torch.randn(6, 64, device=device), torch.ones(64, device=device)
+
+    def call():
+        return ff.dropout_add_layer_norm(x, x, weight, None, 0.3, dropout_seed=2**63 + 7)
+
+    want, graph = call(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        have = call()
+    graph.replay()
+    assert all(map(torch.equal, have, want))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_replays_the_dropout(backend, device, use_reentrant):
     x = torch.randn(2 * 20 * 4, device=device, requires_grad=True)

@@ -229,6 +229,72 @@ def test_float64_on_a_gpu_says_why(monkeypatch):
     assert "interpreter only" in common.unsupported_dtype(torch.ones(1, dtype=torch.float64))
 
 
+def test_a_gpu_is_asked_once(monkeypatch):
+    """For its capability and its name; and dynamo traces no cache, of which it would warn."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    asked = []
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for name, answer in (("capability", (9, 0)), ("name", "a GPU")):
+        monkeypatch.setattr(
+            torch.cuda, f"get_device_{name}", lambda _, n=name, a=answer: asked.append(n) or a
+        )
+    caches = common._capability, common.architecture, backends._gpu_name
+    x = torch.empty(2, device="meta")
+
+    def supported(x):
+        return x + 1 if common.unsupported_dtype(x) is None else x
+
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        for _ in range(2):
+            assert common.unsupported_dtype(x) is None
+            assert common.architecture(x.device) == "sm_90"
+            assert "kernels on a a GPU is on record" in backends._caveat(x.device)
+        torch.compile(supported, backend="eager", fullgraph=True)(x)
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+    assert sorted(asked) == ["capability", "name"]
+
+
+@pytest.fixture
+def matmul():
+    """torch's settings for float32 products, as they were afterwards."""
+    matmul = torch.backends.cuda.matmul
+    former = matmul.fp32_precision, torch.backends.fp32_precision
+    yield matmul
+    torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision, torch.backends.fp32_precision = former
+
+
+SETTINGS = {
+    "nothing": lambda matmul: False,
+    "allow_tf32": lambda matmul: setattr(matmul, "allow_tf32", True) or True,
+    "no allow_tf32": lambda matmul: setattr(matmul, "allow_tf32", False) or False,
+    "high": lambda matmul: torch.set_float32_matmul_precision("high") or True,
+    "highest": lambda matmul: torch.set_float32_matmul_precision("highest") or False,
+    "tf32": lambda matmul: setattr(matmul, "fp32_precision", "tf32") or True,
+    "ieee": lambda matmul: setattr(matmul, "fp32_precision", "ieee") or False,
+    "everywhere": lambda matmul: setattr(torch.backends, "fp32_precision", "tf32") or True,
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tf32_as_torch_was_told(device, matmul, setting):
+    """By the flag of old or by `fp32_precision`, which makes the flag raise when it is read."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    allowed = SETTINGS[setting](matmul)
+    assert common.allow_tf32() == allowed
+    if torch.version.hip is None:
+        assert common.dot_precision("sm_90") == ("tf32" if allowed else "tf32x3")
+    x = torch.randn(1, 1, 4, 16, device=device)
+    with use_backend("triton"):
+        ff.scaled_dot_product_attention(x, x, x)
+        ff.feed_forward(x, x[0, 0], None, x[0, 0].t(), None)
+
+
 def test_reason_is_logged_once(caplog):
     backends._log_once.cache_clear()
     with use_backend("auto"), caplog.at_level("INFO", logger="fastformer"):

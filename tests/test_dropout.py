@@ -4,9 +4,10 @@ whatever tile.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
-from fastformer import reference, use_backend
+from fastformer import functional, reference, use_backend
 
 try:
     import triton
@@ -174,6 +175,23 @@ def test_both_backends_draw_the_same_seed(device):
         torch.manual_seed(8)
         results.append(weights_of(None, 0.5, backend=backend, device=device) == 0)
     assert torch.equal(*results)
+
+
+class Log(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops.append(op._schema.name)
+        return op(*args, **(kwargs or {}))
+
+
+def test_an_integer_is_no_copy_from_the_host():
+    """Which the capture of a CUDA graph refuses: it is filled in on the device."""
+    with Log() as log:
+        functional._seed(-5, 0.1, torch.device("cpu"))
+    assert log.ops == ["aten::full"]
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**64 - 1, -(2**63)])

@@ -14,6 +14,8 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +219,30 @@ def test_many_calls(backend, device, plans, monkeypatch):
     few = backend == "triton" and not HAS_GPU  # some 20 ms each
     size, objects = grown(lambda: Calls(device, most=8 if few else 24), 40 if few else MANY)
     assert size < LEAK / 2 and objects < 1 / 20
+
+
+def test_a_remembered_launch_keeps_its_kernel(monkeypatch):
+    """Triton 3.9 unloads the code of a compiled kernel that nobody holds."""
+    common = pytest.importorskip("fastformer.kernels.common")
+
+    class Compiled(SimpleNamespace):
+        pass
+
+    def start(*arguments, **options):
+        return Compiled(run=ran.append, function=1, packed_metadata=())
+
+    class Kernel:
+        arg_names = ("X",)
+
+        def __getitem__(self, grid):
+            return start
+
+    ran = []
+    active = SimpleNamespace(get_current_stream=None, get_current_device=lambda: 0)
+    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
+    launch = common.Launch(Kernel(), 1, (), {}, 4, 1)
+    launch(torch.ones(1))
+    assert sum(type(x) is Compiled for x in gc.get_objects()) == 1
 
 
 interpreted_only = pytest.mark.skipif(HAS_GPU, reason="test_many_calls launches as many there")
@@ -449,13 +475,30 @@ driver.set_active(stand_in)
 embedding.architecture = lambda device: row
 triton.knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
 
-def load(*arguments, warmup, **options):
-    code = run(*arguments, warmup=True, **options).asm["cubin"]
+class Utils:
+    @staticmethod
+    def get_device_properties(device):
+        return dict(max_shared_mem=1 << 20)
+
+    @staticmethod
+    def unload_module(module):
+        pass
+
+    @staticmethod
+    def load_binary(name, code, shared, device):
+        check(code)
+        return 1, 1, 32, 0, 1024
+
+def check(code):
     sections = int.from_bytes(code[40:48], "little") + 64 * int.from_bytes(code[60:62], "little")
     if code[:4] != b"\\x7fELF" or len(code) < sections:
         raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
     compiled.append(hashlib.sha256(code).hexdigest())
 
+def load(*arguments, warmup, **options):
+    run(*arguments, warmup=True, **options)._init_handles()
+
+stand_in.utils, stand_in.launcher_cls = Utils, lambda source, metadata: None
 JITFunction.run = load
 tokens = torch.empty(4, 3, dtype=torch.int64, device="meta")
 weight = torch.empty(11, 512, device="meta")
@@ -573,34 +616,72 @@ def test_a_cache_that_cannot_be_written(compilers, sound, tmp_path):
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     MemoryError(),
-    ValueError("no"),
+    OSError("no"),
+    TypeError("function takes exactly 9 arguments (8 given)"),
 ]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
-    """They come as they are, and a lack of memory at once."""
+    """They come as they are, and at once."""
     common = pytest.importorskip("fastformer.kernels.common")
     monkeypatch.setattr(common, "INTERPRETED", False)
-    folders = []
+    calls = []
 
     def launcher(x):
-        folders.append(common.triton.knobs.cache.dir)
+        calls.append(x)
         raise error
 
-    former = common.triton.knobs.cache.dir, os.environ.get("TRITON_CACHE_DIR")
     with pytest.raises(type(error)) as raised:
         common._whatever_the_cache(launcher)(1)
+    assert raised.value is error and not recwarn.list and calls == [1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_kernel_that_cannot_be_loaded(own, monkeypatch, recwarn):
+    """One that asks for more than the GPU has is not compiled again, one whose code is refused is:
+    the cache may hold another kernel's. What is loaded stays, others may be running it.
+    """
+    common = pytest.importorskip("fastformer.kernels.common")
+    from triton.compiler import CompiledKernel
+    from triton.runtime.errors import OutOfResources
+
+    error = OutOfResources(1, 0, "registers") if own else RuntimeError("image is invalid")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    loaded, compiled = SimpleNamespace(module=1), object.__new__(CompiledKernel)
+    compiled.module = compiled._run = compiled.src = compiled.metadata = None
+    active = SimpleNamespace(
+        get_current_device=lambda: 0, launcher_cls=mock.Mock(side_effect=error)
+    )
+    kernel = object.__new__(common.JITFunction)
+    kernel.device_caches = {0: ({"good": loaded, "bad": compiled}, {}, None, None, None)}
+    monkeypatch.setitem(globals(), "kernel", kernel)
+    calls, former = [], common.triton.knobs.cache.dir
+    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
+
+    def launcher():
+        calls.append((common.triton.knobs.cache.dir, list(kernel.device_caches[0][0])))
+        compiled.run()
+
+    with pytest.raises(type(error)) as raised:
+        common._whatever_the_cache(launcher)()
     assert raised.value is error and not recwarn.list
-    assert len(set(folders)) == len(folders) == (2 if isinstance(error, ValueError) else 1)
-    assert former == (common.triton.knobs.cache.dir, os.environ.get("TRITON_CACHE_DIR"))
+    assert calls[0] == (former, ["good", "bad"])
+    assert [names for _, names in calls[1:]] == ([] if own else [["good"]])
+    assert former == common.triton.knobs.cache.dir
 
 
-def test_two_threads_with_a_broken_cache(monkeypatch):
+def test_two_threads_with_a_broken_cache(monkeypatch, tmp_path):
     """Both name the directory, and compile elsewhere; the process goes on with it."""
     common = pytest.importorskip("fastformer.kernels.common")
+    from triton.runtime.cache import FileCacheManager
+
     monkeypatch.setattr(common, "INTERPRETED", False)
+    (tmp_path / "file").write_text("")
+    broken = FileCacheManager("key")
+    broken.cache_dir = str(tmp_path / "file")
     both, former = threading.Barrier(2), common.triton.knobs.cache.dir
 
     def work(late):
@@ -609,7 +690,7 @@ def test_two_threads_with_a_broken_cache(monkeypatch):
             if len(tried) == 1:
                 both.wait()
                 time.sleep(late)
-                raise OSError("no")
+                broken.put("", "name")
             time.sleep(0.2 + late)
             return common.triton.knobs.cache.dir
 

@@ -10,7 +10,7 @@ import fastformer as ff
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
-D = (16, 32, 64, 128) if GPU else (16,)
+D = (16, 32, 64, 128) if GPU else (16, 32)
 SEED = 20170612
 
 ATTENTION = {

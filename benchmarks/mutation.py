@@ -317,7 +317,9 @@ class Trials:
             return "survived", ""
         if status < 0:
             return "killed", f"crash, signal {-status}"
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?(?:\]|(?= - |$)))?)", output, re.M)
+        failed = re.search(
+            r"^(?:FAILED|ERROR) (\S+\.py(?:::[^\s\[]+(?:\[.*?\](?= - |$))?)?)", output, re.M
+        )
         if failed is None and re.search(
             r"ImportError while loading conftest|^\S*Error", output, re.M
         ):
@@ -517,7 +519,11 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
 
     def attempt(mutant: Mutant, stages: list[list[str]], all_of_them: bool) -> None:
         key, before = (mutant.kernel, mutant.name), verdict_of(mutant)
-        verdict = trials(mutant, *stages)
+        try:
+            verdict = trials(mutant, *stages)
+        except RuntimeError as error:  # of this one no verdict; the next run tries it again
+            print(f"{mutant}: {error}", file=sys.stderr, flush=True)
+            return
         if verdict.verdict == "survived" and not (all_of_them or stages == [mutant.others()]):
             verdict = replace(verdict, verdict="lives")
         with lock:

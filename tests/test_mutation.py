@@ -143,6 +143,12 @@ def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
 OUTCOMES = {
     "passes": (0, "", "survived", ""),
     "fails": (1, "FAILED tests/test_a.py::test_b[x, y] - assert\n", "killed", "test_b[x, y]"),
+    "fails, brackets in its name": (
+        1,
+        "FAILED tests/test_a.py::test_b[\\[x]-y] - E\n",
+        "killed",
+        "y]",
+    ),
     "fails, no parameters": (1, "FAILED tests/test_a.py::test_b - E\n", "killed", "test_b"),
     "cannot be imported": (2, "ERROR tests/test_a.py - NameError\n", "killed", "test_a.py"),
     "crashes": (-11, "", "killed", "crash, signal 11"),

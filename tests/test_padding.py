@@ -244,6 +244,7 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.unpad(x, n - 3), ValueError, "lengths holds -1; expected"),
         (lambda x, n, p: ff.unpad(x[:, :3], p), ValueError, "as it was packed"),
         (lambda x, n, p: ff.pad(x[0], p), ValueError, "expected the 6 tokens"),
+        (lambda x, n, p: ff.pad(x[0, 0, 0], p), ValueError, r"shape \[\]; expected the 6 tokens"),
         (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
         (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
     ],

@@ -8,6 +8,11 @@ import torch
 
 import fastformer as ff
 
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from fastformer.kernels.attention import _row as attention_row
+
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
 D = (16, 32, 64, 128) if GPU else (16, 32)
@@ -113,3 +118,150 @@ def test_losses(against_oracle, random, device, smoothing):
     projected = {"input": random(ROWS, WIDTH), "target": target}
     projected["linear_weight"] = random(CLASSES, WIDTH, scale=WIDTH**-0.5)
     against_oracle(ff.linear_cross_entropy, projected, **options)
+
+
+# ------------------------------------------------------------- results of more than 2^31 elements
+
+FEATURES = 2048
+MANY = 2**31 // FEATURES + 64  # rows
+
+
+@pytest.fixture
+def last_program(monkeypatch):
+    """Of each launch the last program runs alone, and what it does not write is no memory: large
+    results cost nothing (interpreter only).
+    """
+    if GPU:
+        pytest.skip("a GPU's memory is there in full")
+    from triton.runtime import interpreter
+
+    def run(self, *arguments, former=interpreter.GridExecutor.__call__, **named):
+        grid = (*self.grid, 1, 1)[:3]
+        self.grid = (1,)
+        with pytest.MonkeyPatch.context() as patch:
+            builder = interpreter.interpreter_builder
+            patch.setattr(builder, "set_grid_dim", lambda *_: setattr(builder, "grid_dim", grid))
+            last = tuple(n - 1 for n in grid)
+            patch.setattr(builder, "set_grid_idx", lambda *_: setattr(builder, "grid_idx", last))
+            former(self, *arguments, **named)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+def same_in_the_end(run):
+    """run(rows), of rows that are all alike, gives the same last elements for 128 and for MANY."""
+    few, many = ([x[-1, -16:] for x in run(rows)] for rows in (128, MANY))
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(few, many, strict=True))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
+def test_norms_past_int32(last_program, in_bounds, random, monkeypatch, wide):
+    from fastformer.kernels import layer_norm as norm
+
+    if wide:
+        monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
+    monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
+    x, residual, dy, ds, w, b = (random(FEATURES) for _ in range(6))
+    options = w, b, 0.0, 1e-5, False, None
+
+    def run(rows):
+        given, residuals, *grads = (t.expand(rows, FEATURES) for t in (x, residual, dy, ds))
+        y, *saved = norm.add_forward(given, residuals, *options)
+        grads = norm.add_backward(*grads, *options, *saved, [True, True, False, False])
+        return y, saved[0], *grads[:2]
+
+    same_in_the_end(run)
+
+
+def test_embed_past_int32(last_program, in_bounds, random, monkeypatch):
+    from fastformer.kernels import embedding
+
+    w, dy, position = random(3, FEATURES), random(FEATURES), random(FEATURES)
+    found = []
+    monkeypatch.setattr(
+        torch.ops.aten, "embedding_dense_backward", lambda g, *_: found.append(g) or w.clone()
+    )
+
+    def run(rows):
+        options = torch.ones(rows, dtype=torch.int64), w, position.expand(rows, FEATURES)
+        options = *options, 0.0, 2.0, None, None
+        embedding.backward(dy.expand(rows, FEATURES), *options, [True, False])
+        return embedding.forward(*options), found.pop()
+
+    same_in_the_end(run)
+
+
+def test_losses_past_int32(last_program, in_bounds, random):
+    from fastformer.kernels import cross_entropy
+
+    x, lse = random(FEATURES), torch.tensor([1.0, 2.0])
+
+    def run(rows):
+        logits, target = x.expand(rows, FEATURES), torch.ones(rows, dtype=torch.int64)
+        options = "sum", -100, 0.1, "uniform", lse.expand(rows, 2).contiguous()
+        return [cross_entropy.backward(torch.tensor(1.0), logits, target, *options, [True])]
+
+    same_in_the_end(run)
+
+
+def test_feed_forward_past_int32(last_program, in_bounds, random):
+    from fastformer.kernels import feed_forward as fed
+
+    x, w, b = random(4), random(FEATURES, 4), random(FEATURES)
+    nothing = random(0, FEATURES)  # for torch to multiply by
+    last = random(2, 2 * FEATURES)
+
+    def in_the_end(rows, width=FEATURES):
+        y = torch.empty(rows, width, dtype=last.dtype)
+        y[-2:] = last[:, :width]
+        return y
+
+    def run(rows):
+        hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None)[1]
+        results = [hidden]
+        for kernel, halves in ((fed._hidden_backward, 1), (fed._gated_backward, 2)):
+            dh, saved = in_the_end(rows), in_the_end(rows, halves * FEATURES)
+            dz, h = torch.empty_like(saved), torch.empty_like(dh)
+            fed._elementwise(kernel, rows, FEATURES, x, (dh, saved, dz, h), "silu", 0.0, None)
+            results += [dz, h]
+        z, h = in_the_end(rows, 2 * FEATURES), torch.empty_like(hidden)
+        fed._elementwise(fed._gated, rows, FEATURES, x, (z, h), "silu", 0.0, None)
+        return *results, h
+
+    same_in_the_end(run)
+
+
+def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
+    from fastformer.kernels import attention
+
+    q, do, k, v, bias = random(8), random(8), random(1, 1, FEATURES, 8), random(8), random(1)
+    rest = None, 0.0, False, 0.3, False
+    more = None, None, "top_left", None, None, None
+
+    def call(rows):
+        given = q.expand(1, 1, rows, 8), k, v.expand(k.shape), *rest
+        return *given, bias.expand(rows, FEATURES), *more
+
+    out, *statistics = (x[:, :, :1] for x in attention.forward(*call(16), False))  # of each row
+
+    def run(rows):
+        whole = out.expand(1, 1, rows, 8)
+        saved = (x.expand(1, 1, rows, *x.shape[3:]).contiguous() for x in statistics)
+        grad, needs = do.expand(1, 1, rows, 8), [False, False, False, True]
+        return [attention.backward(grad, None, *call(rows), whole, *saved, needs)[3]]
+
+    same_in_the_end(run)
+
+
+@triton.jit
+def _places(OUT, plane, h, q0, q_rows):
+    for packed in tl.static_range(2):
+        tl.store(OUT + packed, attention_row(plane, h, q0, q_rows, packed))
+
+
+def test_statistics_past_int32(device):
+    """Where the rows of a head begin in the log-sum-exps, by batch or among the packed tokens."""
+    places = torch.zeros(2, dtype=torch.int64, device=device)
+    _places[(1,)](places, 2**20 + 1, 2**13 + 1, 7, 2**20)
+    assert places.tolist() == [(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7]

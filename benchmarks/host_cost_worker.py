@@ -74,10 +74,10 @@ def ours(mode: str) -> Any:
     q, k, v, lengths, seed = inputs()
     options = (
         q, k, v, None, DROPOUT, False, SCALE, False, None, lengths, None, "top_left", None, None,
-        seed,
+        None, seed,
     )  # fmt: skip
     gradient = torch.randn_like(attention.forward(*options, False)[0])
-    needs = [True, True, True, False]
+    needs = [True, True, True, False, False]
     if mode == "forward":
         return lambda: attention.forward(*options, False)
 

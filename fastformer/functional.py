@@ -204,6 +204,7 @@ def scaled_dot_product_attention(
     causal_alignment: str = "top_left",
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -237,10 +238,13 @@ def scaled_dot_product_attention(
         alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
         softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks, with
             an absolute error of some c 2^-24 in the kernels: it is meant for caps up to hundreds.
+        sinks: [H], float32 or the dtype of the query: a logit of each head that takes part in the
+            denominator of the softmax alone, exp(sink_h) + sum_j exp(score_ij), as a key whose
+            value is zero. Bias, ALiBi and softcap do not touch it; -inf is none. It has a gradient.
         dropout_seed: the key of the dropout mask, an int or a tensor of one int64: the mask is a
             function of it and of (b, h, i, j) alone, the same on every backend. None draws one from
             torch's generator.
-        return_lse: also returns log sum_j exp(score_ij).
+        return_lse: also returns log sum_j exp(score_ij), the sink included.
 
     Mask, bias, causality, window and lengths are combined: a key takes part where all allow it.
     Four queries (down) and six keys (across), x takes part:
@@ -255,13 +259,14 @@ def scaled_dot_product_attention(
     Returns:
         [B, H, Sq, Dv] in the dtype of the query. A query that sees no key gives zeros, and finite
         gradients. With `return_lse` also the natural logarithm [B, H, Sq] of the sum, float32
-        (float64 for float64), -inf where no key is seen, before dropout; it has a gradient.
+        (float64 for float64), before dropout; where no key is seen the sink, or -inf. It has a
+        gradient.
 
-    NaN that a query may see - in itself, in a key, value or bias that it may see, in scale or
-    slope - reaches its output, its logarithm and the gradients, as in torch's math path. A key that
-    no query may see - past its length, or left out for all queries by a mask or a bias of shape
-    [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included, every
-    value has to be finite, as in torch.
+    NaN that a query may see - in itself, in a key, value or bias that it may see, in scale, slope
+    or sink - reaches its output, its logarithm and the gradients, as in torch's math path. A key
+    that no query may see - past its length, or left out for all queries by a mask or a bias of
+    shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
+    every value has to be finite, as in torch.
 
     A second derivative, and forward-mode differentiation, go through the reference. (Where that is
     torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is
@@ -276,7 +281,9 @@ def scaled_dot_product_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
     2023, "FlashAttention-2", section 3.1; ALiBi: Press et al. 2021, "Train Short, Test Long",
     section 3; windows: Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024,
-    "Gemma 2", section 2.
+    "Gemma 2", section 2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its
+    architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+    Sinks".
     """
     query, key, value = _autocast(query, key, value)
     _require_floating(query=query, key=key, value=value)
@@ -305,6 +312,7 @@ def scaled_dot_product_attention(
         causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         alibi_slopes=_slopes(alibi_slopes, query),
         softcap=_softcap(softcap),
+        sinks=_sinks(sinks, query),
         dropout_seed=_seed(dropout_seed, p, query.device),
         return_lse=_require_flag("return_lse", return_lse),
     )
@@ -328,6 +336,7 @@ def packed_attention(
     scale: float | None = None,
     causal_alignment: str = "top_left",
     window: Sequence[int | None] | None = None,
+    sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """scaled_dot_product_attention of each sequence of a batch without padding.
@@ -345,7 +354,7 @@ def packed_attention(
         value: [Tk, G, Dv].
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32: from 0, not decreasing, to Tq and to Tk.
         max_q, max_k: the longest sequence, or more.
-        dropout_p, scale: as in `scaled_dot_product_attention`.
+        dropout_p, scale, sinks: as in `scaled_dot_product_attention`.
         is_causal, causal_alignment, window: likewise, with i and j counted inside of the sequence,
             and the bottom right its own.
         dropout_seed: likewise; the mask is that of the padded batch.
@@ -394,6 +403,7 @@ def packed_attention(
         scale=scale,
         causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         window=_window(window),
+        sinks=_sinks(sinks, q),
         dropout_seed=_seed(dropout_seed, p, query.device),
     )
 
@@ -412,6 +422,7 @@ def attention_weights(
     causal_alignment: str = "top_left",
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
@@ -422,14 +433,14 @@ def attention_weights(
 
     Args:
         query, key, attn_mask, is_causal, scale, enable_gqa, bias, key_lengths, window,
-        causal_alignment, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with the
-            heads in query and key.
+        causal_alignment, alibi_slopes, softcap, sinks: as in `scaled_dot_product_attention`, with
+            the heads in query and key.
         rows: the queries wanted, a slice or a tensor of int64 indices; None for all.
         heads: the heads wanted, likewise.
 
     Returns:
         [B, heads, rows, Sk] in the dtype of the query. The weights of a query that sees no key are
-        zeros; the others sum to 1.
+        zeros; the others sum to 1, or with the weight of the sink to 1.
 
     Raises:
         ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither;
@@ -460,6 +471,7 @@ def attention_weights(
         causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         alibi_slopes=_slopes(alibi_slopes, query),
         softcap=_softcap(softcap),
+        sinks=_sinks(sinks, query),
         rows=rows,
         heads=heads,
     )
@@ -666,6 +678,19 @@ def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
         )
     _require_device("alibi_slopes", alibi_slopes, "query", query)
     return alibi_slopes.detach()
+
+
+def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    _require_bias("sinks", sinks, query)
+    heads = query.shape[1]
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {_shape(sinks)}; expected [H] = [{heads}]")
+    _require_device("sinks", sinks, "query", query)
+    if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
+        sinks = sinks.to(query.dtype)
+    return sinks.contiguous()
 
 
 def _softcap(softcap: float | None) -> float | None:

@@ -322,15 +322,30 @@ def _grouped(key: Tensor, heads: int) -> Tensor:
 
 
 def _scores(
-    query: Tensor, key: Tensor, scale: float, softcap: float | None, added: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    softcap: float | None,
+    added: Tensor | None,
+    visible: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """In the dtype of the query, or where something is added in float32 at least."""
+    """All but infinite where hidden, and with the sinks as a last column where there are any. In
+    the dtype of the query, or where something is added in float32 at least."""
     scores = (query * scale) @ key.transpose(-2, -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if added is None:
+    if added is not None or sinks is not None:
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+    if added is not None:
+        scores = scores + added
+    if visible is not None:
+        with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
+            scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    if sinks is None:
         return scores
-    return (scores if scores.dtype == torch.float64 else scores.float()) + added
+    column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1)
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
@@ -344,12 +359,11 @@ def _log_sum_exp(scores: Tensor) -> Tensor:
     return (scores - peak).logsumexp(-1) + peak.squeeze(-1)
 
 
-def _softmax(scores: Tensor, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if visible is not None:
-        with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
-            scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
+    """The weights of the keys."""
     low = dtype in (torch.float16, torch.bfloat16)
-    return scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
+    weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
+    return weights if sinks is None else weights[..., :-1]
 
 
 def scaled_dot_product_attention(
@@ -368,6 +382,7 @@ def scaled_dot_product_attention(
     causal_alignment: str = "top_left",
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
@@ -376,6 +391,7 @@ def scaled_dot_product_attention(
     key, value = _grouped(key, heads), _grouped(value, heads)
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
     fast = fast and not _formula.always and softcap is None and not return_lse
+    fast = fast and sinks is None
     fast = fast and query.numel() > 0 and value.numel() > 0
     fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
@@ -400,8 +416,8 @@ def scaled_dot_product_attention(
     if fast:
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     else:
-        scores = _scores(query, key, scale, softcap, added)
-        weights = _softmax(scores, visible, query.dtype)
+        scores = _scores(query, key, scale, softcap, added, visible, sinks)
+        weights = _softmax(scores, query.dtype, sinks)
         if dropout_p > 0:
             assert dropout_seed is not None
             drop = dropped(dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
@@ -417,7 +433,8 @@ def scaled_dot_product_attention(
     scores = scores if query.dtype == torch.float64 else scores.float()
     lse = _log_sum_exp(scores)
     if empty is not None:
-        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
+        nothing = float("-inf") if sinks is None else sinks.to(lse.dtype).view(-1, 1)
+        lse = torch.where(empty.squeeze(-1), nothing, lse)
     return out, lse
 
 
@@ -435,6 +452,7 @@ def packed_attention(
     scale: float | None = None,
     causal_alignment: str = "top_left",
     window: Sequence[int] | None = None,
+    sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
     rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
@@ -452,8 +470,9 @@ def packed_attention(
         i = torch.arange(max_q, device=query.device).view(-1, 1)
         mask, _ = _visible(k, i, shift, None, None, is_causal, None, window)
     out = scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, False, scale, True, key_lengths=keys, dropout_seed=dropout_seed
-    )
+        q, k, v, mask, dropout_p, False, scale, True, key_lengths=keys, sinks=sinks,
+        dropout_seed=dropout_seed,
+    )  # fmt: skip
     return out.transpose(1, 2)[rows]
 
 
@@ -478,6 +497,7 @@ def attention_weights(
     causal_alignment: str = "top_left",
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
@@ -495,8 +515,10 @@ def attention_weights(
     visible, keys = _visible(key, i, shift, mask, bias, is_causal, key_lengths, window)
     if keys is not None and not _finite(key):
         key = key.masked_fill(~keys.transpose(-2, -1), 0.0)
-    scores = _scores(query, key, scale, softcap, _added(bias, slopes, i, shift, key))
-    weights = _softmax(scores, visible, query.dtype)
+    sinks = None if sinks is None else sinks[h]
+    added = _added(bias, slopes, i, shift, key)
+    scores = _scores(query, key, scale, softcap, added, visible, sinks)
+    weights = _softmax(scores, query.dtype, sinks)
     return weights if visible is None else weights.masked_fill(~visible, 0.0)
 
 

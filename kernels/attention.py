@@ -4,14 +4,17 @@ band (causality, windows), ALiBi, softcap and dropout in one family of kernels; 
 Forward, for query i of one (batch, head):
     x_ij = scale q_i . k_j                          or softcap tanh(scale q_i . k_j / softcap)
     s_ij = x_ij + bias_ij - slope |i + shift - j|   where i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)      P_ij = exp(s_ij - lse_i)
+    lse_i = log(exp(sink_h) + sum_j exp(s_ij)), the sink of its head where there is one
+    P_ij = exp(s_ij - lse_i)
     o_i = sum_j P_ij Z_ij v_j        Z_ij = keep_ij / (1 - p)
 Backward, from do and dlse:
     delta_i = do_i . o_i - dlse_i    dP_ij = Z_ij do_i . v_j         dS_ij = P_ij (dP_ij - delta_i)
     dX_ij = dS_ij dx_ij/d(scale q_i . k_j), which is 1, or 1 - tanh^2
     dq_i = scale sum_j dX_ij k_j     dk_j = scale sum_i dX_ij q_i    dv_j = sum_i P_ij Z_ij do_i
+    dsink_h = - sum_i exp(sink_h - lse_i) delta_i: the sink is a key whose value is zero
     dbias: dS, summed over what the bias is broadcast over. A bias that is constant over the keys
-    shifts a whole row: its softmax does not change, lse does, and its gradient is sum dlse exactly.
+    shifts a whole row: its softmax does not change, lse does, and its gradient is sum dlse exactly;
+    beside a sink, sum_i (dlse_i + exp(sink_h - lse_i) delta_i).
     Under a bias or ALiBi the scores of a row may all be large (-1e9 is a usual mask), and lse then
     has no digits left for the sum: P_ij = exp((s_ij - max_j s_ij) - log sum_j exp(s_ij - max)).
 Query i sees key j where j is below the length, mask and bias allow it, and the band does:
@@ -21,9 +24,9 @@ Query i sees key j where j is below the length, mask and bias allow it, and the 
 Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV]; head h reads
 key-value head h // (H/G). Packed: query [Tq,H,D], key [Tk,G,D], value [Tk,G,DV], and the offsets of
 the B sequences. Any dtype in and out, products and sums in float32 (float64 for float64).
-Saved: the inputs, the output, lse (natural logarithm, -inf for a row that sees nothing), [B,H,Sq]
-or [H,Tq], or in its place, where P needs them, maximum and log-sum in base 2, [B,H,Sq,2].
-Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
+Saved: the inputs, the output, lse (natural logarithm, -inf for a row that sees nothing, not even a
+sink), [B,H,Sq] or [H,Tq], or in its place, where P needs them, maximum and log-sum in base 2,
+[B,H,Sq,2]. Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
 Sq x Sk is stored but a bias gradient of that size. FLOPs: 4 B H Sq Sk D forward, 2.5 times that
 backward, and 4 more for a bias gradient over queries and keys, whose kernel recomputes dS; least
 bytes: q, k, v, o once forward. Tiles outside of the band or the length are skipped.
@@ -405,7 +408,7 @@ def _forward_tiles(
 
 @triton.jit
 def _forward(
-    Q, K, V, O, LSE, STATISTICS, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
+    Q, K, V, O, LSE, STATISTICS, SINKS, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
     s_ob, s_oh, s_om, s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
     s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
     H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
@@ -413,7 +416,7 @@ def _forward(
     BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
     LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, ACC: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """One program owns BM queries of one (batch, head); the longest causal rows start first."""
     blocks = tl.cdiv(Sq, BM)
@@ -459,6 +462,9 @@ def _forward(
     acc = tl.zeros([BM, BDV], ACC)
     l = tl.zeros([BM], ACC)
     m = tl.full([BM], float("-inf"), ACC)
+    if SINK:  # as if a first key had been seen, whose value is zero
+        m = tl.zeros([BM], ACC) + tl.load(SINKS + h).to(ACC) * LOG2E
+        l += tl.where(m == float("-inf"), 0.0, 1.0)
     if LEFT:
         acc, l, m = _forward_tiles(
             acc, l, m, q, k_base, v_base, mask_base, bias_base, lo, tl.minimum(inner, hi), i, r,
@@ -913,10 +919,11 @@ class _Plan:
     """What a call's shapes, strides, dtypes and options fix: everything but where its tensors lie.
 
     `tensors` are what else the kernels read, each or None: attn_mask, bias, alibi_slopes, lengths,
-    starts, dropout_seed. `options`: dropout_p, is_causal, scale, window, causal_alignment, softcap,
-    max_q, max_k. A packed batch comes as one batch of Tq queries and Tk keys, with the offsets of
-    both, `starts` and `lengths`. `launch` holds the kernels of the call by name, each with all its
-    arguments but the pointers. `apart`: the maximum and the log-sum of the scores are kept apart.
+    starts, dropout_seed, sinks. `options`: dropout_p, is_causal, scale, window, causal_alignment,
+    softcap, max_q, max_k. A packed batch comes as one batch of Tq queries and Tk keys, with the
+    offsets of both, `starts` and `lengths`. `launch` holds the kernels of the call by name, each
+    with all its arguments but the pointers. `apart`: the maximum and the log-sum of the scores are
+    kept apart.
     """
 
     def __init__(
@@ -927,7 +934,7 @@ class _Plan:
         tensors: tuple[Tensor | None, ...],
         options: tuple[Any, ...],
     ) -> None:
-        attn_mask, bias, alibi_slopes, lengths, starts, _ = tensors
+        attn_mask, bias, alibi_slopes, lengths, starts, _, _ = tensors
         dropout_p, is_causal, scale, window, causal_alignment, softcap, max_q, max_k = options
         self.launch: dict[str, Launch] = {}
         batch, self.heads, q_rows, dim = query.shape
@@ -1022,11 +1029,19 @@ def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor,
 class _Forward(_Plan):
     """The forward, and what its outputs look like."""
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> None:
-        super().__init__(query, key, value, *rest)
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple[Any, ...],
+    ) -> None:
+        super().__init__(query, key, value, tensors, options)
         outputs = _outputs(query, value, self.apart)
         self.outputs = [(x.shape, x.stride(), x.dtype) for x in outputs]
-        self.add("forward", _forward, self.rows, self.strides(outputs[0]))
+        sink = tensors[-1] is not None
+        self.add("forward", _forward, self.rows, self.strides(outputs[0]), SINK=sink)
         self.forward = self.launch["forward"]
 
 
@@ -1035,7 +1050,8 @@ class _Backward(_Plan):
 
     `bias_grad` is how the bias's gradient comes about: "tile" by a kernel of its own, "key", for a
     bias constant over the queries, beside dK and dV, "row", for one constant over the keys, from
-    dlse alone; "" where it is not wanted.
+    dlse and the weight of the sink; "" where it is not wanted. The sinks' gradient comes about
+    likewise.
     """
 
     def __init__(
@@ -1043,7 +1059,7 @@ class _Backward(_Plan):
         grad_output: Tensor,
         grad_lse: Tensor | None,
         output: Tensor,
-        needs: tuple[bool, bool, bool, bool],
+        needs: tuple[bool, ...],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -1070,6 +1086,8 @@ class _Backward(_Plan):
             tiles.stages,
         )
         key_grad = self.bias_grad == "key"
+        sink = tensors[-1] is not None
+        self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
         self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
         if self.needs[1]:
             self.add("dkdv", _backward_dkdv, self.columns, (*dk, *dv, *do), KEY_GRAD=key_grad)
@@ -1087,9 +1105,10 @@ class _Backward(_Plan):
             self.add("dbias", _backward_dbias, blocks, (*strides, *over, *do))
 
     def run(
-        self, grad_output, grad_lse, output, lse, statistics, query, key, value, bias, pointers
+        self, grad_output, grad_lse, output, lse, statistics, query, key, value, tensors
     ) -> list[Tensor]:
-        """Launches what is needed: [dq, dk, dv, dbias], an unwanted one empty."""
+        """Launches what is needed: [dq, dk, dv, dbias, dsinks], an unwanted one empty."""
+        bias, sinks, pointers = tensors[1], tensors[-1], _pointers(query, tensors)
         nothing = query.new_empty(0)
         dq, dk, dv = (
             query.new_empty_strided(*grad) if needed else nothing
@@ -1098,7 +1117,7 @@ class _Backward(_Plan):
         delta = torch.empty_like(lse)
         inputs = query, key, value, grad_output
         launch = self.launch
-        if len(launch) > 1:
+        if len(launch) > 1 or self.sink_weight:
             dlse = lse if grad_lse is None else grad_lse.contiguous()
             launch["delta"](output, grad_output, dlse, delta)
         dbias = nothing
@@ -1112,14 +1131,23 @@ class _Backward(_Plan):
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
             launch["dbias"](*inputs, dbias, *rows, *pointers)
-        elif self.bias_grad == "row":
-            dbias = torch.zeros_like(lse)
-            if grad_lse is not None:  # exactly dlse, where the row sees a key
-                dbias = grad_lse.masked_fill(lse == float("-inf"), 0.0)
-            dbias = dbias.unsqueeze(3)
+        dsinks, moved = nothing, None
+        if self.sink_weight:  # what a row's gradient moves to its sink
+            sink = sinks.view(-1, 1).to(lse.dtype)
+            if self.apart:
+                peak, total = statistics.unbind(-1)
+                moved = torch.exp2(sink * LOG2E.value - peak - total) * delta
+            else:  # -inf for both: no weight
+                moved = torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
+            if self.sink_grad:
+                dsinks = -moved.sum((0, 2)).to(sinks.dtype)
+        if self.bias_grad == "row":  # exactly dlse and that, where the row sees a key
+            dbias = torch.zeros_like(lse) if grad_lse is None else grad_lse
+            dbias = dbias if moved is None else dbias + moved
+            dbias = dbias.masked_fill(lse == float("-inf"), 0.0).unsqueeze(3)
         if self.bias_grad in ("key", "row"):
             dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
-        return [dq, dk, dv, dbias]
+        return [dq, dk, dv, dbias, dsinks]
 
 
 def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
@@ -1132,7 +1160,7 @@ def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
 
 def _pointers(query: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """What all kernels read, as `_Plan` names it; for one that is not there, the query."""
-    attn_mask, bias, alibi_slopes, lengths, starts, seed = tensors
+    attn_mask, bias, alibi_slopes, lengths, starts, seed, _ = tensors
     return (
         query if attn_mask is None else attn_mask.view(torch.uint8),
         query if bias is None else bias,
@@ -1147,7 +1175,7 @@ def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
     """All that a `_Plan` is made from, as a key: its tensors by their layout. (Written out: it is
     most of what a call costs on the host.)
     """
-    attn_mask, bias, alibi_slopes, lengths, starts, seed = tensors
+    attn_mask, bias, alibi_slopes, lengths, starts, seed, sinks = tensors
     dtype = query.dtype
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
@@ -1159,6 +1187,7 @@ def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
         None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
         None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
         None if seed is None else seed.data_ptr() & 15,
+        None if sinks is None else (sinks.dtype, sinks.data_ptr() & 15),
     )  # fmt: skip
 
 
@@ -1175,15 +1204,16 @@ def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor, T
     outputs = [
         query.new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in plan.outputs
     ]
+    sinks = query if tensors[-1] is None else tensors[-1]
     with on_device(query):
-        plan.forward(query, key, value, *outputs, *_pointers(query, tensors))
+        plan.forward(query, key, value, *outputs, sinks, *_pointers(query, tensors))
     return tuple(outputs)
 
 
 def _run_backward(
     grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors, options
 ) -> list[Tensor]:
-    """[dq, dk, dv, dbias], an unwanted one empty."""
+    """[dq, dk, dv, dbias, dsinks], an unwanted one empty."""
     signature = (
         *_signature(query, key, value, tensors, options), layout(grad_output), layout(grad_lse),
         layout(output), layout(lse), layout(statistics), needs,  # hooks may have moved them
@@ -1201,17 +1231,15 @@ def _run_backward(
             )  # fmt: skip
         made = _Backward(grad_output, grad_lse, output, needs, query, key, value, tensors, options)
         plan = remembered(signature, made)
-    pointers = _pointers(query, tensors)
     with on_device(query):
-        return plan.run(
-            grad_output, grad_lse, output, lse, statistics, query, key, value, tensors[1], pointers
-        )
+        return plan.run(grad_output, grad_lse, output, lse, statistics, query, key, value, tensors)
 
 
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float scale, bool enable_gqa, Tensor? bias, Tensor? key_lengths, int[]? window, "
-    "str causal_alignment, Tensor? alibi_slopes, float? softcap, Tensor? dropout_seed"
+    "str causal_alignment, Tensor? alibi_slopes, float? softcap, Tensor? sinks, "
+    "Tensor? dropout_seed"
 )
 
 
@@ -1228,40 +1256,41 @@ def _fake(query, key, value, *rest):
 )
 def forward(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, key_lengths,
-    window, causal_alignment, alibi_slopes, softcap, dropout_seed, return_lse,
+    window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, return_lse,
 ):  # fmt: skip
     """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq], statistics [B,H,Sq,2] or [0])."""
     return _run_forward(
         query, key, value,
-        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed, sinks),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
     )  # fmt: skip
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
-    bias, needs = rest[5], rest[-1]
+    bias, sinks, needs = rest[5], rest[11], rest[-1]
     key_grad = _bias_grad(needs[3], bias, key.shape[2]) == "key"
-    needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2, needs[3])
+    needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2, *needs[3:])
     grads = [_heads_like(x, x.shape[1], x.shape[3]) for x in map(unit_stride, (query, key, value))]
-    grads.append(query if bias is None else bias.new_empty(bias.shape))
+    grads += [query if x is None else x.new_empty(x.shape) for x in (bias, sinks)]
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
 
 @register(
     "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
     f"{_ARGUMENTS}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)",
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
+    "Tensor grad_sinks)",
     _fake_backward,
 )
 def backward(
     grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-    bias, key_lengths, window, causal_alignment, alibi_slopes, softcap, dropout_seed, output, lse,
-    statistics, needs,
+    bias, key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, output,
+    lse, statistics, needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
     grads = _run_backward(
         grad_output, grad_lse, output, lse, statistics, tuple(needs), query, key, value,
-        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed),
+        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed, sinks),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
     )  # fmt: skip
     return tuple(grads)
@@ -1272,7 +1301,7 @@ def backward(
 _PACKED_ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, float scale, "
-    "str causal_alignment, int[]? window, Tensor? dropout_seed"
+    "str causal_alignment, int[]? window, Tensor? sinks, Tensor? dropout_seed"
 )
 
 
@@ -1296,13 +1325,13 @@ def _fake_packed(query, key, value, *_):
 )
 def packed_forward(
     query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale,
-    causal_alignment, window, dropout_seed,
+    causal_alignment, window, sinks, dropout_seed,
 ):  # fmt: skip
     """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
     output, lse, _ = _run_forward(
         query, key, value,
-        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
+        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed, sinks),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
          max_k),
     )  # fmt: skip
@@ -1310,34 +1339,37 @@ def packed_forward(
 
 
 def _fake_packed_backward(grad_output, query, key, value, *rest):
-    needs = rest[-1]
-    needs = (needs[0], *(needs[1] or needs[2],) * 2)
+    sinks, needs = rest[9], rest[-1]
+    needs = (needs[0], *(needs[1] or needs[2],) * 2, needs[3])
     grads = [
         _tokens_first(_heads_like(x, x.shape[1], x.shape[3]))
         for x in map(_heads_first, (query, key, value))
     ]
+    grads.append(query if sinks is None else sinks.new_empty(sinks.shape))
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
 
 @register(
     f"packed_attention_backward(Tensor grad_output, {_PACKED_ARGUMENTS}, Tensor output, "
-    "Tensor lse, bool[] needs) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "Tensor lse, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
     _fake_packed_backward,
 )
 def packed_backward(
     grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal,
-    scale, causal_alignment, window, dropout_seed, output, lse, needs,
+    scale, causal_alignment, window, sinks, dropout_seed, output, lse, needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
     grads = _run_backward(
-        grad_output, None, output, lse, lse, (*needs, False), query, key, value,
-        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed),
+        grad_output, None, output, lse, lse, (*needs[:3], False, needs[3]), query, key, value,
+        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed, sinks),
         (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
          max_k),
     )  # fmt: skip
-    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads[:3])
+    dq, dk, dv, _, dsinks = grads
+    return *(_tokens_first(x) if x.dim() == 4 else x for x in (dq, dk, dv)), dsinks
 
 
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:

@@ -50,13 +50,14 @@ MASKS: dict[str, dict[str, Any]] = {
     },
     "alibi, causal": {"alibi": True, "causal": True},
     "softcap, causal": {"softcap": 50.0, "causal": True},
+    "sinks, window": {"sinks": True, "window": [127, 0]},
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
     "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
-    softcap=None, packed=False,
+    softcap=None, sinks=False, packed=False,
 )  # fmt: skip
 
 
@@ -102,6 +103,8 @@ _EVERY = "2-D mask, 2-D bias, causal, lengths"
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
 _attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
+_attention("sm_90", "bf16", (64, 128), ["sinks, window"], [False])
+_attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
 _attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
 _attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
 _attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])

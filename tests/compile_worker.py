@@ -206,24 +206,27 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     if case["dropout"]:
         dropout_p, seed = 0.1, empty(1, dtype=torch.int64)
     window, alignment = case["window"], case["alignment"]
+    sinks = empty(heads, dtype=dtype) if case["sinks"] else None
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         arguments = (
             query, key, value, offsets, offsets, length, length, dropout_p, case["causal"],
-            d**-0.5, alignment, window, seed,
+            d**-0.5, alignment, window, sinks, seed,
         )  # fmt: skip
         output, lse = attention.packed_forward(*arguments)
         gradient = torch.empty_like(output)
-        attention.packed_backward(gradient, *arguments, output, lse, [True] * 3)
+        needs = [True] * 3 + [case["sinks"]]
+        attention.packed_backward(gradient, *arguments, output, lse, needs)
         return
     arguments = (
         query, key, value, mask, dropout_p, case["causal"], d**-0.5, True, bias,
         empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
-        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], seed,
+        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], sinks,
+        seed,
     )  # fmt: skip
     saved = attention.forward(*arguments, False)
-    needs = [True, True, True, bias is not None]
+    needs = [True, True, True, bias is not None, case["sinks"]]
     gradient = empty(*saved[0].shape, dtype=dtype)
     attention.backward(gradient, None, *arguments, *saved, needs)
 

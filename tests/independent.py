@@ -65,13 +65,13 @@ def row_factors(shape, p, seed):
 
 
 def one_head(
-    q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, factors,
+    q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, sink, factors,
 ):  # fmt: skip
     """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence."""
     i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
     shift = keys - len(q) if bottom else 0
     left, right = (None, None) if window is None else window
-    seen = seen & (j < keys) & (bias.real > -2.3e38)
+    seen = seen & (j < keys) & (bias.real > -2.3586e38)
     if causal:
         seen = seen & (j <= i + shift)
     if left is not None:
@@ -85,8 +85,8 @@ def one_head(
     top = np.where(seen, x.real, -np.inf).max(1, initial=-np.inf, keepdims=True)
     top = np.where(top == -np.inf, 0, top)
     weights = np.where(seen, np.exp(x - top), 0)
-    total = weights.sum(1, keepdims=True)
-    some = seen.any(1, keepdims=True)
+    total = weights.sum(1, keepdims=True) + np.exp(sink - top)
+    some = total.real > 0
     weights = weights / np.where(some, total, 1)
     lse = np.where(some, np.log(np.where(some, total, 1)) + top, -np.inf)[:, 0]
     return (factors * weights) @ v, lse, weights
@@ -94,8 +94,8 @@ def one_head(
 
 def attention(
     query, key, value, attn_mask=None, bias=None, key_lengths=None, *, alibi_slopes=None,
-    is_causal=False, window=None, causal_alignment="top_left", softcap=None, dropout_p=0.0,
-    dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
+    is_causal=False, window=None, causal_alignment="top_left", softcap=None, sinks=None,
+    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
 ):  # fmt: skip
     """(output [B, H, Sq, Dv], lse [B, H, Sq], weights [B, H, Sq, Sk])."""
     (batch, heads, rows, dim), (groups, columns) = query.shape, key.shape[1:3]
@@ -103,13 +103,14 @@ def attention(
     seen = np.broadcast_to(True if attn_mask is None else attn_mask, full)
     bias = np.broadcast_to(0.0 if bias is None else bias, full)
     slopes = np.broadcast_to(0.0 if alibi_slopes is None else alibi_slopes, full[:2])
+    sinks = np.full(heads, -np.inf) if sinks is None else sinks
     keys = [columns] * batch if key_lengths is None else key_lengths
     results = [
         one_head(
             query[b, h], key[b, h * groups // heads], value[b, h * groups // heads],
             seen[b, h], bias[b, h], scale=dim**-0.5 if scale is None else scale, causal=is_causal,
             window=window, bottom=causal_alignment == "bottom_right", keys=int(keys[b]),
-            slope=slopes[b, h], softcap=softcap,
+            slope=slopes[b, h], softcap=softcap, sink=sinks[h],
             factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed),
         )
         for b in range(batch)
@@ -120,11 +121,14 @@ def attention(
 
 def packed_attention(
     query, key, value, cu_seqlens_q, cu_seqlens_k, *, is_causal=False, window=None,
-    causal_alignment="top_left", dropout_p=0.0, dropout_seed=0, scale=None, max_q=0, max_k=0,
+    causal_alignment="top_left", sinks=None, dropout_p=0.0, dropout_seed=0, scale=None, max_q=0,
+    max_k=0,
 ):  # fmt: skip
     """[Tq, H, Dv]"""
     heads, groups = query.shape[1], key.shape[1]
-    output = np.zeros((len(query), heads, value.shape[2]), np.result_type(query, key, value))
+    sinks = np.full(heads, -np.inf) if sinks is None else sinks
+    kind = np.result_type(query, key, value, sinks)
+    output = np.zeros((len(query), heads, value.shape[2]), kind)
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
@@ -135,7 +139,7 @@ def packed_attention(
                 query[rows, h], key[columns, g], value[columns, g], np.ones(shape, bool),
                 np.zeros(shape), scale=query.shape[2] ** -0.5 if scale is None else scale,
                 causal=is_causal, window=window, bottom=causal_alignment == "bottom_right",
-                keys=shape[1], slope=0.0, softcap=None,
+                keys=shape[1], slope=0.0, softcap=None, sink=sinks[h],
                 factors=tile_factors(shape, b * heads + h, dropout_p, dropout_seed),
             )  # fmt: skip
     return [output]

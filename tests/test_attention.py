@@ -105,6 +105,22 @@ def bands(device, b=B, h=H, sk=SK):
     }
 
 
+def sunk(device, b=B, h=H, sq=SQ, sk=SK):
+    """(bias, options) by name, for a call with sinks."""
+    lengths = torch.tensor([0, sk - 5], device=device)[:b]
+    every, band = masks(device, b, h, sq, sk), bands(device, b, h, sk)
+    return {
+        "plain": (None, {}),
+        "causal window": (None, {"is_causal": True, "window": (9, None)}),
+        "lengths": (None, {"key_lengths": lengths}),
+        "mask": (None, every["tile_mask"]),
+        "bias": (torch.randn(h, sq, sk, device=device), every["key_mask"]),
+        "bias of keys": (torch.randn(b, 1, 1, sk, device=device), {}),
+        "bias of rows": (torch.randn(h, sq, 1, device=device), {"key_lengths": lengths}),
+        "together": (torch.randn(1, h, sq, sk, device=device), band["together"]),
+    }
+
+
 def masked_rows(out):
     return out.detach().abs().sum(-1) == 0
 
@@ -434,7 +450,7 @@ def test_a_length_past_the_keys(device):
     outs = []
     for length in (20, 30):
         lengths = torch.tensor([length], device=device)
-        rest = (None, 0.0, False, 0.25, False, None, lengths, None, "top_left", None, None, None)
+        rest = (None, 0.0, False, 0.25, False, None, lengths, None, "top_left", *[None] * 4)
         outs.append(attention.forward(*x.values(), *rest, False)[0])
     assert torch.equal(*outs)
 
@@ -542,6 +558,8 @@ def test_plans_are_told_apart(device, monkeypatch):
         {"key_lengths": torch.tensor([9], device=device)},
         {"key_lengths": torch.tensor([9], dtype=torch.int32, device=device)},
         {"alibi_slopes": torch.ones(2, device=device)},
+        {"sinks": torch.ones(2, device=device)},
+        {**low, "sinks": torch.ones(2, device=device).half()},
         {"attn_mask": mask},
         {"attn_mask": mask[:1]},
         {"bias": flat[:640].view(20, 32)},
@@ -778,6 +796,7 @@ def test_same_bits_every_time(backend, device):
     lengths = torch.tensor([40, 17], device=device)
     x = {n: t.requires_grad_() for n, t in qkv(g=1, sq=40, sk=50, d=16, device=device).items()}
     x["bias"] = torch.randn(1, 40, 50, device=device, requires_grad=True)
+    x["sinks"] = torch.randn(H, device=device, requires_grad=True)
 
     def run():
         out = functional.scaled_dot_product_attention(
@@ -818,11 +837,12 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     bias = None if bias_shape is None else torch.zeros(bias_shape, device=device)
     lengths = torch.tensor([s - 3], device=device)
     slopes = torch.ones(1, device=device)
-    rest = (bias, lengths, [50, 50], "bottom_right", slopes, 3.0, seed)
+    sinks = torch.zeros(1, device=device)
+    rest = (bias, lengths, [50, 50], "bottom_right", slopes, 3.0, sinks, seed)
     arguments = (q, k, v, mask, 0.1, True, 0.2, False, *rest)
     with Largest(mask) as largest:
         saved = attention.forward(*arguments, True)
-        needs = [True] * 3 + [bias is not None]
+        needs = [True] * 3 + [bias is not None, True]
         attention.backward(torch.ones_like(saved[0]), saved[1], *arguments, *saved, needs)
     asked_for = bias_shape == (300, 300)
     assert largest.elements == s * s if asked_for else largest.elements <= s * 16
@@ -851,18 +871,125 @@ def test_gradients_for_some_inputs_only(backend, device, needed, shape):
             assert b.grad is None
 
 
+# ------------------------------------------------------------------------------------------- sinks
+
+
+def attend_and_lse(**inputs):
+    """One tensor of both, all of it finite."""
+    out, lse = functional.scaled_dot_product_attention(**inputs, enable_gqa=True, return_lse=True)
+    return torch.cat([out.flatten(), lse.flatten().to(out.dtype)])
+
+
+@pytest.mark.parametrize("case", list(sunk("cpu")))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sinks(backend, device, against_oracle, dtype, case):
+    """Their gradient has an element a head, so few that eager's may be right by luck: `small`."""
+    bias, options = sunk(device)[case]
+    x = {**qkv(dtype=dtype, device=device), "bias": bias}
+    x["sinks"] = torch.randn(H, device=device) * 3 + 2
+    if case in ("mask", "together"):
+        x["sinks"] = x["sinks"].to(dtype)
+    against_oracle(functional.scaled_dot_product_attention, x, small=True, **options)
+    if dtype == torch.float32:
+        against_oracle(attend_and_lse, x, **options)
+
+
+@pytest.mark.parametrize("case", list(sunk("cpu")))
+def test_sinks_in_tiles(device, against_oracle, tiles, case):
+    tiles(16, 32)
+    sizes = {"b": 2, "h": 4, "sq": 40, "sk": 70}
+    bias, options = sunk(device, **sizes)[case]
+    x = {**qkv(**sizes, g=2, d=16, device=device), "bias": bias}
+    x["sinks"] = torch.randn(4, device=device) * 3
+    with use_backend("triton"):
+        against_oracle(attend_and_lse, x, **options)
+
+
+def test_a_sink_is_a_key_without_a_value(backend, device):
+    """As gpt-oss writes it: one more column of scores, and its weights thrown away."""
+    x = qkv(sq=20, sk=30, d=16, device=device)
+    mask, sinks = torch.rand(B, 1, 20, 30, device=device) > 0.4, torch.randn(H, device=device)
+
+    def ours(q, k, v, sinks):
+        return functional.scaled_dot_product_attention(q, k, v, mask, sinks=sinks, return_lse=True)
+
+    def theirs(q, k, v, sinks):
+        scores = (q @ k.transpose(2, 3) * 0.25).masked_fill(~mask, float("-inf"))
+        scores = torch.cat([scores, sinks.view(1, H, 1, 1).expand(B, H, 20, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v, scores.logsumexp(-1)
+
+    weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
+    leaves = [*x.values(), sinks]
+    for a, b in zip(results(ours, leaves, weights), results(theirs, leaves, weights), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_a_row_that_sees_its_sink_alone(backend, device):
+    """Zeros; its logarithm is the sink, whose gradient it has."""
+    x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, device=device).values()]
+    x.append(torch.randn(H, device=device, requires_grad=True))
+    lengths = torch.tensor([0, 30], device=device)
+    out, lse = functional.scaled_dot_product_attention(
+        *x[:3], key_lengths=lengths, sinks=x[3], return_lse=True
+    )
+    assert (out[0] == 0).all() and (out[1] != 0).all()
+    torch.testing.assert_close(lse[0], x[3].view(H, 1).expand(H, 20))
+    weight = torch.randn_like(lse[0])
+    dq, dk, grad = torch.autograd.grad(lse[0], (*x[:2], x[3]), weight, retain_graph=True)
+    assert (dq == 0).all() and (dk == 0).all()
+    torch.testing.assert_close(grad, weight.sum(1))
+    (grad,) = torch.autograd.grad(out[0].sum(), x[3])
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_sinks_of_minus_infinity(backend, device, biased):
+    """Are none, for a row that sees nothing too."""
+    x = list(qkv(sq=20, sk=30, d=16, device=device).values())
+    lengths = torch.tensor([0, 17], device=device)
+    bias = torch.randn(20, 1, device=device) if biased else None
+
+    def run(*x):
+        sinks = x[3] if len(x) > 3 else None
+        return functional.scaled_dot_product_attention(
+            *x[:3], key_lengths=lengths, sinks=sinks, bias=bias, return_lse=True
+        )
+
+    weights = torch.randn(B, H, 20, 16, device=device), None
+    nowhere = torch.full((H,), float("-inf"), device=device)
+    *have, grad = results(run, [*x, nowhere], weights)
+    for a, b in zip(have, results(run, x, weights), strict=True):
+        torch.testing.assert_close(a, b)
+    assert (grad == 0).all()
+
+
+def test_a_sink_beside_a_large_bias(backend, device):
+    """Where both are -1e9 the sink weighs as much as any key."""
+    x = qkv(sq=20, sk=7, d=16, device=device)
+    sinks = torch.full((H,), -1e9, device=device, requires_grad=True)
+    bias = torch.full((20, 7), -1e9, device=device)
+    out = functional.scaled_dot_product_attention(**x, bias=bias, sinks=sinks)
+    torch.testing.assert_close(out, x["value"].sum(2, keepdim=True).expand(out.shape) / 8)
+    weight = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, sinks, weight)
+    torch.testing.assert_close(grad, -(out.detach() * weight).sum((0, 2, 3)) / 8)
+
+
 # ---------------------------------------------------- a large bias, the lowest ones, and undefined
 
 
-def written_out(query, key, value, bias=0.0, mask=None, scale=None):
+def written_out(query, key, value, bias=None, sinks=None, mask=None, scale=None):
     """(output, lse) as torch's math path computes them, in float32 at least."""
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (x.to(wide) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.transpose(-2, -1) + bias
+    scores = (query * scale) @ key.transpose(-2, -1) + (0.0 if bias is None else bias)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1)
+    if sinks is not None:
+        sinks = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
     peak = scores.detach().amax(-1, keepdim=True)
     return weights @ value, (scores - peak).logsumexp(-1) + peak.squeeze(-1)
 
@@ -913,7 +1040,7 @@ def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse)
         )
 
     def wanted(query, key, value, given=bias):
-        both = written_out(query, key, value, given, mask)
+        both = written_out(query, key, value, given, mask=mask)
         return both if with_lse else both[0]
 
     weights = torch.randn(B, H, 20, 16, device=device), torch.randn(B, H, 20, device=device)
@@ -975,6 +1102,7 @@ UNDEFINED = {
     "bias": lambda x: x["bias"][2, 3].fill_(float("nan")),
     "bias of a row": lambda x: x["bias"][2].fill_(float("nan")),
     "scale": lambda x: x.update(scale=float("nan")),
+    "sink": lambda x: x["sinks"][0].fill_(float("nan")),
 }
 DROPPED = ("tl.max(s, 1)", 'tl.max(tl.where(s == s, s, float("-inf")), 1)')  # NaN, as on a GPU
 
@@ -998,23 +1126,22 @@ def test_nan_that_a_query_sees(device, plant, tiles, dtype, what, s, way):
     x = {**qkv(sq=s, sk=s, d=16, dtype=dtype, device=device), "scale": 0.25}
     if what.startswith("bias"):
         x["bias"] = torch.randn(s, s, device=device)
+    if what == "sink":
+        x["sinks"] = torch.randn(H, device=device)
     UNDEFINED[what](x)
     scale, leaves = x.pop("scale"), list(x.values())
     weights = torch.randn(B, H, s, 16, device=device), torch.randn(B, H, s, device=device)
 
-    def ours(*x):
-        bias = x[3] if len(x) > 3 else None
+    def ours(*leaves):
         return functional.scaled_dot_product_attention(
-            *x[:3], scale=scale, bias=bias, return_lse=True
+            **dict(zip(x, leaves)), scale=scale, return_lse=True
         )
 
-    want = results(lambda *x: written_out(*x, scale=scale), leaves, weights)
+    want = results(lambda *y: written_out(**dict(zip(x, y)), scale=scale), leaves, weights)
     with use_backend("reference" if way == "reference" else "triton"):
         have = results(ours, leaves, weights)
         alone = results(lambda *x: ours(*x)[0], leaves, weights[:1])
-        plain = functional.scaled_dot_product_attention(
-            *leaves[:3], scale=scale, bias=None if len(leaves) < 4 else leaves[3]
-        )
+        plain = functional.scaled_dot_product_attention(**x, scale=scale)
     assert want[0].isnan().any()
     for name, a, b in zip(("output", "lse", *x), have, want, strict=True):
         assert torch.equal(a.isnan(), b.isnan()), name
@@ -1082,6 +1209,7 @@ WEIGHTS = {
     "bias": {"bias": (H, SQ, SK), "window": (30, 8), "causal_alignment": "bottom_right"},
     "lengths": {"key_lengths": True, "scale": 0.1, "softcap": 3.0},
     "alibi": {"alibi_slopes": (H,), "is_causal": True},
+    "sinks": {"sinks": (H,), "key_lengths": True},
 }
 CHOICES = [
     (None, None),
@@ -1099,7 +1227,7 @@ def test_weights(backend, device, case, rows, heads):
         if name == "attn_mask":
             options[name] = torch.rand(shape, device=device) > 0.3
             options[name][..., 0, :] = False
-        elif name in ("bias", "alibi_slopes"):
+        elif name in ("bias", "alibi_slopes", "sinks"):
             options[name] = torch.rand(shape, device=device)
         elif name == "key_lengths":
             options[name] = torch.tensor([SK, 0], device=device)
@@ -1167,6 +1295,8 @@ def every_feature(device):
     mask, bias = masks(device, **sizes), biases(device, h=4, **sizes)
     attention = functional.scaled_dot_product_attention
     yield with_lse, qkv(**sizes, d=16, device=device), {}
+    sinks = torch.randn(2, device=device)
+    yield with_lse, {**qkv(**sizes, d=16, device=device), "sinks": sinks}, {}
     for case in (mask["key_mask"], mask["together"], bands(device, sk=75)["together"]):
         yield attention, qkv(**sizes, d=16, device=device), case
     for name in ("shared", "together", "keys together"):
@@ -1255,6 +1385,16 @@ def test_a_planted_bug_is_caught(device, against_oracle, tiles, plant, bug):
         ({"alibi_slopes": [1.0, 2.0]}, TypeError, "alibi_slopes is a list"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0; expected a positive number"),
         ({"softcap": "30"}, TypeError, "softcap is a str"),
+        ({"sinks": [0.0, 0.0]}, TypeError, "sinks is a list; expected a tensor"),
+        ({"sinks": torch.zeros(2).int()}, TypeError, "sinks has dtype torch.int32; expected"),
+        ({"sinks": torch.zeros(2).double()}, TypeError, "sinks has dtype torch.float64; expected"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks has shape \[3\]; expected \[H\] = \[2\]"),
+        ({"sinks": torch.zeros(2, 1)}, ValueError, r"sinks has shape \[2, 1\]; expected \[H\]"),
+        (
+            {"sinks": torch.zeros(2, device="meta")},
+            ValueError,
+            "sinks is on meta; expected the device of query, cpu",
+        ),
         (
             {"attn_mask": torch.zeros(4, 6) > 0},
             ValueError,

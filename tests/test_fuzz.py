@@ -129,6 +129,8 @@ def scores(draw):
     if draw.often(0.3):
         slopes = draw.random.random(draw.one((heads,), (batch, heads)))
         options["alibi_slopes"] = draw.view(slopes.astype(np.float32), np.nan)
+    if draw.often(0.3):
+        tensors["sinks"] = draw.parameter(heads)
     return tensors, options
 
 
@@ -158,6 +160,8 @@ def packed_attention(draw):
         "cu_seqlens_q": draw.view(ends[:, 0].astype(np.int32), -1),
         "cu_seqlens_k": draw.view(ends[:, 1].astype(np.int32), -1),
     }
+    if draw.often(0.3):
+        tensors["sinks"] = draw.parameter(groups * share)
     more = draw.one(0, 5)
     lengths = {"max_q": int(longest[0]) + more, "max_k": int(longest[1]) + more}
     return tensors, {**lengths, **band(draw), **draw.dropout()}

@@ -74,6 +74,33 @@ def test_packed_equals_padded(backend, device, case):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("case", list(OPTIONS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_packed_sinks(backend, device, against_oracle, case, dtype):
+    x, constants = packed(device, **OPTIONS[case])
+    x = {n: t.to(dtype) for n, t in x.items()}
+    x["sinks"] = torch.randn(2, device=device) + 2
+    against_oracle(functional.packed_attention, x, **constants)
+
+
+def test_packed_sinks_equal_padded(backend, device):
+    lengths = (5, 1, 33, 17)
+    x, constants = packed(device, lengths, lengths)
+    packing = ff.unpad(torch.zeros(4, 40, device=device), torch.tensor(lengths, device=device))[1]
+    x["sinks"] = torch.randn(2, device=device)
+    leaves = [t.requires_grad_() for t in x.values()]
+    out = functional.packed_attention(*leaves[:3], **constants, sinks=leaves[3])
+    padded = functional.scaled_dot_product_attention(
+        *(ff.pad(t, packing).transpose(1, 2) for t in leaves[:3]),
+        enable_gqa=True, key_lengths=packing.lengths, sinks=leaves[3],
+    )  # fmt: skip
+    again, _ = ff.unpad(padded.transpose(1, 2), packing)
+    torch.testing.assert_close(out, again)
+    weight = torch.randn_like(out)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weight) for y in (out, again))):
+        torch.testing.assert_close(a, b)
+
+
 def test_packed_strided_views_and_some_gradients(backend, device, against_oracle):
     x, constants = packed(device, (5, 20), (5, 20), g=2)
     joined = torch.randn(25, 3, 2, 16, device=device)  # one projection for q, k and v
@@ -117,10 +144,10 @@ def test_bad_offsets_stay_inside(device):
     bad = torch.tensor([-3, 40, 10_000_000], dtype=torch.int32, device=device)
     offsets = {**constants, "cu_seqlens_q": bad, "cu_seqlens_k": bad}
     rest = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0, "causal_alignment": "top_left"}
-    arguments = [*x.values(), *offsets.values(), *rest.values(), None, None]
+    arguments = [*x.values(), *offsets.values(), *rest.values(), None, None, None]
     out, lse = attention.packed_forward(*arguments)
     assert out.shape == (25, 2, 24) and lse.shape == (2, 25)
-    attention.packed_backward(torch.ones_like(out), *arguments, out, lse, [True] * 3)
+    attention.packed_backward(torch.ones_like(out), *arguments, out, lse, [True] * 3 + [False])
 
 
 # ------------------------------------------------------------------------------------ unpad and pad

@@ -44,6 +44,7 @@ SCORES = dict(
     causal_alignment=lambda: "bottom_right",
     alibi_slopes=lambda: torch.ones(H),
     softcap=lambda: 20.0,
+    sinks=lambda: floats(H),
 )
 
 
@@ -73,7 +74,7 @@ OPS = {
         cu_seqlens_q=torch.tensor([0, T, B * T], dtype=torch.int32),
         cu_seqlens_k=torch.tensor([0, S, B * S], dtype=torch.int32),
         max_q=T, max_k=S, is_causal=True, scale=0.5, causal_alignment="bottom_right",
-        window=(2, 2), **DROPOUT,
+        window=(2, 2), sinks=floats(H), **DROPOUT,
     ),
     "attention_weights": lambda: dict(
         **heads(), **scores(), rows=slice(0, 2), heads=torch.tensor([1])

@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COPIED = ("fastformer", "kernels", "tests", "benchmarks", "conftest.py", "pyproject.toml")
 QUICK = "test_a_planted_bug_is_caught[None]"
-FREQUENT = 12  # tests that have killed most of a file's mutants: quick ones as well
+FREQUENT = 12  # tests that have killed most of a file: they come first
 
 sys.path.insert(0, str(ROOT / "tests"))
 from mutants import (
@@ -106,10 +106,11 @@ class Mutant:
         """Tests that see most of what happens to the file."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [f"tests/test_fuzz.py::test_fuzz[triton-{op}]" for op in FUZZED[self.kernel]]
-        return [*own, *fuzz, *_frequent(self.kernel)] or self.others()
+        return [*own, *fuzz] or self.others()
 
     def others(self) -> list[str]:
-        return [f"tests/{name}" for name in COVERED_BY[self.kernel]]
+        """All that cover it, first those that have killed most of the file's mutants."""
+        return [*_frequent(self.kernel), *(f"tests/{name}" for name in COVERED_BY[self.kernel])]
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,11 @@ MUTANTS = [
 @functools.cache
 def sources() -> str:
     """What the files are that mutants are drawn from."""
-    texts = "".join((ROOT / file).read_text() for file in DRAWN_FROM)
+    return _digest(ROOT / file for file in DRAWN_FROM)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    texts = "".join(file.read_text() for file in sorted(files))
     return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
 
@@ -419,6 +424,7 @@ class Draw:
     seed: int
     candidates: int
     sources: str  # a digest of the files
+    tests: str  # and of the tests at first
     verdicts: list[Verdict]
 
     def save(self, stem: Path) -> None:
@@ -499,13 +505,15 @@ class Draw:
 
 def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     """All of a draw with the quick tests, then what lives with the others; what survived before,
-    and is not known to be equivalent, once more with both.
+    and is not known to be equivalent, once more. What tests see that are newer than the verdict is
+    seen since, not at first.
     """
     stem = arguments.out / "mutation_draw"
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     mutants = [m for m in drawn(arguments.draw, seed) if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
-    made = Draw(arguments.draw, seed, len(candidates()), sources(), [])
+    now = _digest((ROOT / "tests").glob("*.py"))
+    made = Draw(arguments.draw, seed, len(candidates()), sources(), now, [])
     known = Draw.load(stem)
     if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
         made = known
@@ -525,10 +533,10 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
             print(f"{mutant}: {error}", file=sys.stderr, flush=True)
             return
         if verdict.verdict == "survived" and not (all_of_them or stages == [mutant.others()]):
-            verdict = replace(verdict, verdict="lives")
+            verdict = replace(verdict, verdict=before or "lives")
         with lock:
-            if before == "survived":
-                verdict = replace(verdict, first="survived")
+            if before == "survived" or (before and made.tests != now):
+                verdict = replace(verdict, first=before)
             fate[key] = verdict
             made.verdicts = list(fate.values())
             made.save(stem)
@@ -540,18 +548,22 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         """Those of this verdict, or of none, with the quick tests, the others, or both."""
 
         def stages(mutant: Mutant) -> list[list[str]]:
-            return [mutant.quick()] * quick + [mutant.others()] * others
+            return [mutant.quick()] * quick + [mutant.others()] * others or [arguments.tests]
 
         chosen = [m for m in mutants if verdict_of(m) == verdict and m not in explained]
         with ThreadPoolExecutor(arguments.workers) as pool:
             list(pool.map(lambda m: attempt(m, stages(m), others), chosen))
 
     try:
-        if not arguments.quick:
-            each("survived", True, True)
-        each("", True, False)
-        if not arguments.quick:
-            each("lives", False, True)
+        if arguments.tests:
+            each("survived", False, False)
+            each("lives", False, False)
+        else:
+            if not arguments.quick:
+                each("survived", True, True)
+            each("", True, False)
+            if not arguments.quick:
+                each("lives", False, True)
     finally:
         trials.close()
     print(made.line())
@@ -570,6 +582,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
     parser.add_argument("--draw", type=int, metavar="N", help="try N that are drawn")
     parser.add_argument("--seed", type=int, help="of the draw; a fresh one by default")
+    parser.add_argument("--tests", nargs="+", help="of a draw: these alone, for what lives")
     parser.add_argument("--quick", action="store_true", help="a draw with the quick tests alone")
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)

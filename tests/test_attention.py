@@ -644,6 +644,30 @@ def test_every_field_of_a_key(device, monkeypatch):
         assert len(set(keys)) == 2
 
 
+def test_devices_are_told_apart(monkeypatch):
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    calls = []
+    signature = attention._signature
+    monkeypatch.setattr(attention, "_signature", lambda *a: calls.append(a) or signature(*a))
+    attention.plans.clear()
+    x = qkv(b=1, h=1, sq=2, sk=2, d=2)
+    with use_backend("triton"):
+        functional.scaled_dot_product_attention(**x)
+    query, *rest = calls[0]
+    elsewhere = torch.empty_like(query, device="meta")
+    assert (query.data_ptr() - elsewhere.data_ptr()) % 16 == 0
+    assert signature(query, *rest) != signature(elsewhere, *rest)
+
+
+@pytest.mark.parametrize("step, wide", [(2**31 - 1, False), (2**31, True)])
+def test_where_int32_ends(step, wide):
+    """Offsets in a head that reach 2^31 elements are counted in 64 bits, smaller ones in 32."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+    x = torch.empty(2**33, dtype=torch.int8, device="meta")
+    assert attention._spans_int32(x.as_strided((3, 3, 2, 1), (7, 5, step, 1))) == wide
+    assert attention._spans_int32(x.as_strided((3, 3, 1, 2), (7, 5, 1, step))) == wide
+
+
 def test_every_field_of_a_key_of_the_backward(device):
     """Gradients of other strides, of lse or not, and of other inputs, one after the other."""
     attention = pytest.importorskip("fastformer.kernels.attention")

@@ -95,7 +95,8 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
             (ROOT / file).read_text() != (self.folder / file).read_text()
             for file in mutation.DRAWN_FROM
         )
-        status = answers["others" if "::" not in tests[0] else "quick"] if changed else 0
+        quick = any("test_fuzz" in test for test in tests)
+        status = answers["quick" if quick else "others"] if changed else 0
         return status, "FAILED tests/test_a.py::test_b - E\n" if status else ""
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)
@@ -113,7 +114,7 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     assert {v.verdict for v in mutation.Draw.load(stem).verdicts} == {"survived"}
     assert mutation.Draw.load(stem).counts(mutation.Draw.load(stem).verdicts) == {"unexplained": 2}
     answers["others"] = 1
-    assert mutation.main(words) == 0
+    assert mutation.main([*words, "--tests", "tests/test_a.py"]) == 0
     found = mutation.Draw.load(stem)
     assert found.counts(found.verdicts) == {"killed since": 2}
     assert found.line() in (tmp_path / "mutation_draw.md").read_text()

@@ -3,7 +3,9 @@
 Where an op of `fastformer.functional` computes a layer, the layer holds the parameters and calls
 it: the backend is chosen there, and what it raises is listed there.
 
-Masks have any dtype; what is not zero takes part.
+Masks are boolean or integer, and what is not zero takes part; or floats that are 0 and 1 alone. Any
+other float is a ValueError, on a GPU and in a compiled graph an assertion, which waits for nothing:
+a mask that is to be added to the scores, 0 and -inf, would mean the opposite. That is `bias=`.
 
 Shapes: B batch, T queries (target length), S keys (source length), d d_model, h heads, d_k = d / h.
 """
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.functional import _require_device, _require_flag, _require_tensor
 from fastformer.padding import Packing, _require_tokens, pad
 
 __all__ = [
@@ -39,15 +42,30 @@ __all__ = [
 
 def _require_size(least: int = 1, **sizes: int) -> None:
     for name, n in sizes.items():
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"{name} is a {type(n).__name__}; expected an int")
+        functional._require_int(name, n)
         if n < least:
             raise ValueError(f"{name} is {n}; expected {least} or more")
+        if n >= 2**31:
+            raise ValueError(f"{name} is {n}; expected less than 2^31")
 
 
-def _require_tensor(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+def _require_callable(expected: str = "a module", **functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
+
+
+def _require_like(name: str, x: Tensor, layer: nn.Module) -> None:
+    """A floating x on the device and in the dtype of a linear layer that takes it as it is."""
+    _require_tensor(name, x)
+    if type(layer) is not nn.Linear or not _plain(layer):
+        return
+    _require_device(name, x, "the parameters", layer.weight)
+    if x.dtype != layer.weight.dtype and functional._autocast_dtype(x) is None:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
+            "or torch.autocast"
+        )
 
 
 def _require_features(name: str, x: Tensor, features: int) -> None:
@@ -94,8 +112,13 @@ class _Renamed(nn.Module):
 
 
 def clones(module: nn.Module, N: int) -> nn.ModuleList:
-    """A ModuleList of N independent deep copies. Raises ValueError for a negative N."""
+    """A ModuleList of N independent deep copies.
+
+    Raises ValueError for a negative N, TypeError for a module that is none.
+    """
     _require_size(0, N=N)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
     return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
 
 
@@ -122,8 +145,8 @@ class Embeddings(nn.Module):
     def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
         super().__init__()
         _require_size(d_model=d_model, vocab=vocab)
-        if padding_idx is not None and not -vocab <= padding_idx < vocab:
-            raise ValueError(f"padding_idx is {padding_idx}; expected a token of the {vocab}")
+        if padding_idx is not None:
+            padding_idx = functional._require_token("padding_idx", padding_idx, vocab)
         self.lut = nn.Embedding(vocab, d_model, padding_idx)
         self.d_model = d_model
 
@@ -131,6 +154,8 @@ class Embeddings(nn.Module):
         _require_tensor("x", x)
         if x.dtype not in functional._INTEGERS:
             raise TypeError(f"x has dtype {x.dtype}; expected integers, the token ids")
+        if _plain(self.lut):
+            _require_device("x", x, "the parameters", self.lut.weight)
         if functional._readable(x) and x.numel():
             low, high, last = int(x.min()), int(x.max()), self.lut.num_embeddings - 1
             if low < 0 or high > last:
@@ -162,6 +187,7 @@ class PositionalEncoding(nn.Module):
 
     Raises:
         ValueError: S beyond max_len, or another shape.
+        TypeError: an x that is not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
     """
@@ -175,13 +201,15 @@ class PositionalEncoding(nn.Module):
         _require_size(d_model=d_model, max_len=max_len)
         self.dropout = _dropout(dropout)
         pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
-        if learned:
+        if _require_flag("learned", learned):
             self.pe = nn.Parameter(pe)
         else:
             self.register_buffer("pe", pe)
 
     def forward(self, x: Tensor) -> Tensor:
         _require_features("x", x, self.pe.shape[2])
+        functional._require_floating(x=x)
+        _require_device("x", x, "pe", self.pe)
         if x.shape[1] > self.pe.shape[1]:
             raise ValueError(
                 f"x has {x.shape[1]} positions; expected at most max_len = {self.pe.shape[1]}"
@@ -195,13 +223,40 @@ class PositionalEncoding(nn.Module):
 # -------------------------------------------------------------------------------------- attention
 
 
-def _boolean_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
+def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """The mask as booleans, checked to broadcast to the `shape` of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
         given = functional._shape(mask)
-        raise ValueError(f"mask has shape {given}; expected one that broadcasts to {list(shape)}")
-    return mask if mask.dtype == torch.bool else mask != 0
+        raise ValueError(
+            f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
+        )
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        return _of_ones(mask)
+    if mask.dtype not in functional._INTEGERS:
+        raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
+    return mask != 0
+
+
+def _of_ones(mask: Tensor) -> Tensor:
+    """A float mask as booleans. One that is to be added to the scores (0 keeps, -inf leaves out)
+    would mean the opposite: only 0 and 1 are taken.
+    """
+    kept = mask == 1
+    known = kept | (mask == 0)
+    expected = (
+        f"expected 0 and 1 alone in a mask of dtype {mask.dtype}; a mask that is added to the "
+        "scores goes to bias= (of MultiHeadedAttention and scaled_dot_product_attention), or is "
+        "boolean by mask == 0"
+    )
+    if functional._readable(mask):
+        if not known.all():
+            raise ValueError(f"mask holds {float(mask[~known][0])}; {expected}")
+    elif torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        torch._assert_async(known.all(), f"mask: {expected}")
+    return kept
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -209,6 +264,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
         _require_tensor("mask", mask)
+        _require_device("mask", mask, "query", query)
         lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
         scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
     return scores.softmax(-1)
@@ -229,7 +285,8 @@ def attention(
         query: [..., T, d_k], a floating dtype, any leading dimensions.
         key: [..., S, d_k].
         value: [..., S, d_v].
-        mask: any dtype, broadcasts to [..., T, S]; a score is set to -1e9 where it is zero.
+        mask: booleans, integers, or floats that are 0 or 1; broadcasts to [..., T, S]; a score is
+            set to -1e9 where it is zero.
         dropout: applied to the weights, e.g. an nn.Dropout.
 
     Returns:
@@ -237,11 +294,39 @@ def attention(
         key weighs all keys alike.
 
     Raises:
-        ValueError: a mask that does not broadcast to the weights.
+        ValueError: shapes that do not fit, a mask that does not broadcast to the weights, a float
+            mask that holds something else than 0 and 1, several devices.
+        TypeError: dtypes that differ or are not floating, a dropout that cannot be called.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the -1e9:
     harvardnlp/annotated-transformer.
     """
+    inputs = {"query": query, "key": key, "value": value}
+    for name, x in inputs.items():
+        _require_tensor(name, x)
+        if x.dim() < 2:
+            raise ValueError(f"{name} has shape {functional._shape(x)}; expected [..., length, d]")
+    if functional._autocast_dtype(query) is None:
+        functional._require_floating(**inputs)
+    if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
+        raise ValueError(
+            f"key has shape {functional._shape(key)}; "
+            f"expected d_k of 1 or more, as query {functional._shape(query)}"
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"value has shape {functional._shape(value)}; "
+            f"expected the length of key {functional._shape(key)}"
+        )
+    for name, x in (("key", key), ("value", value)):
+        leading = zip(x.shape[-3::-1], query.shape[-3::-1])
+        if any(have != want and 1 not in (have, want) for have, want in leading):
+            raise ValueError(
+                f"{name} has shape {functional._shape(x)}; "
+                f"expected leading dimensions that fit those of query {functional._shape(query)}"
+            )
+    if dropout is not None:
+        _require_callable("a function of the weights, or None", dropout=dropout)
     weights = _weights(query, key, mask)
     if dropout is not None:
         weights = dropout(weights)
@@ -260,8 +345,9 @@ class MultiHeadedAttention(_Renamed):
         dropout: probability that an attention weight is dropped, in training.
 
     query: [B, T, d_model]; key, value: [B, S, d_model] -> [B, T, d_model].
-    mask: any dtype, [B, 1, S], [B, T, S] or [1, T, S], shared by the heads; also [T, S], and four
-    dimensions that broadcast to [B, h, T, S]. A query that sees no key gives linears[3].bias.
+    mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S], shared
+    by the heads; also [T, S] where B is not T (else it could be [B, S]), and four dimensions that
+    broadcast to [B, h, T, S]. A query that sees no key gives linears[3].bias.
     bias, key_lengths, is_causal, window, causal_alignment, alibi_slopes, softcap: as in
     `scaled_dot_product_attention`, with h heads.
 
@@ -272,8 +358,10 @@ class MultiHeadedAttention(_Renamed):
     weights of the last call, [B, h, T, S], detached, without dropout, zeros where no key is seen.
 
     Raises:
-        ValueError: h that does not divide d_model; shapes that do not fit.
-        TypeError: dtypes that differ or are not floating.
+        ValueError: h that does not divide d_model; shapes that do not fit; a mask of two dimensions
+            that could be [B, S] or [T, S]; a float mask that holds something else than 0 and 1, as
+            what is added to the scores is `bias`; several devices.
+        TypeError: dtypes that differ, or are not floating, or not that of the parameters.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
@@ -325,8 +413,11 @@ class MultiHeadedAttention(_Renamed):
             _require_features(name, x, self.h * self.d_k)
         if functional._autocast_dtype(query) is None:
             functional._require_floating(**inputs)
+        _require_like("query", query, self.linears[0])
         q, k, v = (x.transpose(1, 2) for x in self._projected(inputs))  # [B, h, T or S, d_k], views
         if mask is not None:
+            _require_tensor("mask", mask)
+            _require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         options: dict[str, Any] = {**band, **scores, "key_lengths": key_lengths}
         out = functional.scaled_dot_product_attention(q, k, v, mask, self._dropout_p(), **options)
@@ -336,6 +427,7 @@ class MultiHeadedAttention(_Renamed):
     def _packed(self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]) -> Tensor:
         for name, x in inputs.items():
             _require_tokens(name, x, packing)
+            _require_like(name, x, self.linears[0])
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
                 given = functional._shape(x)
                 raise ValueError(
@@ -384,12 +476,19 @@ class MultiHeadedAttention(_Renamed):
     @staticmethod
     def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
         """The mask as booleans that broadcast to `shape`, [B, h, T, S]."""
-        _require_tensor("mask", mask)
         b, _, t, s = shape
         if mask.dim() == 3:
             return _boolean_mask(mask, (b, t, s)).unsqueeze(1)
-        if mask.dim() not in (2, 4):
-            given = functional._shape(mask)
+        given = functional._shape(mask)
+        if mask.dim() == 2:
+            spelled = (
+                "mask[:, None] is [B, 1, S], of padding, "
+                "and mask[None] [1, T, S], the same for each sequence"
+            )
+            if b == t > 1 and mask.shape[0] == b:
+                raise ValueError(f"mask has shape {given}: [B, S] or [T, S]? {spelled}")
+            return _boolean_mask(mask, (t, s), f"; {spelled}")
+        if mask.dim() != 4:
             raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 
@@ -410,6 +509,10 @@ class PositionwiseFeedForward(_Renamed):
 
     x: [..., d_model] -> the same.
 
+    Raises:
+        ValueError: another width, several devices.
+        TypeError: a dtype that is not that of the parameters.
+
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
     """
 
@@ -423,6 +526,7 @@ class PositionwiseFeedForward(_Renamed):
         self.dropout = _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        _require_like("x", x, self.w_1)
         return _fed(x, self.w_1, "relu", self.dropout, self.w_2)
 
 
@@ -458,6 +562,8 @@ class LayerNorm(_Renamed):
 
     x: [..., features] -> the same, in the dtype of x.
 
+    Raises ValueError and TypeError as `layer_norm` does.
+
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3.
     """
 
@@ -472,7 +578,8 @@ class LayerNorm(_Renamed):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        _require_size(2 if unbiased else 1, features=features)
+        _require_size(2 if _require_flag("unbiased", unbiased) else 1, features=features)
+        functional._require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.eps = eps
@@ -503,17 +610,23 @@ class SublayerConnection(nn.Module):
 
     forward(x, sublayer): x [..., size], and a callable that keeps its shape -> [..., size].
 
+    Raises ValueError and TypeError as `layer_norm` does; TypeError for a sublayer that cannot be
+    called.
+
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:
     Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3.
     """
 
     def __init__(self, size: int, dropout: float, norm_first: bool = True) -> None:
         super().__init__()
+        _require_size(size=size)
         self.norm = LayerNorm(size)
         self.dropout = _dropout(dropout)
-        self.norm_first = norm_first
+        self.norm_first = _require_flag("norm_first", norm_first)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        _require_tensor("x", x)
+        _require_callable("a function of x", sublayer=sublayer)
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))

@@ -1,6 +1,6 @@
 """The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
 
-Masks have any dtype; what is not zero takes part.
+Masks are boolean or integer, what is not zero takes part, or floats that are 0 or 1.
 
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.functional import _require_tensor
 from fastformer.modules import (
     Embeddings,
     LayerNorm,
@@ -31,6 +32,8 @@ from fastformer.modules import (
     SublayerConnection,
     _plain,
     _Renamed,
+    _require_callable,
+    _require_like,
     _require_size,
     _Stream,
     clones,
@@ -50,7 +53,10 @@ __all__ = [
 
 
 def subsequent_mask(size: int) -> Tensor:
-    """The causal mask, boolean [1, size, size]: True on and below the diagonal, i sees j <= i."""
+    """The causal mask, boolean [1, size, size]: True on and below the diagonal, i sees j <= i.
+
+    Raises ValueError for a negative size, TypeError for one that is no int.
+    """
     _require_size(0, size=size)
     return torch.ones(1, size, size, dtype=torch.bool).tril()
 
@@ -72,6 +78,12 @@ def _stack(
     return stream.normalized(norm)
 
 
+def _require_layer(layer: nn.Module) -> None:
+    if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "size", None), int):
+        kind = type(layer).__name__
+        raise TypeError(f"layer is a {kind}; expected a module whose `size` is its features")
+
+
 class EncoderLayer(nn.Module):
     """Self-attention and the feed-forward, each in a SublayerConnection.
 
@@ -84,6 +96,8 @@ class EncoderLayer(nn.Module):
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
     Or without padding, x [tokens, size] and mask its `Packing`.
 
+    Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
+
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
     """
 
@@ -91,12 +105,14 @@ class EncoderLayer(nn.Module):
         self, size: int, self_attn: nn.Module, feed_forward: nn.Module, dropout: float
     ) -> None:
         super().__init__()
+        _require_callable(self_attn=self_attn, feed_forward=feed_forward)
         self.self_attn = self_attn
         self.feed_forward = feed_forward
         self.sublayer = clones(SublayerConnection(size, dropout), 2)
         self.size = size
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+        _require_tensor("x", x)
         stream = _Stream(x)
         self._through(stream, mask)
         return stream.value()
@@ -118,6 +134,8 @@ class DecoderLayer(nn.Module):
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
 
+    Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
+
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
     """
 
@@ -130,6 +148,7 @@ class DecoderLayer(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
+        _require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
         self.size = size
         self.self_attn = self_attn
         self.src_attn = src_attn
@@ -139,6 +158,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
+        _require_tensor("x", x)
+        _require_tensor("memory", memory)
         stream = _Stream(x)
         self._through(stream, memory, src_mask, tgt_mask)
         return stream.value()
@@ -154,37 +175,47 @@ class DecoderLayer(nn.Module):
 class Encoder(nn.Module):
     """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
 
-    forward(x, mask) as in EncoderLayer. Raises ValueError for a negative N.
+    forward(x, mask) as in EncoderLayer. Raises ValueError for a negative N, TypeError for a layer
+    that is none.
     """
 
     def __init__(self, layer: EncoderLayer, N: int) -> None:
         super().__init__()
+        _require_layer(layer)
         self.layers = clones(layer, N)
         self.norm = LayerNorm(layer.size)
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+        _require_tensor("x", x)
         return _stack(self.layers, EncoderLayer, self.norm, x, mask)
 
 
 class Decoder(nn.Module):
     """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
 
-    forward(x, memory, src_mask, tgt_mask) as in DecoderLayer. Raises ValueError for a negative N.
+    forward(x, memory, src_mask, tgt_mask) as in DecoderLayer. Raises ValueError for a negative N,
+    TypeError for a layer that is none.
     """
 
     def __init__(self, layer: DecoderLayer, N: int) -> None:
         super().__init__()
+        _require_layer(layer)
         self.layers = clones(layer, N)
         self.norm = LayerNorm(layer.size)
 
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
+        _require_tensor("x", x)
+        _require_tensor("memory", memory)
         return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
 
 
 class Generator(_Renamed):
     """log_softmax(proj(x)): [..., d_model] -> log-probabilities [..., vocab].
+
+    Raises ValueError for another width or device, TypeError for a dtype that is not that of the
+    parameters.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
     """
@@ -197,6 +228,12 @@ class Generator(_Renamed):
         self.proj = nn.Linear(d_model, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
+        _require_like("x", x, self.proj)
+        if isinstance(self.proj, nn.Linear) and x.shape[-1:] != (self.proj.in_features,):
+            raise ValueError(
+                f"x has shape {functional._shape(x)}; "
+                f"expected [..., d_model = {self.proj.in_features}]"
+            )
         return self.proj(x).log_softmax(-1)
 
 
@@ -205,6 +242,8 @@ class EncoderDecoder(nn.Module):
 
     forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
     DecoderLayer -> [B, T, d_model], what `generator` takes.
+
+    Raises ValueError and TypeError as its parts do.
     """
 
     def __init__(
@@ -216,6 +255,13 @@ class EncoderDecoder(nn.Module):
         generator: Generator,
     ) -> None:
         super().__init__()
+        _require_callable(
+            encoder=encoder,
+            decoder=decoder,
+            src_embed=src_embed,
+            tgt_embed=tgt_embed,
+            generator=generator,
+        )
         self.encoder = encoder
         self.decoder = decoder
         self.src_embed = src_embed
@@ -229,12 +275,14 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """src [B, S] -> memory [B, S, d_model]."""
+        _require_tensor("src", src)
         return self.encoder(_embedded(self.src_embed, src), src_mask)
 
     def decode(
         self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
     ) -> Tensor:
         """memory [B, S, d_model], tgt [B, T] -> [B, T, d_model]."""
+        _require_tensor("tgt", tgt)
         return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
 
 
@@ -287,6 +335,8 @@ def make_model(
     initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
     Feedforward Neural Networks", equation 16.
     """
+    _require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
+    _require_size(0, N=N)
     attn = MultiHeadedAttention(h, d_model, dropout)
     ff = PositionwiseFeedForward(d_model, d_ff, dropout)
     position = PositionalEncoding(d_model, dropout)

@@ -197,7 +197,8 @@ def test_attention_formula(lead, dtype):
     key = torch.randn(*lead, S, 8, dtype=torch.float64)
     value = torch.randn(*lead, S, 4, dtype=torch.float64)
     mask = torch.ones(T, S).tril(1)
-    output, weights = attention(query, key, value, (2 * mask).to(dtype))
+    given = mask if dtype.is_floating_point else 2 * mask
+    output, weights = attention(query, key, value, given.to(dtype))
     e = torch.einsum("...td,...sd->...ts", query, key).div(8**0.5).exp() * mask
     expected = e / e.sum(-1, keepdim=True)
     assert_close(weights, expected, 1e-12)
@@ -257,7 +258,8 @@ MASKS = {
     "padding": padding().long(),
     "full": padding() & (torch.arange(T * S).view(1, T, S) % 3 > 0),
     "shared": subsequent_mask(S)[:, :T].to(torch.uint8),
-    "two": -subsequent_mask(S)[0, :T].float(),
+    "two": -subsequent_mask(S)[0, :T].long(),
+    "floats": subsequent_mask(S)[:, :T].bfloat16(),
 }
 
 

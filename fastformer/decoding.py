@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastformer.modules import _require_size
+from fastformer.modules import Embeddings, PositionalEncoding, _require_size
 from fastformer.training import _require_ids
 from fastformer.transformer import EncoderDecoder, subsequent_mask
 
@@ -32,15 +32,16 @@ def greedy_decode(
         [B, max_len], in the dtype and on the device of src.
 
     Raises:
-        ValueError: src not [B, S], max_len less than 1, a negative start_symbol; as the model does
-            for ids and masks.
-        TypeError: ids that are not integers.
+        ValueError: src not [B, S], a max_len less than 1 or beyond the model's positions, a
+            start_symbol that is not in its vocabulary; as the model does for ids and masks.
+        TypeError: ids that are not integers, a model without encode, decode and generator.
 
     Source: harvardnlp/annotated-transformer, "Greedy Decoding".
     """
     _require_ids("src", src)
     _require_size(max_len=max_len)
     _require_size(0, start_symbol=start_symbol)
+    _require_decoder(model, max_len, start_symbol)
     memory = model.encode(src, src_mask)
     ys = torch.full((src.shape[0], max_len), start_symbol, dtype=src.dtype, device=src.device)
     mask = subsequent_mask(max_len).to(src.device)
@@ -48,3 +49,23 @@ def greedy_decode(
         output = model.decode(memory, src_mask, ys[:, :length], mask[:, :length, :length])
         ys[:, length] = model.generator(output[:, -1]).argmax(-1)
     return ys
+
+
+def _require_decoder(model: EncoderDecoder, max_len: int, start_symbol: int) -> None:
+    """A model that decodes, and that the last step fits as the first one does."""
+    for part in ("encode", "decode", "generator"):
+        if not callable(getattr(model, part, None)):
+            kind = type(model).__name__
+            raise TypeError(f"model is a {kind} without {part}; expected what make_model gives")
+    embed = getattr(model, "tgt_embed", None)
+    for module in embed.modules() if isinstance(embed, nn.Module) else ():
+        if isinstance(module, PositionalEncoding) and max_len - 1 > module.pe.shape[1]:
+            raise ValueError(
+                f"max_len is {max_len}; expected at most {module.pe.shape[1] + 1}, "
+                "the positions of the model and the symbol after them"
+            )
+        if isinstance(module, Embeddings) and start_symbol >= module.lut.num_embeddings:
+            raise ValueError(
+                f"start_symbol is {start_symbol}; "
+                f"expected a token of the {module.lut.num_embeddings}"
+            )

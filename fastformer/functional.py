@@ -1120,12 +1120,9 @@ def embed(
     _require_floating(weight=weight)
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {_shape(weight)}; expected [V, N]")
-    _require_tensor("tokens", tokens, "an integer tensor")
-    if tokens.dtype not in _INTEGERS:
-        raise TypeError(f"tokens has dtype {tokens.dtype}; expected integers")
+    _require_ids("tokens", tokens, weight)
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
-    _require_device("tokens", tokens, "weight", weight)
     classes, width = weight.shape
     if positional is not None:
         _require_floating(positional=positional)
@@ -1148,13 +1145,6 @@ def embed(
         padding_idx = _require_token("padding_idx", padding_idx, classes)
     if scale is not None:
         scale = _require_number("scale", scale, "a number or None")
-    if _readable(tokens) and tokens.numel():
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= classes:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"tokens holds the token id {wrong}; expected ids from 0 to {classes - 1}"
-            )
     p = _require_probability("dropout_p", dropout_p)
     return _run(
         "embed",
@@ -1167,6 +1157,19 @@ def embed(
         padding_idx=padding_idx,
         dropout_seed=_seed(dropout_seed, p, weight.device),
     )
+
+
+def _require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
+    """Integers, each of them a row of weight."""
+    _require_tensor(name, ids, "an integer tensor")
+    if ids.dtype not in _INTEGERS:
+        raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
+    _require_device(name, ids, "weight", weight)
+    if _readable(ids) and ids.numel():
+        low, high, last = int(ids.min()), int(ids.max()), weight.shape[0] - 1
+        if low < 0 or high > last:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} holds the token id {wrong}; expected ids from 0 to {last}")
 
 
 def _require_token(name: str, token: int, classes: int) -> int:

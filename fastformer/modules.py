@@ -56,10 +56,14 @@ def _require_callable(expected: str = "a module", **functions: Any) -> None:
 
 
 def _require_like(name: str, x: Tensor, layer: nn.Module) -> None:
-    """A floating x on the device and in the dtype of a linear layer that takes it as it is."""
+    """An x [..., features] that a linear layer takes as it is: its device, its dtype."""
     _require_tensor(name, x)
     if type(layer) is not nn.Linear or not _plain(layer):
         return
+    if x.shape[-1:] != layer.weight.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [..., {layer.in_features}]"
+        )
     _require_device(name, x, "the parameters", layer.weight)
     if x.dtype != layer.weight.dtype and functional._autocast_dtype(x) is None:
         raise TypeError(
@@ -151,16 +155,7 @@ class Embeddings(nn.Module):
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        _require_tensor("x", x)
-        if x.dtype not in functional._INTEGERS:
-            raise TypeError(f"x has dtype {x.dtype}; expected integers, the token ids")
-        if _plain(self.lut):
-            _require_device("x", x, "the parameters", self.lut.weight)
-        if functional._readable(x) and x.numel():
-            low, high, last = int(x.min()), int(x.max()), self.lut.num_embeddings - 1
-            if low < 0 or high > last:
-                wrong = low if low < 0 else high
-                raise ValueError(f"x holds the token id {wrong}; expected ids from 0 to {last}")
+        functional._require_ids("x", x, self.lut.weight)
         return self.lut(x.long()) * math.sqrt(self.d_model)
 
 
@@ -427,12 +422,12 @@ class MultiHeadedAttention(_Renamed):
     def _packed(self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]) -> Tensor:
         for name, x in inputs.items():
             _require_tokens(name, x, packing)
-            _require_like(name, x, self.linears[0])
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
                 given = functional._shape(x)
                 raise ValueError(
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
+            _require_like(name, x, self.linears[0])
         q, k, v = self._projected(inputs)
         offsets, longest = packing.cu_seqlens, packing.longest
         out = functional.packed_attention(
@@ -598,6 +593,18 @@ class LayerNorm(_Renamed):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
+
+
+def _require_stream(name: str, x: Tensor, norm: Any) -> None:
+    """Floats on the device of a norm, and of its features."""
+    functional._require_floating(**{name: x})
+    if type(norm) is not LayerNorm or not _plain(norm):
+        return
+    if x.shape[-1:] != norm.weight.shape:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [B, S, {norm.weight.shape[0]}]"
+        )
+    _require_device(name, x, "the parameters", norm.weight)
 
 
 class SublayerConnection(nn.Module):

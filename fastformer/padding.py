@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastformer import functional
+from fastformer.functional import _require_tensor
 
 __all__ = ["Packing", "pad", "unpad"]
 
@@ -26,6 +27,8 @@ class Packing:
     cu_seqlens: [batch + 1] int32, where each sequence begins and ends among the tokens, as
         `packed_attention` takes it. indices: [tokens] int64, each token's place in
         [batch * length, ..]. longest: tokens of the longest sequence.
+
+    Raises ValueError and TypeError for parts of another kind, shape or dtype.
     """
 
     cu_seqlens: Tensor
@@ -33,6 +36,22 @@ class Packing:
     batch: int
     length: int
     longest: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "longest"):
+            n = getattr(self, name)
+            functional._require_int(name, n)
+            if n < 0:
+                raise ValueError(f"{name} is {n}; expected 0 or more")
+        for name, dtype in (("cu_seqlens", torch.int32), ("indices", torch.int64)):
+            x = getattr(self, name)
+            _require_tensor(name, x)
+            if x.dtype != dtype:
+                raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
+            if x.dim() != 1 or (name == "cu_seqlens" and x.shape[0] != self.batch + 1):
+                expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
+                raise ValueError(f"{name} has shape {functional._shape(x)}; expected {expected}")
+        functional._require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
 
     @property
     def lengths(self) -> Tensor:
@@ -52,13 +71,13 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
         to be known here: on a GPU this waits for the device, once a batch.
 
     Raises:
-        ValueError: shapes that do not fit, a length outside [0, S], several devices.
+        ValueError: shapes that do not fit, a length outside [0, S], several devices, or the meta
+            device.
         TypeError: lengths that are not integers.
 
     Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; expected a tensor")
+    _require_tensor("x", x)
     if x.dim() < 2:
         raise ValueError(f"x has shape {functional._shape(x)}; expected [B, S, ...]")
     packing = lengths if isinstance(lengths, Packing) else _packing(x, lengths)
@@ -72,9 +91,7 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    if not isinstance(lengths, Tensor):
-        kind = type(lengths).__name__
-        raise TypeError(f"lengths is a {kind}; expected an integer tensor or a Packing")
+    _require_tensor("lengths", lengths, "an integer tensor or a Packing")
     if lengths.dtype not in functional._INTEGERS:
         raise TypeError(f"lengths has dtype {lengths.dtype}; expected integers")
     if lengths.shape != (batch,):
@@ -82,6 +99,8 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
             f"lengths has shape {functional._shape(lengths)}; expected [B] = [{batch}]"
         )
     functional._require_device("lengths", lengths, "x", x)
+    if lengths.is_meta:
+        raise ValueError("lengths is on meta; expected lengths that are known")
     low, high = (int(n) for n in torch.stack(lengths.aminmax())) if batch else (0, 0)
     if low < 0 or high > length:
         raise ValueError(
@@ -104,27 +123,42 @@ def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:
     Args:
         x: [tokens, ...], any dtype.
         packing: what `unpad` returned.
-        value: stands where the padding is.
+        value: a number that the dtype of x holds; it stands where the padding is.
 
     Returns:
         [B, S, ...], with the gradient of x.
 
     Raises:
-        ValueError: another number of tokens.
-        TypeError: a packing that is none.
+        ValueError: another number of tokens, several devices, a value that x cannot hold.
+        TypeError: a packing that is none, a value that is no number.
     """
     if not isinstance(packing, Packing):
         raise TypeError(f"packing is a {type(packing).__name__}; expected what unpad returned")
     _require_tokens("x", x, packing)
+    _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
     return padded.index_put((packing.indices,), x).unflatten(0, (packing.batch, packing.length))
 
 
 def _require_tokens(name: str, x: Tensor, packing: Packing) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+    _require_tensor(name, x)
+    functional._require_device(name, x, "packing", packing.indices)
     tokens = packing.indices.shape[0]
     if x.dim() < 1 or x.shape[0] != tokens:
         raise ValueError(
             f"{name} has shape {functional._shape(x)}; expected the {tokens} tokens of the packing"
         )
+
+
+def _require_value(x: Tensor, value: Any) -> None:
+    """A number that x can hold: an int tensor would round 0.5 to 0."""
+    if isinstance(value, complex) and x.is_complex():
+        return
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"value is a {type(value).__name__}; expected a number that x can hold")
+    if x.is_floating_point() or x.is_complex():
+        return
+    limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)
+    low, high = (0, 1) if limits is None else (limits.min, limits.max)
+    if not low <= value <= high or value != int(value):
+        raise ValueError(f"value is {value}; expected one that {x.dtype}, the dtype of x, holds")

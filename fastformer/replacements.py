@@ -902,8 +902,12 @@ class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
             reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
         if type(self.dropout) is not nn.Dropout or not _plain(self.dropout):
             reason = "its dropout has hooks or was replaced"
+        if reason is None and mask is not None and mask.dim() != 3:
+            reason = f"the mask has {mask.dim()} dimensions, not three"
         if reason is not None:
             return self._as_before(reason, query, key, value, mask)
+        if mask is not None and mask.is_floating_point():
+            mask = mask != 0  # whatever it holds, as the original reads it
         with _running(self):
             return MultiHeadedAttention.forward(self, query, key, value, mask)
 

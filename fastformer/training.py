@@ -8,6 +8,7 @@ harvardnlp/annotated-transformer, "Model Training".
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
@@ -20,7 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer import functional
-from fastformer.modules import _plain, _require_size
+from fastformer.functional import _require_tensor
+from fastformer.modules import _plain, _require_callable, _require_size
 from fastformer.transformer import Generator, subsequent_mask
 
 __all__ = [
@@ -34,8 +36,7 @@ __all__ = [
 
 
 def _require_ids(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor of token ids")
+    _require_tensor(name, x, "a tensor of token ids")
     if x.dim() != 2:
         raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")
     if x.dtype not in functional._INTEGERS:
@@ -59,11 +60,11 @@ class Batch:
         ntokens: the number of tokens in tgt_y that are not padding, a tensor (reading it waits for
             a GPU).
 
-    The last four are None without a target.
+    The last four are None without a target. `to(device)` gives the batch on another device.
 
     Raises:
         ValueError: src or tgt not of two dimensions, several batch sizes or devices, T less than 2.
-        TypeError: ids that are not integers.
+        TypeError: ids that are not integers, a pad that is no int.
     """
 
     tgt: Tensor | None = None
@@ -73,6 +74,7 @@ class Batch:
 
     def __init__(self, src: Tensor, tgt: Tensor | None = None, pad: int = 0) -> None:
         _require_ids("src", src)
+        functional._require_int("pad", pad)
         self.src = src
         self.src_mask = (src != pad).unsqueeze(-2)
         if tgt is None:
@@ -92,7 +94,28 @@ class Batch:
     @staticmethod
     def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
         """tgt: [B, T] -> [B, T, T], True where a target may look: not at padding, and not ahead."""
+        _require_ids("tgt", tgt)
+        functional._require_int("pad", pad)
         return (tgt != pad).unsqueeze(-2) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """A batch with these tensors on the device; this one stays as it is.
+
+        Raises ValueError for a device that is none.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+        batch = copy.copy(self)
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(batch, name, x.to(device, non_blocking=non_blocking))
+        return batch
+
+    def __repr__(self) -> str:
+        tgt = "None" if self.tgt is None else str(list(self.tgt.shape))
+        return f"Batch(src={list(self.src.shape)}, tgt={tgt}, device={self.src.device})"
 
 
 class LabelSmoothing(nn.Module):
@@ -116,8 +139,9 @@ class LabelSmoothing(nn.Module):
     tutorials; it is built when it is read.
 
     Raises:
-        ValueError: a size, a padding_idx or a smoothing out of range; shapes that do not fit; a
-            target outside of [0, size) (looked at on a CPU; on a GPU with FASTFORMER_CHECK=1).
+        ValueError: a size, a padding_idx or a smoothing out of range; shapes that do not fit;
+            several devices; a target outside of [0, size), or an x above 0, as logits have (looked
+            at on a CPU; on a GPU with FASTFORMER_CHECK=1).
         TypeError: x not floating, target not integers.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; Vaswani et al.
@@ -127,8 +151,10 @@ class LabelSmoothing(nn.Module):
     def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
         super().__init__()
         _require_size(3, size=size)  # padding, the true class and another
+        functional._require_int("padding_idx", padding_idx)
         if not 0 <= padding_idx < size:
             raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
+        smoothing = functional._require_number("smoothing", smoothing, "a number in [0, 1)")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
         self.size = size
@@ -138,21 +164,30 @@ class LabelSmoothing(nn.Module):
         self._target: Tensor | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            raise TypeError(f"x has dtype {x.dtype}; expected floating log-probabilities")
+        functional._require_floating(x=x)
+        _require_tensor("target", target, "an integer tensor")
         if target.dtype not in functional._INTEGERS:
             raise TypeError(f"target has dtype {target.dtype}; expected integers")
         if x.dim() < 1 or x.shape[-1] != self.size:
             raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
         if target.shape != x.shape[:-1]:
             raise ValueError(
-                f"target has shape {list(target.shape)}; expected {list(x.shape[:-1])}, as x"
+                f"target has shape {list(target.shape)}; "
+                f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
             )
+        functional._require_device("target", target, "x", x)
         if functional._readable(target) and target.numel():
             low, high = (int(n) for n in target.aminmax())
             if low < 0 or high >= self.size:
                 bad = low if low < 0 else high
                 raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
+        if functional._readable(x.detach()) and x.numel():
+            highest = float(x.detach().max())
+            if highest > 1e-3:  # and not by a rounding
+                raise ValueError(
+                    f"x holds {highest:.4g}; "
+                    "expected log-probabilities, none above 0: the log_softmax of logits"
+                )
         target = target.long()
         self._target = target
         accumulated = torch.promote_types(x.dtype, torch.float32)
@@ -187,13 +222,16 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     Updates count from 1; step 0 is taken as 1. The rate rises linearly over `warmup` updates and
     then falls with the root of the step.
 
-    Raises ValueError for a negative step, and for a model_size or a warmup less than 1; TypeError
-    where one is no int.
+    Raises ValueError for a negative step or factor, one that is not finite, and for a model_size or
+    a warmup less than 1; TypeError where the factor is no number, or another one no int.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
     """
     _require_size(0, step=step)
     _require_size(model_size=model_size, warmup=warmup)
+    factor = functional._require_number("factor", factor)
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
     step = max(step, 1)
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
@@ -203,12 +241,18 @@ def make_optimizer(
 ) -> tuple[Adam, LambdaLR]:
     """Adam(betas=(0.9, 0.98), eps=1e-9), and the schedule: update n has rate(n, model_size, ...).
 
-    Call `scheduler.step()` after each `optimizer.step()`; `run_epoch` does. Raises ValueError as
-    `rate` does.
+    Call `scheduler.step()` after each `optimizer.step()`; `run_epoch` does. Raises ValueError and
+    TypeError as `rate` does, and for parameters that are none.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3.
     """
     rate(1, model_size, factor, warmup)  # bad numbers are named here, not inside the scheduler
+    if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):
+        kind = type(parameters).__name__
+        raise TypeError(f"parameters is a {kind}; expected those of a module, or groups of them")
+    parameters = list(parameters)
+    if not parameters:
+        raise ValueError("parameters is empty; expected those of a module")
     optimizer = Adam(parameters, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
     schedule = LambdaLR(optimizer, lambda updates: rate(updates + 1, model_size, factor, warmup))
     return optimizer, schedule
@@ -226,6 +270,9 @@ class SimpleLossCompute:
     returns a scalar to differentiate. A `Generator` and a `LabelSmoothing` without hooks are not
     called: `linear_cross_entropy` computes the same loss from their parameters, and never holds the
     log-probabilities.
+
+    Raises TypeError for a generator or a criterion that cannot be called, an x or a y that is no
+    tensor, a norm that is no number; ValueError for a y that is not [B, T], and as its parts do.
     """
 
     def __init__(
@@ -233,10 +280,25 @@ class SimpleLossCompute:
         generator: Callable[[Tensor], Tensor],
         criterion: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
+        _require_callable("a module, or a function", generator=generator, criterion=criterion)
         self.generator = generator
         self.criterion = criterion
 
     def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
+        _require_tensor("x", x)
+        _require_tensor("y", y)
+        if x.dim() < 1 or y.numel() != x.shape[:-1].numel():
+            raise ValueError(
+                f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
+            )
+        if isinstance(norm, Tensor):
+            _require_tensor("norm", norm)
+            if norm.is_meta and not x.is_meta:
+                raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
+            if norm.numel() != 1:
+                raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
+        else:
+            functional._require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
         if loss is None:
             x = self.generator(x)
@@ -291,23 +353,36 @@ def run_epoch(
         optimizer: steps once a batch. None: an evaluation, without gradients.
         scheduler: steps after the optimizer.
         report: called as report(batches so far, loss per token, tokens per second), the last two
-            since the report before, every `report_every` batches and at the end. None prints a line
-            where there is no bar.
-        progress: whether to draw the bar; None: if standard output is a terminal. (A notebook is
-            none: pass True.)
+            since the report before, every `report_every` batches and at the end.
+        progress: whether to draw the bar; False prints nothing. None draws it if standard output is
+            a terminal, and prints a line for each report if it is none and `report` is None. (A
+            notebook is none: pass True.)
         description: what stands before the bar.
 
     Raises:
         ValueError: data without a batch, a batch without a target, a scheduler without an
             optimizer, report_every < 1.
+        TypeError: data that is not iterable or holds something else than batches; a model, a
+            loss_compute or a report that cannot be called; an optimizer or a scheduler that has no
+            step(); a progress that is not True, False or None.
     """
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
+    if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
+        raise TypeError(f"data is a {type(data).__name__}; expected an iterable of batches")
+    _require_callable("a module", model=model)
+    _require_callable("a function of output, tgt_y and ntokens", loss_compute=loss_compute)
+    for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if x is not None and not callable(getattr(x, "step", None)):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")
+    if report is not None:
+        _require_callable("a function of batches, loss and tokens per second", report=report)
     _require_size(report_every=report_every)
     if progress is None:
         progress = sys.stdout.isatty()
-    if report is None and not progress:
-        report = _print_line
+        if report is None and not progress:
+            report = _print_line
+    functional._require_flag("progress", progress)
 
     total_loss, total_tokens, step, reported = 0.0, 0, 0, 0
     loss_sum = tokens = torch.zeros(())  # since the last report, on the device
@@ -328,6 +403,9 @@ def run_epoch(
 
     with torch.set_grad_enabled(optimizer is not None), bar:
         for step, batch in enumerate(bar, 1):
+            if not hasattr(batch, "tgt_mask"):
+                kind = type(batch).__name__
+                raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")
             if batch.tgt is None or batch.tgt_y is None or batch.ntokens is None:
                 raise ValueError(f"batch {step} of data has no target")
             output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)

@@ -35,6 +35,7 @@ from fastformer.modules import (
     _require_callable,
     _require_like,
     _require_size,
+    _require_stream,
     _Stream,
     clones,
 )
@@ -112,7 +113,7 @@ class EncoderLayer(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
-        _require_tensor("x", x)
+        _require_stream("x", x, getattr(self.sublayer[0], "norm", None))
         stream = _Stream(x)
         self._through(stream, mask)
         return stream.value()
@@ -158,8 +159,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        _require_tensor("x", x)
-        _require_tensor("memory", memory)
+        _require_stream("x", x, getattr(self.sublayer[0], "norm", None))
+        _require_stream("memory", memory, getattr(self.sublayer[0], "norm", None))
         stream = _Stream(x)
         self._through(stream, memory, src_mask, tgt_mask)
         return stream.value()
@@ -186,7 +187,7 @@ class Encoder(nn.Module):
         self.norm = LayerNorm(layer.size)
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
-        _require_tensor("x", x)
+        _require_stream("x", x, self.norm)
         return _stack(self.layers, EncoderLayer, self.norm, x, mask)
 
 
@@ -206,8 +207,8 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        _require_tensor("x", x)
-        _require_tensor("memory", memory)
+        _require_stream("x", x, self.norm)
+        _require_stream("memory", memory, self.norm)
         return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
 
 
@@ -229,11 +230,6 @@ class Generator(_Renamed):
 
     def forward(self, x: Tensor) -> Tensor:
         _require_like("x", x, self.proj)
-        if isinstance(self.proj, nn.Linear) and x.shape[-1:] != (self.proj.in_features,):
-            raise ValueError(
-                f"x has shape {functional._shape(x)}; "
-                f"expected [..., d_model = {self.proj.in_features}]"
-            )
         return self.proj(x).log_softmax(-1)
 
 

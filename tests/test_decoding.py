@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastformer import greedy_decode, make_model, subsequent_mask, use_backend
+from fastformer import PositionalEncoding, greedy_decode, make_model, subsequent_mask, use_backend
 
 
 class Counting(nn.Module):
@@ -60,6 +60,28 @@ def test_it_is_the_loop_written_out(device):
     assert torch.equal(greedy_decode(model, other, mask, 5, 1), decoded)
 
 
+def test_it_is_refused_before_the_first_step(monkeypatch):
+    """What the last step would not take."""
+    model = make_model(7, 7, 1, 16, 16, 2)
+    model.tgt_embed[1] = PositionalEncoding(16, 0.0, max_len=4)
+    steps = []
+    monkeypatch.setattr(model, "encode", lambda *_: steps.append(1))
+    src = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="max_len is 6; expected at most 5"):
+        greedy_decode(model, src, None, 6, 1)
+    with pytest.raises(ValueError, match="start_symbol is 7; expected a token of the 7"):
+        greedy_decode(model, src, None, 5, 7)
+    assert not steps
+    monkeypatch.undo()
+    assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
+
+
+@pytest.mark.parametrize("model", [nn.Transformer(8, 2, 1, 1, 8), None])
+def test_it_needs_a_model_that_decodes(model):
+    with pytest.raises(TypeError, match=f"model is a {type(model).__name__} without encode"):
+        greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
+
+
 def test_both_backends_decode_alike(device):
     model = make_model(7, 7, 1, 16, 16, 2).to(device).eval()
     src = torch.tensor([[1, 4, 2], [1, 3, 0]], device=device)
@@ -89,7 +111,7 @@ ids = torch.ones(2, 4, dtype=torch.int64)
         (ids, 0, 1, ValueError, "max_len is 0; expected 1 or more"),
         (ids, 3.0, 1, TypeError, "max_len is a float; expected an int"),
         (ids, 3, -1, ValueError, "start_symbol is -1; expected 0 or more"),
-        (ids, 3, 10, ValueError, "token id 10; expected ids from 0 to 9"),
+        (ids, 3, 10, ValueError, "start_symbol is 10; expected a token of the 10"),
         (ids * 10, 3, 1, ValueError, "token id 10; expected ids from 0 to 9"),
     ],
 )

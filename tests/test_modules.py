@@ -19,6 +19,7 @@ from fastformer import (
     SublayerConnection,
     attention,
     clones,
+    make_model,
     scaled_dot_product_attention,
     subsequent_mask,
     use_backend,
@@ -449,6 +450,68 @@ def test_multi_headed_attention_refuses_bad_input():
             m(q, k, k, torch.ones(shape))
     with pytest.raises(TypeError, match="mask is a list"):
         m(q, k, k, [1, 0])
+    with pytest.raises(TypeError, match=r"query has dtype torch\.float16; .*of the parameters"):
+        m(q.half(), k.half(), k.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_additive_mask_is_refused(dtype):
+    """Of 0 and -inf, torch's: what is not zero would take part, and the target leak."""
+    m, x = MultiHeadedAttention(H, D), torch.randn(B, T, D)
+    added = nn.Transformer.generate_square_subsequent_mask(T, dtype=dtype)
+    model = make_model(7, 7, 1, D, 24, H)
+    ids = torch.ones(B, T, dtype=torch.long)
+    for call in (
+        lambda mask: m(x, x, x, mask),
+        lambda mask: attention(x, x, x, mask),
+        lambda mask: model(ids, ids, None, mask),
+    ):
+        with pytest.raises(ValueError, match=r"mask holds -inf; expected 0 and 1 .*bias="):
+            call(added[None])
+        for other in (0.5, -1.0, math.nan, 2.0):
+            with pytest.raises(ValueError, match=r"mask holds .*bias="):
+                call(torch.full_like(added[None], other))
+        call(added[None] == 0)
+    m.eval()
+    want = m(x, x, x, subsequent_mask(T))
+    for mask in (subsequent_mask(T).to(dtype), 3 * subsequent_mask(T).int()):
+        assert torch.equal(m(x, x, x, mask), want)
+    torch.testing.assert_close(m(x, x, x, bias=added.float()), want)
+
+
+def test_an_additive_mask_in_a_graph():
+    """There an assertion stands in the graph, which breaks nowhere."""
+    m, x = MultiHeadedAttention(H, D).eval(), torch.randn(B, T, D)
+    added, ones = (
+        nn.Transformer.generate_square_subsequent_mask(T)[None],
+        subsequent_mask(T).float(),
+    )
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(m, (x, x, x, ones)).module()
+    for graph in (compiled, exported):
+        torch.testing.assert_close(graph(x, x, x, ones), m(x, x, x, ones))
+        with pytest.raises(RuntimeError, match=r"mask: expected 0 and 1 .*bias="):
+            graph(x, x, x, added)
+    outs = torch.func.vmap(lambda x: attention(x, x, x, ones[0])[0])(x)
+    assert torch.equal(outs, attention(x, x, x, ones[0])[0])
+
+
+def test_a_mask_of_two_dimensions():
+    """[T, S] where it cannot be [B, S]."""
+    m = MultiHeadedAttention(H, D).eval()
+    x = torch.randn(T, T, D)  # B = T
+    mask = subsequent_mask(T)[0]
+    words = r"\[B, S\] or \[T, S\]\? mask\[:, None\] is \[B, 1, S\].*mask\[None\] \[1, T, S\]"
+    with pytest.raises(ValueError, match=words):
+        m(x, x, x, mask)
+    for given in (mask[None], mask[:, None]):
+        assert m(x, x, x, given).shape == x.shape
+    assert torch.equal(m(x[:B], x[:B], x[:B], mask), m(x[:B], x[:B], x[:B], mask[None]))
+    assert torch.equal(
+        m(x[:1, :1], x[:1], x[:1], mask[:1]), m(x[:1, :1], x[:1], x[:1], mask[None, :1])
+    )
+    with pytest.raises(ValueError, match=r"broadcasts to \[5, 5\]; mask\[:, None\] is"):
+        m(x[:B], x[:B], x[:B], mask[:B])
 
 
 # ---------------------------------------------------------------- feed-forward, LayerNorm, residual

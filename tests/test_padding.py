@@ -274,6 +274,10 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.pad(x[0, 0, 0], p), ValueError, r"shape \[\]; expected the 6 tokens"),
         (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
         (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
+        (lambda x, n, p: ff.pad(ff.unpad(x.long(), p)[0], p, 0.5), ValueError, "value is 0.5"),
+        (lambda x, n, p: ff.pad(ff.unpad(x.bool(), p)[0], p, 2), ValueError, "value is 2; .*bool"),
+        (lambda x, n, p: ff.pad(ff.unpad(x.byte(), p)[0], p, -1), ValueError, "value is -1"),
+        (lambda x, n, p: ff.pad(ff.unpad(x, p)[0], p, None), TypeError, "value is a NoneType"),
     ],
 )
 def test_bad_padding(call, error, words):

@@ -1249,6 +1249,20 @@ def test_annotated_query_without_keys_gives_zeros(annotated, backend, device):
     torch.testing.assert_close(out[1], attention.linears[-1].bias.expand(L, E))
 
 
+def test_masks_that_the_tutorial_reads_in_its_own_way(annotated, device):
+    """A float mask hides where it is zero, whatever else it holds; two dimensions are its own."""
+    attention = randomized(annotated.MultiHeadedAttention(2, 8, 0.0), device)
+    x = torch.randn(2, 2, 8, device=device)
+    masks = [nn.Transformer.generate_square_subsequent_mask(2)[None], torch.full((1, 2, 2), 0.5)]
+    masks += [torch.ones(2, 2).tril()]  # over [h, S], as its unsqueeze(1) has it
+    masks = [mask.to(device) for mask in masks]
+    want = [attention(x, x, x, mask) for mask in masks]
+    ff.accelerate(attention)
+    for mask, out in zip(masks, want):
+        torch.testing.assert_close(attention(x, x, x, mask), out)
+    assert attention._fallbacks == {"the mask has 2 dimensions, not three": 1}
+
+
 def near_misses(annotated):
     """Classes with the tutorial's parts that compute something else."""
 

@@ -21,6 +21,15 @@ from fastformer import (
 # -------------------------------------------------------------------------------------------- Batch
 
 
+def test_a_batch_on_another_device_and_in_print():
+    batch = Batch(torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
+    moved = batch.to("meta")
+    assert {name for name, x in vars(moved).items() if x.is_meta} == set(vars(batch))
+    assert not any(x.is_meta for x in vars(batch).values())
+    assert repr(batch) == "Batch(src=[2, 4], tgt=[2, 2], device=cpu)"
+    assert repr(Batch(batch.src).to("meta")) == "Batch(src=[2, 4], tgt=None, device=meta)"
+
+
 def test_batch_splits_the_target_and_masks_padding_and_future(device):
     src = torch.tensor([[1, 5, 2, 0], [1, 2, 0, 0]], device=device)
     tgt = torch.tensor([[1, 7, 8, 9], [1, 7, 0, 0]], device=device)
@@ -223,6 +232,27 @@ def test_make_optimizer_names_a_bad_number():
 # --------------------------------------------------------------------------------------- the epoch
 
 
+@pytest.mark.parametrize("call", [0, 1])
+def test_loss_compute_refuses_what_cannot_be_called(call):
+    parts = [lambda x: x, lambda x, y: x]
+    parts[call] = None
+    with pytest.raises(TypeError, match=f"{('generator', 'criterion')[call]} is a NoneType"):
+        SimpleLossCompute(*parts)
+
+
+def test_label_smoothing_refuses_logits():
+    """Their loss could be negative."""
+    logits, target = torch.randn(4, 7), torch.tensor([1, 2, 3, 0])
+    criterion = LabelSmoothing(7, 0, 0.1)
+    with pytest.raises(ValueError, match=r"x holds .*; expected log-probabilities, none above 0"):
+        criterion(logits, target)
+    with pytest.raises(ValueError, match="expected log-probabilities"):
+        criterion(logits.requires_grad_(), target)
+    assert criterion(logits.log_softmax(-1), target) > 0
+    certain = torch.tensor([[0.0, 1.0, 0.0]]).log()  # log p of 0 is allowed
+    assert LabelSmoothing(3, 0)(certain, target[:1]) == 0
+
+
 class Echo(nn.Module):
     """A model that gives each target token its own row of weights, whatever the source."""
 
@@ -323,6 +353,31 @@ def test_run_epoch_prints_a_line_now_and_then_without_a_terminal(capsys):
     assert [line.split()[1] for line in lines] == ["2", "4"]
     assert all("loss" in line and line.endswith("tokens/s") for line in lines)
     assert captured.err == ""
+
+
+def test_run_epoch_without_progress_prints_nothing(capsys):
+    model = Echo(7)
+    run_epoch(some_batches(4), model, echo_loss(model), report_every=2, progress=False)
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": None}, "data is a NoneType; expected an iterable of batches"),
+        ({"data": [(1, 2)]}, "batch 1 of data is a tuple; expected a Batch"),
+        ({"model": 3}, "model is a int"),
+        ({"loss_compute": None}, "loss_compute is a NoneType"),
+        ({"optimizer": "adam"}, "optimizer is a str"),
+        ({"progress": "no"}, "progress is 'no'; expected True or False"),
+    ],
+)
+def test_run_epoch_refuses_other_types(change, words):
+    model = Echo(7)
+    arguments = dict(data=some_batches(1), model=model, loss_compute=echo_loss(model))
+    with pytest.raises(TypeError, match=words):
+        run_epoch(**arguments | change)
 
 
 def test_run_epoch_draws_a_bar_with_loss_and_speed(capsys):

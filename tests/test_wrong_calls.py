@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fastformer as ff
 
@@ -102,6 +103,135 @@ OPS = {
     ),
 }  # fmt: skip
 
+
+def model():
+    return ff.make_model(V, V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0)
+
+
+def encoder_layer():
+    return model().encoder.layers[0]
+
+
+def decoder_layer():
+    return model().decoder.layers[0]
+
+
+def packing():
+    return ff.unpad(floats(B, S, D), torch.tensor([S, 3]))[1]
+
+
+def batch():
+    return ff.Batch(ids(B, S), ids(B, T + 1))
+
+
+def stream():
+    return dict(x=floats(B, T, D), mask=torch.ones(B, 1, T, dtype=torch.bool))
+
+
+def decoded():
+    return dict(
+        x=floats(B, T, D), memory=floats(B, S, D), src_mask=torch.ones(B, 1, S, dtype=torch.bool),
+        tgt_mask=torch.ones(1, T, T, dtype=torch.long),
+    )  # fmt: skip
+
+
+# name: the function, made anew for each test, and the arguments of a call that is right
+CALLS = {
+    "attention": lambda: (ff.attention, lambda: dict(
+        **heads(), value=floats(B, H, S, D), mask=torch.ones(T, S), dropout=nn.Dropout(0.1))),
+    "clones": lambda: (ff.clones, lambda: dict(module=nn.Linear(2, 2), N=2)),
+    "subsequent_mask": lambda: (ff.subsequent_mask, lambda: dict(size=4)),
+    "make_model": lambda: (ff.make_model, lambda: dict(
+        src_vocab=V, tgt_vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1)),
+    "Embeddings": lambda: (ff.Embeddings, lambda: dict(d_model=D, vocab=V, padding_idx=0)),
+    "Embeddings.forward": lambda: (ff.Embeddings(D, V).forward, lambda: dict(x=ids(B, S))),
+    "PositionalEncoding": lambda: (ff.PositionalEncoding, lambda: dict(
+        d_model=D, dropout=0.1, max_len=S, learned=True)),
+    "PositionalEncoding.forward": lambda: (
+        ff.PositionalEncoding(D, 0.1, S).forward, lambda: dict(x=floats(B, S, D))),
+    "MultiHeadedAttention": lambda: (
+        ff.MultiHeadedAttention, lambda: dict(h=H, d_model=D, dropout=0.1)),
+    "MultiHeadedAttention.forward": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
+        query=floats(B, T, D), key=floats(B, S, D), value=floats(B, S, D),
+        mask=torch.ones(B, 1, S, dtype=torch.long), bias=floats(H, T, S),
+        key_lengths=torch.tensor([S, 4]), is_causal=True, window=(2, 2),
+        causal_alignment="bottom_right", alibi_slopes=torch.ones(H), softcap=20.0)),
+    "MultiHeadedAttention.packed": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
+        query=floats(8, D), key=floats(8, D), value=floats(8, D), mask=packing())),
+    "PositionwiseFeedForward": lambda: (
+        ff.PositionwiseFeedForward, lambda: dict(d_model=D, d_ff=F, dropout=0.1)),
+    "PositionwiseFeedForward.forward": lambda: (
+        ff.PositionwiseFeedForward(D, F).forward, lambda: dict(x=floats(B, T, D))),
+    "LayerNorm": lambda: (ff.LayerNorm, lambda: dict(features=D, eps=1e-6, unbiased=True)),
+    "LayerNorm.forward": lambda: (ff.LayerNorm(D).forward, lambda: dict(x=floats(B, T, D))),
+    "SublayerConnection": lambda: (
+        ff.SublayerConnection, lambda: dict(size=D, dropout=0.1, norm_first=True)),
+    "SublayerConnection.forward": lambda: (
+        ff.SublayerConnection(D, 0.1).forward, lambda: dict(x=floats(B, T, D), sublayer=nn.Tanh())),
+    "EncoderLayer": lambda: (ff.EncoderLayer, lambda: dict(
+        size=D, self_attn=ff.MultiHeadedAttention(H, D),
+        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1)),
+    "EncoderLayer.forward": lambda: (encoder_layer().forward, stream),
+    "DecoderLayer": lambda: (ff.DecoderLayer, lambda: dict(
+        size=D, self_attn=ff.MultiHeadedAttention(H, D), src_attn=ff.MultiHeadedAttention(H, D),
+        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1)),
+    "DecoderLayer.forward": lambda: (decoder_layer().forward, decoded),
+    "Encoder": lambda: (ff.Encoder, lambda: dict(layer=encoder_layer(), N=1)),
+    "Encoder.forward": lambda: (model().encoder.forward, stream),
+    "Decoder": lambda: (ff.Decoder, lambda: dict(layer=decoder_layer(), N=1)),
+    "Decoder.forward": lambda: (model().decoder.forward, decoded),
+    "Generator": lambda: (ff.Generator, lambda: dict(d_model=D, vocab=V)),
+    "Generator.forward": lambda: (ff.Generator(D, V).forward, lambda: dict(x=floats(B, T, D))),
+    "EncoderDecoder": lambda: (ff.EncoderDecoder, lambda: dict(model().named_children())),
+    "EncoderDecoder.forward": lambda: (model().forward, lambda: dict(
+        src=ids(B, S), tgt=ids(B, T), src_mask=torch.ones(B, 1, S),
+        tgt_mask=ff.subsequent_mask(T))),
+    "greedy_decode": lambda: (ff.greedy_decode, lambda: dict(
+        model=model(), src=ids(B, S), src_mask=torch.ones(B, 1, S), max_len=4, start_symbol=1)),
+    "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
+    "Batch.make_std_mask": lambda: (ff.Batch.make_std_mask, lambda: dict(tgt=ids(B, T), pad=0)),
+    "Batch.to": lambda: (batch().to, lambda: dict(device="cpu", non_blocking=True)),
+    "LabelSmoothing": lambda: (
+        ff.LabelSmoothing, lambda: dict(size=V, padding_idx=0, smoothing=0.1)),
+    "LabelSmoothing.forward": lambda: (ff.LabelSmoothing(V, 0, 0.1).forward, lambda: dict(
+        x=floats(B, T, V).log_softmax(-1), target=ids(B, T))),
+    "SimpleLossCompute": lambda: (ff.SimpleLossCompute, lambda: dict(
+        generator=ff.Generator(D, V), criterion=ff.LabelSmoothing(V, 0))),
+    "SimpleLossCompute.__call__": lambda: (
+        ff.SimpleLossCompute(ff.Generator(D, V), ff.LabelSmoothing(V, 0)).__call__,
+        lambda: dict(x=floats(B, T, D), y=ids(B, T), norm=torch.tensor(6))),
+    "rate": lambda: (ff.rate, lambda: dict(step=1, model_size=D, factor=1.0, warmup=4)),
+    "make_optimizer": lambda: (ff.make_optimizer, lambda: dict(
+        parameters=list(nn.Linear(2, 2).parameters()), model_size=D, factor=1.0, warmup=4)),
+    "run_epoch": lambda: (ff.run_epoch, lambda: dict(
+        data=[batch()], model=(m := model()),
+        loss_compute=ff.SimpleLossCompute(m.generator, ff.LabelSmoothing(V, 0)),
+        optimizer=(o := torch.optim.SGD(m.parameters(), 0.1)),
+        scheduler=torch.optim.lr_scheduler.ConstantLR(o), report=lambda *_: None, report_every=1,
+        progress=False, description="epoch")),
+    "unpad": lambda: (ff.unpad, lambda: dict(x=floats(B, S, D), lengths=torch.tensor([S, 3]))),
+    "pad": lambda: (ff.pad, lambda: dict(x=ids(8, 2), packing=packing(), value=7)),
+    "Packing": lambda: (ff.Packing, lambda: dict(vars(packing()))),
+    "use_backend": lambda: (use_backend, lambda: dict(name="reference")),
+    "accelerate": lambda: (ff.accelerate, lambda: dict(
+        model=nn.LayerNorm(D), drop_padding=True, need_weights=True)),
+    "restore": lambda: (ff.restore, lambda: dict(model=nn.LayerNorm(D))),
+    "explain": lambda: (lambda target: ff.explain(target, floats(2, D)),
+        lambda: dict(target=nn.LayerNorm(D))),
+}  # fmt: skip
+
+
+def use_backend(name):
+    with ff.use_backend(name):
+        pass
+
+
+# Public names without arguments that could be wrong, by reason.
+LEFT_OUT = {
+    "a result": ["Explanation", "Report"],
+    "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
+}
+
 # ------------------------------------------------------------------------- the ways to be wrong
 
 
@@ -122,8 +252,9 @@ WRONG = {
     "None": lambda x: None,
     "wrong type": lambda x: 7j if isinstance(x, str) else "no",
     "wrong dtype": other_dtype,
+    "half": lambda x: x.half() if isinstance(x, TENSOR) and x.is_floating_point() else SKIP,
     "wrong rank": lambda x: x[None, None] if isinstance(x, TENSOR) else SKIP,
-    "scalar": lambda x: x.flatten()[0] if isinstance(x, TENSOR) else SKIP,
+    "scalar": lambda x: x.flatten()[0] if isinstance(x, TENSOR) and x.dim() else SKIP,
     "meta": lambda x: x.to("meta") if isinstance(x, TENSOR) else SKIP,
     "sparse": lambda x: x.to_sparse() if isinstance(x, TENSOR) else SKIP,
     "empty": lambda x: x.new_empty(0) if isinstance(x, TENSOR)
@@ -184,24 +315,68 @@ def matching(call, table):
 LEGITIMATE = {
     "a bias that is left out": ["*.b None", "*.b_1 None", "*.b_2 None", "dropout_add*.bias None"],
     "a term that is left out": ["embed.positional None"],
+    "nothing is masked": ["*coder*.*mask None", "greedy_decode.src_mask None"],
+    "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")
+        for of in ("*coder*.tgt_", "MultiHeadedAttention.forward.")],
+    "a mask of floats may hold 0 and 1": [f"{of}mask half" for of in (
+        "attention.", "EncoderDecoder.forward.src_", "greedy_decode.src_")],
     "a factor may be any number, and its NaN reaches the output": [
         f"{op}.scale {kind}" for op in ("*attention*", "embed")
         for kind in ("NaN", "negative", "too large")
     ],
+    "a learning rate may be as large": ["rate.factor too large", "make_optimizer.factor too large"],
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
-    "one element for all scores: it broadcasts": ["*.attn_mask scalar", "*att*.bias scalar"],
-    "any leading dimensions": [f"{op}.input wrong rank" for op in (
-        "layer_norm", "rms_norm", "feed_forward", "geglu", "swiglu")] + ["embed.tokens wrong rank"],
-    "no tokens": ["embed.tokens empty"],
+    "it broadcasts": ["*.attn_mask scalar", "*att*.bias scalar", "*Attention.forward.bias scalar",
+        "attention.mask scalar", "attention.mask wrong rank"],
+    "any leading dimensions": [f"{of} wrong rank" for of in (
+        "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
+        "embed.tokens", "attention.query", "attention.key", "attention.value",
+        "PositionwiseFeedForward.forward.x", "LayerNorm.forward.x", "Generator.forward.x",
+        "SublayerConnection.forward.x", "Embeddings.forward.x", "SimpleLossCompute.__call__.[xy]")],
+    "one number, in any shape": ["SimpleLossCompute.__call__.norm wrong rank"],
+    "less than one token counts as one": ["SimpleLossCompute.__call__.norm negative"],
+    "a norm of any dtype divides": ["SimpleLossCompute.__call__.norm wrong dtype",
+        "SimpleLossCompute.__call__.norm too large"],
+    "no tokens": ["embed.tokens empty", "Embeddings.forward.x empty"],
+    "one token": ["Embeddings.forward.x scalar"],
     "no heads are wanted": ["attention_weights.heads empty"],
-    "a huge eps only makes the output small": ["*.eps too large"],
+    "beside float32 parameters": ["layer_norm.input half", "rms_norm.input half",
+        "LayerNorm.forward.x half", "SublayerConnection.forward.x half",
+        "PositionalEncoding.forward.x half"],
+    "any floating dtype": ["cross_entropy.logits half"],
+    "positions in float32": ["embed.weight half"],
+    "slopes are of any floating dtype": ["*.alibi_slopes half"],
+    "log-probabilities are of any floating dtype": ["LabelSmoothing.forward.x half"],
+    "a huge eps only makes the output small": ["*norm.eps too large", "LayerNorm.eps too large"],
     "a huge softcap caps nothing": ["*.softcap too large"],
-    "a token may be counted from the end, as in torch": ["embed.padding_idx negative"],
+    "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative"],
+    "a batch holds ids for any model": [f"Batch.{of} {kind}" for kind in ("negative", "too large")
+        for of in ("src", "tgt", "make_std_mask.tgt")],
+    "no id is padding": ["Batch*.pad negative"],
+    "shapes alone are needed": ["Batch.make_std_mask.tgt meta"],
+    "any dtype and number": ["pad.x wrong dtype", "pad.x negative", "pad.x too large",
+        "pad.value negative", "unpad.x wrong dtype", "unpad.x half"],
+    "looked at where it is used": [f"Packing.{of} {kind}" for kind in ("negative", "too large")
+        for of in ("cu_seqlens", "indices")] + ["Packing.indices empty"],
+    "it is only printed": ["run_epoch.description *"],
 }  # fmt: skip
 # another name under which the message may speak of the argument
 NAMED = {
-    "target": ["*cross_entropy.* wrong rank", "*cross_entropy.* empty"],
+    "target": ["*cross_entropy.* wrong rank", "*cross_entropy.* empty", "SimpleLossC*__call__.y *"],
     "normalized_shape": ["dropout_add_layer_norm.weight *"],
+    "mask": ["*.src_mask *", "*.tgt_mask *"],
+    "tokens": ["EncoderDecoder.forward.??? *", "EncoderDecoder.forward.src *", "greedy_*.src *"],
+    "x": ["EncoderDecoder.forward.??? *"],
+    "input": [
+        "LayerNorm.forward.x *",
+        "SublayerConnection.forward.x *",
+        "SimpleLossC*__call__.x *",
+    ],
+    "query": ["*coder*.x wrong rank", "*coder*.x half", "MultiHeadedAttention.packed.mask *"],
+    "key": ["*Decoder*.memory *"],
+    "lengths": ["unpad.x *"],
+    "op": ["explain.target *"],
+    "backend": ["use_backend.name *"],
 }
 
 
@@ -212,6 +387,32 @@ def test_ops(op, backend):
     function(**OPS[op]())
     found = complaints(op, function, OPS[op])
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_other_calls(name):
+    function, right = CALLS[name]()
+    parameters = set(inspect.signature(function).parameters)
+    assert set(right()) == parameters or name.endswith(".packed")
+    function(**right())
+    found = complaints(name, function, right)
+    assert not found, "\n".join(found)
+
+
+def test_every_public_name_is_in_the_table():
+    tried = {name.split(".")[0] for name in (*OPS, *CALLS)}
+    assert tried.isdisjoint(set().union(*LEFT_OUT.values()))
+    assert tried.union(*LEFT_OUT.values()) == set(ff.__all__)
+
+
+def test_every_exception_is_of_the_table():
+    """An entry of LEGITIMATE or NAMED that stands for no call says nothing."""
+    functions = {op: (getattr(ff, op), right) for op, right in OPS.items()}
+    functions.update({name: make() for name, make in CALLS.items()})
+    made = [f"{of}.{n} {k}" for of, call in functions.items() for n, k, _ in calls(*call)]
+    patterns = [p for table in (LEGITIMATE, NAMED) for ps in table.values() for p in ps]
+    idle = [p for p in patterns if not fnmatch.filter(made, p)]
+    assert not idle
 
 
 def on_meta(x):
@@ -231,6 +432,20 @@ def test_ops_on_meta(op):
     want = tensors(getattr(ff, op)(**arguments))
     out = tensors(getattr(ff, op)(**{name: on_meta(x) for name, x in arguments.items()}))
     assert [(x.shape, x.dtype, x.is_meta) for x in out] == [(x.shape, x.dtype, True) for x in want]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.endswith((".forward", ".packed"))])
+def test_modules_on_meta(name):
+    function, right = CALLS[name]()
+    function.__self__.to("meta")
+    arguments = {name: on_meta(x) for name, x in right().items()}
+    if name.endswith(".packed"):
+        packed = arguments["mask"]
+        moved = {name: on_meta(x) for name, x in vars(packed).items()}
+        arguments["mask"] = ff.Packing(**moved)
+    if name == "SublayerConnection.forward":
+        arguments["sublayer"] = nn.Tanh()
+    assert function(**arguments).is_meta
 
 
 @pytest.mark.parametrize(

@@ -1253,7 +1253,7 @@ def test_masks_that_the_tutorial_reads_in_its_own_way(annotated, device):
     """A float mask hides where it is zero, whatever else it holds; two dimensions are its own."""
     attention = randomized(annotated.MultiHeadedAttention(2, 8, 0.0), device)
     x = torch.randn(2, 2, 8, device=device)
-    masks = [nn.Transformer.generate_square_subsequent_mask(2)[None], torch.full((1, 2, 2), 0.5)]
+    masks = [torch.tensor([[[0.0, float("-inf")], [2.0, 0.0]]]), torch.full((1, 2, 2), 0.5)]
     masks += [torch.ones(2, 2).tril()]  # over [h, S], as its unsqueeze(1) has it
     masks = [mask.to(device) for mask in masks]
     want = [attention(x, x, x, mask) for mask in masks]

@@ -1,44 +1,193 @@
-"""The path to a GPU, over a driver that starts nothing (benchmarks/stand_in)."""
+"""The path to a GPU on a machine without one: Triton's own CUDA driver and launcher over a driver
+that starts nothing (benchmarks/stand_in), each launch checked against what was compiled, computed
+from the bytes that the driver got, and the results held to the float64 oracle.
 
+gpu_path_worker.py makes the calls of gpu_path_cases.py, in a process that compiles for the GPU;
+this process computes what it launches, in Triton's interpreter.
+"""
+
+import importlib
 import os
+import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
+import gpu_path_cases as cases
 import pytest
 import torch
 
 from benchmarks import stand_in
+from fastformer import backends
 
 ROOT = Path(__file__).resolve().parents[1]
+HAS_GPU = torch.cuda.is_available()
+MARGIN = 4096  # bytes before and behind a tensor's memory, at least
+# What they hold: a NaN of each type, that no arithmetic leaves as it is.
+NAN = torch.frombuffer(bytearray(b"\xff\xff\xbf\x7f"), dtype=torch.uint8)
 
 
-@pytest.fixture
-def driver(tmp_path):
-    if torch.cuda.is_available():
+def interpret(module, kernel, grid, storages, arguments):
+    """Runs a launch: what is in the storages afterwards.
+
+    Before and behind each there is as much memory again, of NaN, that no kernel may write; what it
+    reads there spoils its results.
+    """
+    margins = [max(MARGIN, -(-len(storage) // 64) * 64) for storage in storages]
+    memory = []
+    for storage, margin in zip(storages, margins):
+        inside = torch.frombuffer(bytearray(storage), dtype=torch.uint8) if storage else NAN[:0]
+        outside = NAN.repeat(margin // 4)
+        memory.append(torch.cat([outside, inside, outside]))
+
+    def argument(given):
+        if not isinstance(given, tuple):
+            return given
+        if given[:1] != ("pointer",):
+            items = map(argument, given)
+            return type(given)(*items) if hasattr(given, "_fields") else tuple(items)
+        _, which, offset, dtype = given
+        rest = memory[which][margins[which] + offset :]
+        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    start = getattr(importlib.import_module(module), kernel)
+    start[grid](*map(argument, arguments))
+    for x, margin in zip(memory, margins):
+        for outside in (x[:margin], x[-margin:]):
+            assert torch.equal(outside.view(-1, 4), NAN.expand(margin // 4, 4)), "out of bounds"
+    return [bytes(x[m:-m].numpy()) for x, m in zip(memory, margins)]
+
+
+class Gpu:
+    """The process with the GPU, of one compute capability."""
+
+    def __init__(self, folder, capability):
+        self.pipe, theirs = Pipe()
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton")}
+        command = [sys.executable, str(ROOT / "tests" / "gpu_path_worker.py")]
+        command += [str(theirs.fileno()), str(folder), *map(str, capability)]
+        self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def ask(self, what, *arguments, compute=True):
+        """The report of what the worker did, once all that it launched is computed."""
+        self.pipe.send((what, arguments, compute))
+        while True:
+            kind, told = self.pipe.recv()
+            if kind == "done":
+                return told
+            try:
+                self.pipe.send(interpret(*told))
+            except Exception as error:
+                self.pipe.send(f"{type(error).__name__}: {error}")
+
+    def close(self):
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """The folder of the driver, and of what Triton compiles here."""
+    if HAS_GPU:
         pytest.skip("here is a GPU, with a driver of its own")
     reason = stand_in.obstacle()
     if reason is not None:
         pytest.skip(reason)
-    return stand_in.build(tmp_path).parent
+    return stand_in.build(tmp_path_factory.mktemp("gpu")).parent
 
 
-def test_a_launch_is_accepted(driver):
-    """A process of its own: the interpreter, once chosen, holds for the whole process."""
-    script = """
-import pathlib, sys
-import torch, fastformer
-from benchmarks import stand_in
-gpu = stand_in.install(pathlib.Path(sys.argv[1]))
-fastformer.use_backend("triton")
-x = torch.randn(8, 64, requires_grad=True)
-fastformer.layer_norm(x, 64).sum().backward()
-assert (gpu.launches, gpu.loaded, gpu.unloaded) == (2, 2, 0), (gpu.launches, gpu.loaded)
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(driver / "cache")}
-    command = [sys.executable, "-c", script, str(driver)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def gpus(driver):
+    """gpus(major, minor): the process with the GPU of that capability."""
+    known = {}
+
+    def gpu(*capability):
+        if capability not in known:
+            known[capability] = Gpu(driver, capability)
+        return known[capability]
+
+    yield gpu
+    for process in known.values():
+        process.close()
+
+
+@pytest.fixture
+def gpu(gpus):
+    return gpus(9, 0)
+
+
+def pytest_generate_tests(metafunc):
+    """All cases with --slow, else a sample of each op."""
+    if "name" in metafunc.fixturenames:
+        slow = metafunc.config.getoption("slow")
+        metafunc.parametrize("name", [n for n, case in cases.CASES.items() if slow or case.sampled])
+
+
+def test_case(gpu, name):
+    """Every layout launched anew and remembered, forward and backward, against the oracle."""
+    report = gpu.ask("case", name)
+    assert not report["problems"], "\n".join(report["problems"])
+    assert report["launches"] >= 4
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_gpus(gpus, capability, request):
+    slow = request.config.getoption("slow")
+    sample = "attention, one gradient for all", "feed_forward, gelu"
+    for name in cases.CASES if slow else sample:
+        report = gpus(*capability).ask("case", name, compute=False)
+        assert not report["problems"], "\n".join([name, *report["problems"]])
+
+
+def test_every_op_is_sampled():
+    assert {case.op for case in cases.CASES.values() if case.sampled} == set(backends.OPERATIONS)
+
+
+@pytest.mark.parametrize("op", ["layer_norm, 80", "feed_forward, gelu"])
+def test_error(gpu, op):
+    """A launch that fails clears what Triton knows; Triton 3.9 then unloads the modules of kernels
+    that nobody holds, and a launch that is remembered must not start one of those.
+    """
+    report = gpu.ask("error", op, "attention, one head")
+    assert not report["problems"], "\n".join(report["problems"])
+
+
+@pytest.mark.parametrize("what, dim", [("query", 2), ("key value", 2), ("query key value", 0)])
+def test_nothing(gpu, what, dim):
+    report = gpu.ask("empty", "attention, plain", what, dim)
+    assert not report["problems"], "\n".join(report["problems"])
+
+
+WRONG = {
+    "alignment": "X = .* is compiled as a multiple of 16",
+    "divisibility": r"sizes\.0 = 31 is compiled as a multiple of 16",
+    "one": r"sizes\.1 is compiled as 1, given 2",
+    "constant": "BLOCK is compiled as 32, given 64",
+    "order": r"sizes\.1 is compiled as 1, given 32",
+    "dtype": "X is compiled for torch.float32, given torch.float16",
+    "size": r"sizes\.0 is 32, given 4294967328|OverflowError",
+    "stream": "stream .*, expected",
+    "function": "another kernel's function",
+    "warps": "invalid argument",
+    "shared memory": "shared memory 32768, compiled for",
+    "too much shared memory": "invalid argument",
+    "grid": "invalid argument",
+    "no function": "invalid resource handle",
+    "unloaded": "invalid resource handle",
+    "out of bounds": "AssertionError: out of bounds",
+}
+
+
+@pytest.mark.parametrize("what", ["nothing", *WRONG])
+def test_a_wrong_launch_is_seen(gpu, what):
+    problems = gpu.ask("wrong", what)["problems"]
+    if what == "nothing":
+        assert not problems, "\n".join(problems)
+    else:
+        assert any(re.search(WRONG[what], problem) for problem in problems), problems
 
 
 def test_no_compiler(monkeypatch, tmp_path):

@@ -111,6 +111,10 @@ class StandIn:
         """Modules that were unloaded: a launch of theirs is refused."""
         return self._driver.stand_in_unloaded()
 
+    def unload(self, module: int) -> None:
+        """Unloads a module, as Triton 3.9 does when its kernel is no longer held."""
+        assert self._driver.cuModuleUnload(ctypes.c_void_p(module)) == 0
+
     def _launched(self, pointer: Any) -> int:
         given, call = pointer.contents, self._call
         try:

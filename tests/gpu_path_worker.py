@@ -1,0 +1,372 @@
+"""Calls ops on a GPU that is not there, and checks each launch: benchmarks/stand_in is the driver.
+
+    python gpu_path_worker.py FD FOLDER MAJOR MINOR
+
+test_gpu_path.py starts it, for one compute capability, and talks to it over a pipe:
+
+    (what, arguments, compute)   in: a method of `Worker`. With `compute` what is launched is
+                                 computed and held to the oracle; else the launches alone are
+                                 looked at.
+    ("launch", job)              out: to be computed; what is in its memory afterwards comes back
+    ("done", report)             out: what was wrong, and how much was launched
+
+A process of its own, because Triton's interpreter, once chosen, holds for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]  # each has a conftest
+
+import gpu_path_cases as cases
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+import conftest
+import fastformer as ff
+from benchmarks import stand_in
+
+SCALARS = {
+    "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I",
+    "i64": "q", "u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d",
+}  # fmt: skip
+ELEMENTS = {
+    "i1": torch.bool, "u8": torch.uint8, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32,
+    "i64": torch.int64, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------ reading a launch
+
+
+def leaves(
+    kinds: tuple[Any, ...], given: tuple[Any, ...], path: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], str, Any]]:
+    """(path, type, argument) of each argument, of a tuple's members one by one: in the order in
+    which the driver gets them.
+    """
+    assert len(kinds) == len(given), f"{len(given)} arguments at {path}; {len(kinds)} are compiled"
+    for i, (kind, argument) in enumerate(zip(kinds, given)):
+        if isinstance(kind, tuple):
+            yield from leaves(kind, argument, (*path, i))
+        else:
+            yield (*path, i), kind, argument
+
+
+def plain(constant: Any) -> Any:
+    return constant.value if isinstance(constant, tl.constexpr) else constant
+
+
+class Memory:
+    """The storages of a launch's tensors, as bytes."""
+
+    def __init__(self) -> None:
+        self.index: dict[int, int] = {}  # by address
+        self.storages: list[bytes] = []
+
+    def place(self, x: Tensor) -> tuple[str, int, int, torch.dtype]:
+        """How a job names a pointer: ("pointer", which storage, byte in it, type of what it
+        points to).
+        """
+        storage = x.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if start not in self.index:
+            self.index[start] = len(self.storages)
+            self.storages.append(ctypes.string_at(start, size) if size else b"")
+        return "pointer", self.index[start], x.data_ptr() - start, x.dtype
+
+    def write(self, storages: list[bytes]) -> None:
+        for (start, i), old in zip(self.index.items(), self.storages):
+            assert len(storages[i]) == len(old)
+            ctypes.memmove(start, storages[i], len(old))
+
+
+class Launches:
+    """Looks at each launch and has it computed."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.compute = True
+        self.problems: list[str] = []
+        self.stream = 0  # what the launches are to go to
+        self.failing = False  # whether launches are to fail
+        self.kernels: dict[int, str] = {}  # by function: the hash of what was compiled
+        self.names: set[str] = set()
+
+    def load(self, module: int, function: int, name: str, files: Any, hash: str) -> None:
+        self.kernels[function] = hash
+
+    def see(self, launch: stand_in.Launch) -> None:
+        if self.failing:
+            raise RuntimeError("this launch was to fail")
+        self.names.add(launch.name)
+        before = len(self.problems)
+        values = self.read(launch)
+        if self.compute and len(self.problems) == before:
+            self.run(launch, values)
+
+    def read(self, launch: stand_in.Launch) -> dict[tuple[int, ...], Any]:
+        """What the driver was given for each argument, checked against what was compiled."""
+
+        def check(right: bool, problem: str) -> None:
+            if not right:
+                self.problems.append(f"{launch.name}: {problem}")
+
+        source, metadata = launch.source, launch.metadata
+        warps, shared = metadata.num_warps, metadata.shared
+        check(self.kernels[launch.function] == metadata.hash, "another kernel's function")
+        check(launch.block == (32 * warps, 1, 1), f"block {launch.block}, of {warps} warps")
+        check(launch.shared == shared, f"shared memory {launch.shared}, compiled for {shared}")
+        check(launch.stream == self.stream, f"stream {launch.stream}, expected {self.stream}")
+        check(launch.attributes == 0, f"{launch.attributes} attributes, expected none")
+
+        values: dict[tuple[int, ...], Any] = {}
+        parameters = iter(launch.parameters)
+        for path, kind, given in leaves(tuple(source.signature.values()), launch.arguments):
+            name = ".".join([source.fn.arg_names[path[0]], *map(str, path[1:])])
+            if kind == "constexpr":
+                value, given = plain(source.constants[path]), plain(given)
+                check(value == given, f"{name} is compiled as {value}, given {given}")
+                values[path] = value
+                continue
+            pointer, raw = kind[0] == "*", next(parameters, b"")
+            form = "<Q" if pointer else "<" + SCALARS[kind]
+            if len(raw) != struct.calcsize(form):
+                check(False, f"{name}, {kind}: {len(raw)} bytes are read")
+                break
+            (value,) = struct.unpack(form, raw)
+            if pointer:
+                expected, dtype = given.data_ptr(), ELEMENTS[kind[1:]]
+                check(given.dtype == dtype, f"{name} is compiled for {dtype}, given {given.dtype}")
+            else:
+                expected = given
+                with contextlib.suppress(struct.error):  # it does not fit, and is not what arrived
+                    (expected,) = struct.unpack(form, struct.pack(form, given))
+            check(value == expected, f"{name} is {value}, given {expected}")
+            for attribute, n in source.attrs.get(path, ()):
+                check(attribute == "tt.divisibility", f"{name}: what is {attribute}?")
+                check(value % n == 0, f"{name} = {value} is compiled as a multiple of {n}")
+            values[path] = value
+        rest = tuple(parameters)  # scratch memory, global and the profiler's
+        check(rest == (bytes(8),) * 2, f"further parameters {rest}, expected two null pointers")
+        return values
+
+    def run(self, launch: stand_in.Launch, values: dict[tuple[int, ...], Any]) -> None:
+        """Has it computed, from the values that the driver got."""
+        memory = Memory()
+
+        def rebuilt(kinds: tuple[Any, ...], given: tuple[Any, ...], path: tuple[int, ...]) -> Any:
+            items = []
+            for i, (kind, argument) in enumerate(zip(kinds, given)):
+                here = (*path, i)
+                if isinstance(kind, tuple):
+                    members = rebuilt(kind, argument, here)
+                    items.append(
+                        type(argument)(*members) if hasattr(argument, "_fields") else members
+                    )
+                else:
+                    value = values[here]
+                    items.append(memory.place(argument) if kind[0] == "*" else value)
+            return tuple(items)
+
+        function = launch.source.fn.fn
+        arguments = rebuilt(tuple(launch.source.signature.values()), launch.arguments, ())
+        job = function.__module__, function.__name__, launch.grid, memory.storages, arguments
+        self.pipe.send(("launch", job))
+        storages = self.pipe.recv()
+        if isinstance(storages, str):
+            self.problems.append(f"{launch.name}: {storages}")
+        else:
+            memory.write(storages)
+
+
+# --------------------------------------------------------------------------------------- the calls
+
+
+class Worker:
+    def __init__(self, pipe: Connection, folder: Path, capability: tuple[int, int]) -> None:
+        self.launches = Launches(pipe)
+        self.gpu = stand_in.install(folder, capability, self.launches.see)
+        triton.knobs.runtime.kernel_load_end_hook.add(self.launches.load)
+        if not hasattr(CompiledKernel, "__del__"):  # Triton 3.9's unloads its module
+            CompiledKernel.__del__ = lambda kernel: self.unload(kernel)
+        self.streams = itertools.count(0x5EED)
+        self.through_triton = 0
+        run = JITFunction.run
+
+        def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+            self.through_triton += 1
+            return run(function, *arguments, **options)
+
+        JITFunction.run = counted
+
+    def unload(self, kernel: Any) -> None:
+        if kernel.module is not None:
+            self.gpu.unload(kernel.module)
+
+    def check(self, call: Callable[..., Tensor], tensors: cases.Tensors, **options: Any) -> None:
+        """The call, forward and backward, against the oracle."""
+        if self.launches.compute:
+            conftest.check_against_oracle(call, tensors, small=True, **options)
+            return
+        leaves = {n: x.requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+        output = call(**{**tensors, **leaves}, **options)
+        torch.autograd.grad(output, list(leaves.values()), torch.randn_like(output))
+
+    @contextlib.contextmanager
+    def nothing_new(self, remembered: bool) -> Iterator[None]:
+        """Nothing is compiled or loaded within; nor, where launches are remembered, does any go
+        through Triton.
+        """
+        loaded, through_triton = self.gpu.loaded, self.through_triton
+        yield
+        assert self.gpu.loaded == loaded, f"{self.gpu.loaded - loaded} kernels are loaded again"
+        if remembered:
+            again = self.through_triton - through_triton
+            assert again == 0, f"{again} launches that are known go through Triton"
+
+    def call(self, case: cases.Case, layout: str, seed: int) -> None:
+        """Forward and backward, on a stream of its own."""
+        self.gpu.stream = self.launches.stream = next(self.streams)
+        torch.manual_seed(seed)
+        given = cases.laid_out(case.make() | case.fixed(), layout)
+        fixed = {n: given.pop(n) for n in case.fixed()}
+        torch.manual_seed(len(layout))  # the layout of the gradient follows that of the tensors
+        self.check(cases.watched(case.call, layout), given, **fixed, **case.options)
+
+    def case(self, name: str) -> None:
+        """Each layout, and then each once more, when all of them are known."""
+        case = cases.CASES[name]
+        for known in (False, True):
+            remembered = known and "attention" in case.op
+            with self.nothing_new(remembered) if known else contextlib.nullcontext():
+                for i, layout in enumerate(case.layouts):
+                    self.call(case, layout, seed=2 * i + known)
+
+    def error(self, name: str, other: str) -> None:
+        """What is known still runs after a launch of another call has failed."""
+        case, failing = cases.CASES[name], cases.CASES[other]
+        for seed in range(2):
+            self.call(case, "dense", seed)
+        self.launches.failing = True
+        try:
+            failing.call(**failing.make(), **failing.options)
+        except RuntimeError as error:
+            assert "this launch was to fail" in str(error), error
+        else:
+            raise AssertionError(f"{other}: the error of a launch is lost")
+        finally:
+            self.launches.failing = False
+        gc.collect()  # the kernels that nothing holds
+        with self.nothing_new("attention" in case.op):
+            self.call(case, "dense", seed=2)
+
+    def empty(self, name: str, what: str, dim: int) -> None:
+        """A call without elements: of tensors as they are but for one dimension of one."""
+        case = cases.CASES[name]
+        tensors = case.make()
+        given = {n: x.narrow(dim, 0, 0) if n in what.split() else x for n, x in tensors.items()}
+        leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+        for _ in range(2):
+            output = case.call(**given, **case.options)
+            assert (output == 0).all(), "the result is not zero"
+            for x in torch.autograd.grad(output, leaves, torch.ones_like(output)):
+                assert (x == 0).all(), "a gradient is not zero"
+
+    def wrong(self, what: str) -> None:
+        """A launch that is not as it was compiled: `report` has to say so."""
+        x, y = torch.arange(32.0), torch.full((32,), float("nan"))
+
+        def arguments(
+            x: Tensor = x, n: int = 32, step: int = 1, block: int = 32
+        ) -> tuple[Any, ...]:
+            return x, y, cases.Sizes(n, step), 2.5, block
+
+        kernel = cases.scaled[(1,)](*arguments())
+        assert torch.equal(y, 2.5 * x) and not self.launches.problems, "the right launch is wrong"
+        other = cases.scaled[(1,)](*arguments(block=64))
+        warps, clusters, shared = kernel.packed_metadata
+        call = {
+            "grid": (1, 1, 1), "stream": self.gpu.stream, "function": kernel.function,
+            "packed": kernel.packed_metadata, "arguments": arguments(),
+        }  # fmt: skip
+        changed: dict[str, dict[str, Any]] = {
+            "nothing": {},
+            "alignment": {"arguments": arguments(x=cases.shifted(x))},
+            "divisibility": {"arguments": arguments(n=31)},
+            "one": {"arguments": arguments(step=2)},
+            "constant": {"arguments": arguments(block=64)},
+            "order": {"arguments": arguments(n=1, step=32)},
+            "dtype": {"arguments": arguments(x=x.half())},
+            "size": {"arguments": arguments(n=2**32 + 32)},
+            "stream": {"stream": self.gpu.stream + 1},
+            "function": {"function": other.function},
+            "warps": {"packed": (2 * warps, clusters, shared)},
+            "shared memory": {"packed": (warps, clusters, 2**15)},
+            "too much shared memory": {"packed": (warps, clusters, 2**18)},
+            "grid": {"grid": (1, 2**16, 1)},
+            "no function": {"function": 16},
+            "unloaded": {},
+            "out of bounds": {"grid": (2, 1, 1), "arguments": arguments(n=64)},
+        }
+        start = kernel.run
+        if what == "unloaded":
+            cases.scaled.device_caches.clear()
+            del kernel, other
+            gc.collect()
+        call |= changed[what]
+        hooks = None, None, None
+        start(*call["grid"], call["stream"], call["function"], call["packed"], *hooks,
+              *call["arguments"])  # fmt: skip
+
+    def report(self, call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+        self.launches.problems, self.launches.names = [], set()
+        launches, through_triton, loaded = self.gpu.launches, self.through_triton, self.gpu.loaded
+        problems = self.launches.problems
+        try:
+            call(*arguments)
+        except BaseException:
+            problems.append(traceback.format_exc())
+        return dict(
+            problems=list(dict.fromkeys(problems)),
+            launches=self.gpu.launches - launches,
+            through_triton=self.through_triton - through_triton,
+            loaded=self.gpu.loaded - loaded,
+            names=sorted(self.launches.names),
+        )
+
+
+def main() -> None:
+    pipe, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # uninitialised memory is NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    worker = Worker(pipe, folder, (int(sys.argv[3]), int(sys.argv[4])))
+    ff.use_backend("triton")
+    while True:
+        try:
+            what, arguments, worker.launches.compute = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(("done", worker.report(getattr(worker, what), *arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,7 @@ def watched(call: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:
     """The call; for "saved WHAT" and "gradient" what the backward gets is shifted.
 
     Saved-tensor hooks do such a thing: what the forward saved comes back from elsewhere. WHAT is
-    "inputs", "output" or "statistics", the float32 ones beside a 16-bit output.
+    "inputs", "output", or "lse" or "statistics", float32 of three and of four dimensions.
     """
     kind, _, what = layout.partition(" ")
     if kind == "gradient":
@@ -85,7 +85,8 @@ def watched(call: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:
         inputs = {x.data_ptr() for x in given.values() if isinstance(x, Tensor)}
 
         def back(x: Tensor) -> Tensor:
-            made = "statistics" if x.dtype == FP32 else "output"
+            rows = "lse" if x.dim() == 3 else "statistics"
+            made = rows if x.dtype == FP32 else "output"
             return shifted(x) if what == ("inputs" if x.data_ptr() in inputs else made) else x
 
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, back):
@@ -124,7 +125,7 @@ class Case(NamedTuple):
 
 CASES: dict[str, Case] = {}
 DENSE, TWO, FOUR = ("dense",), ("dense", "shifted"), ("dense", "shifted", "padded", "swapped")
-MOVED = ("dense", "saved inputs", "gradient")
+MOVED = ("dense", "saved output", "saved lse", "saved inputs", "gradient")
 
 
 def case(
@@ -195,6 +196,8 @@ case(SDPA, "attention, lengths and dropout", qkv(2, 2, S, 64, **LENGTHS), FOUR, 
      **DROPOUT)  # fmt: skip
 case(SDPA, "attention, causal, 128", qkv(1, 2, 130, 128), is_causal=True)
 case(SDPA, "attention, moved", qkv(2, 2, 40, 64), MOVED, sampled=True)
+case(SDPA, "attention, sinks", qkv(2, 2, 40, 64, sinks=lambda: normal(2)),
+     ("dense", "only sinks"))  # fmt: skip
 case(SDPA, "attention, one gradient for all", qkv(2, 2, 40, 64), call=summed, is_causal=True)
 case(SDPA, "attention, plain", qkv(2, 2, S, 64), FOUR)
 case(SDPA, "attention, strided", qkv(2, 2, S, 64), ("strided", "shifted by 8 bytes"))
@@ -207,8 +210,9 @@ case(SDPA, "attention, bias", qkv(2, 2, S, 64, **bias(2, S, S)), FOUR)
 case(SDPA, "attention, key bias", qkv(2, 2, S, 64, **bias(2, 1, 1, S, dtype=FP32)))
 case(SDPA, "attention, row bias", qkv(2, 2, S, 64, **bias(2, 1, S, 1, dtype=FP32)))
 case(SDPA, "attention, scalar bias", qkv(2, 2, S, 64, **bias(dtype=FP32)), DENSE)
-case(SDPA, "attention, log-sum-exp", qkv(2, 2, 40, 64, **bias(2, 40, 40)), call=with_lse,
-     is_causal=True, sampled=True)  # fmt: skip
+case(SDPA, "attention, log-sum-exp", qkv(2, 2, 40, 64, **bias(2, 40, 40)), 
+     (*TWO, "saved statistics"),
+     call=with_lse, is_causal=True, sampled=True)  # fmt: skip
 case(
     SDPA,
     "attention, window and slopes",

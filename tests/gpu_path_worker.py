@@ -209,10 +209,12 @@ class Worker:
             CompiledKernel.__del__ = lambda kernel: self.unload(kernel)
         self.streams = itertools.count(0x5EED)
         self.through_triton = 0
+        self.kernels: set[Any] = set()
         run = JITFunction.run
 
         def counted(function: Any, *arguments: Any, **options: Any) -> Any:
             self.through_triton += 1
+            self.kernels.add(function)
             return run(function, *arguments, **options)
 
         JITFunction.run = counted
@@ -261,7 +263,9 @@ class Worker:
                     self.call(case, layout, seed=2 * i + known)
 
     def error(self, name: str, other: str) -> None:
-        """What is known still runs after a launch of another call has failed."""
+        """What is known still runs after a launch of another call has failed, and when Triton has
+        forgotten its kernels.
+        """
         case, failing = cases.CASES[name], cases.CASES[other]
         for seed in range(2):
             self.call(case, "dense", seed)
@@ -274,9 +278,14 @@ class Worker:
             raise AssertionError(f"{other}: the error of a launch is lost")
         finally:
             self.launches.failing = False
-        gc.collect()  # the kernels that nothing holds
-        with self.nothing_new("attention" in case.op):
+        remembered = "attention" in case.op
+        with self.nothing_new(remembered):
             self.call(case, "dense", seed=2)
+        for kernel in self.kernels:
+            kernel.device_caches.clear()
+        gc.collect()  # those that nothing else holds are unloaded
+        with self.nothing_new(remembered) if remembered else contextlib.nullcontext():
+            self.call(case, "dense", seed=3)
 
     def empty(self, name: str, what: str, dim: int) -> None:
         """A call without elements: of tensors as they are but for one dimension of one."""

@@ -63,11 +63,14 @@ def _require_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
         raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
 
 
-def _require_floating(**tensors: Tensor) -> None:
-    """All of one floating dtype and on one device, those of the first."""
+def _require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
+    """All of one floating dtype and on one device, those of the first; the optional may be None."""
     first: tuple[str, Tensor] | None = None
     for name, x in tensors.items():
+        if x is None and name in optional:
+            continue
         _require_tensor(name, x)
+        assert x is not None
         if first is None:
             if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
                 raise TypeError(
@@ -739,6 +742,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
     harvardnlp/annotated-transformer.
     """
+    _require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, bias)
     return _run(
         "layer_norm",
@@ -777,6 +781,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
     """
+    _require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, None)
     if eps is None:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
@@ -824,12 +829,12 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    for name, x in (("input", input), ("residual", residual), ("weight", weight)):
-        _require_tensor(name, x)
-    if _autocast_dtype(input) is not None:  # the sum is taken in the wider dtype of the two
-        wide = torch.promote_types(input.dtype, residual.dtype)
+    if isinstance(input, Tensor) and _autocast_dtype(input) is not None:
+        _require_tensor("residual", residual)
+        wide = torch.promote_types(input.dtype, residual.dtype)  # in which the sum is taken
         input, residual = input.to(wide), residual.to(wide)
     _require_floating(input=input, residual=residual)
+    _require_tensor("weight", weight)
     shape = _require_rows(input, weight.shape, weight, bias)
     if residual.shape != input.shape:
         raise ValueError(
@@ -856,8 +861,7 @@ def _require_rows(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> list[int]:
-    """Checks what a norm takes; normalized_shape as a list."""
-    _require_floating(input=input)
+    """Checks what a norm takes beside its input; normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
         shape = list(normalized_shape)
     elif isinstance(normalized_shape, _INTS):
@@ -1061,8 +1065,8 @@ def _require_layers(
 ) -> None:
     """Checks two linear layers, the first of which gives `halves` hidden vectors."""
     w_name, b_name, rows = names
-    biases = {name: x for name, x in ((b_name, b), ("b_2", b_2)) if x is not None}
-    _require_floating(**{"input": input, w_name: w, "w_2": w_2}, **biases)
+    tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
+    _require_floating((b_name, "b_2"), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
     if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
@@ -1276,8 +1280,8 @@ def linear_cross_entropy(
     Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    biases = {} if linear_bias is None else {"linear_bias": linear_bias}
-    _require_floating(input=input, linear_weight=linear_weight, **biases)
+    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    _require_floating(("linear_bias",), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., N]")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:

@@ -145,20 +145,17 @@ def _foreign(*tensors: Any) -> str | None:
     return None
 
 
-def _foreign_weights(*modules: Any) -> str | None:
+def _unlike(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
+    """Why the ops cannot read these weights, each with its bias, or None."""
+    for weight, bias in pairs:
+        if weight is not None and bias is not None and weight.dtype != bias.dtype:
+            return f"a weight is {weight.dtype}, its bias {bias.dtype}"
+    return _foreign(*(x for pair in pairs for x in pair))
+
+
+def _unlike_in(*modules: Any) -> str | None:
     """The same of the parameters of modules that are torch's or ours."""
-    for m in modules:
-        reason = _unlike(getattr(m, "weight", None), getattr(m, "bias", None))
-        if reason is not None:
-            return reason
-    return None
-
-
-def _unlike(weight: Tensor | None, bias: Tensor | None) -> str | None:
-    """Why the op cannot read the two, or None."""
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        return f"a weight is {weight.dtype}, its bias {bias.dtype}"
-    return _foreign(weight, bias)
+    return _unlike(*((getattr(m, "weight", None), getattr(m, "bias", None)) for m in modules))
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -226,10 +223,13 @@ class _MultiheadAttention(_Accelerated):
         """Why the op cannot stand for this module, or None."""
         if self.head_dim > functional.MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the op takes up to {functional.MAX_HEAD_DIM}"
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        packed = separate[0] if self.in_proj_weight is None else self.in_proj_weight
-        reason = _unlike(packed, self.in_proj_bias) or _foreign_weights(self.out_proj)
-        return reason or _foreign(*separate, self.bias_k, self.bias_v)
+        packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        return _unlike(
+            (packed, self.in_proj_bias),
+            (self.k_proj_weight, self.v_proj_weight),
+            (self.bias_k, self.bias_v),
+            (self.out_proj.weight, self.out_proj.bias),
+        )
 
     def _require(self: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
@@ -419,7 +419,7 @@ class _Layer(_Accelerated):
         norms = (
             getattr(self, name) for name in ("norm1", "norm2", "norm3") if name in self._modules
         )
-        return _foreign_weights(self.linear1, self.linear2, *norms)
+        return _unlike_in(self.linear1, self.linear2, *norms)
 
     def _feed(self: Any, x: Tensor) -> Tensor:
         return _fed(x, self.linear1, _activation(self.activation), self.dropout, self.linear2)
@@ -616,7 +616,7 @@ class _Stack(_Accelerated):
             for name in layer._attentions:
                 if _form(getattr(layer, name)) != _form(getattr(self.layers[0], name)):
                     return f"layers.{i} has another form of {name} than layers.0"
-        return None if self.norm is None else _foreign_weights(self.norm)
+        return None if self.norm is None else _unlike_in(self.norm)
 
     def _normalized(self: Any, stream: _Stream) -> Tensor:
         with _running(self):
@@ -824,7 +824,7 @@ def _norm_obstacle(
         return f"the input is {x.dtype}, the weight {weight.dtype}"
     if eps is not None and eps < 0:
         return f"eps is {eps}"
-    return _foreign(x) or _unlike(weight, bias)
+    return _unlike((weight, bias), (x, None))
 
 
 class _LayerNorm(_Accelerated):

@@ -536,10 +536,8 @@ def test_as_torch(entry, backend, request):
     Where all run, that every difference that is listed occurs.
     """
     slow = request.config.getoption("slow")
-    if backend == "triton":
-        step = 11 if slow else 331
-    else:
-        step = 1 if slow or entry == ODD else 31
+    few, many = (331, 11) if backend == "triton" else (1 if entry == ODD else 31, 1)
+    step = many if slow else few
     unlisted, occurred = [], set()
     for call in itertools.islice(ENTRIES[entry](), 0, None, step):
         for kind, words in differences(call):

@@ -5,26 +5,16 @@
 
 transformers asks an attention implementation for two functions: one makes the mask, once in a
 forward for all layers of a kind; the other is the attention of a layer, and gets that mask. What
-the first returns here is the least that says who sees whom:
-
-    None                          every query sees every key
-    bool [B, 1, 1 or Sq, Sk]      True takes part; complete: nothing is added to it
-    int8 [B or 1, l, r, Sk or 1]  a band: 1 at the keys that are no padding, and of those only the
-                                  ones from i - left to i + right, the queries i being counted so
-                                  that the last stands at the last key
-
-A band holds its two sides in its shape, as l = left + 2 and r = right + 2, 1 for a side without a
-bound, by strides of 0: it takes B Sk bytes, or one. Causal with padding is [B, 1, 2, Sk], a causal
-window of 4096 tokens without padding [1, 4097, 2, 1]. In that form a mask survives what models do
-with it on its way (slices, devices, checkpoints, graphs), and none can take it for a complete one:
-its integers do not go where booleans do. Nothing is left to the layer's own `is_causal`, which some
-models set wrong, nor to the `sliding_window` that not every model with a window passes on.
+the first returns here is None, where every query sees every key, or a `Mask`: the least that says
+who sees whom, in a type of its own. The second takes that type, or a tensor of the user's that
+follows the rules of PyTorch's attention. Both refuse, by name, what they do not know.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +27,30 @@ from fastformer import functional, reference
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right
 
-# Arguments of transformers' attention functions that change the result and are not supported.
+# Keywords with which models call an attention function and that change nothing here: what they say
+# is in the mask already, or is for another implementation or for other parts of the model.
+KNOWN = {
+    "cache_position",
+    "deterministic",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+# Those that tell of packed sequences: the mask has to hold them.
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# What else some models pass, for the message; any other keyword is refused as well.
 REFUSED = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "head_mask": "a factor for each head",
+    "indices": "attention to chosen keys",
     "block_indices": "attention to chosen blocks of keys",
     "cache": "a paged cache, of continuous batching",
 }
@@ -53,8 +62,10 @@ def register_transformers() -> None:
     Registers `attention` in transformers' AttentionInterface and `mask` in its
     AttentionMaskInterface. It serves models that take their attention from there - padding,
     causality, sliding windows, grouped heads, cross-attention, position bias, softcap, dropout and
-    any cache of `generate`. Which backend runs is chosen as everywhere: `use_backend`. A second
-    call changes nothing.
+    any cache of `generate`. Models that choose an attention class by the name get one that runs
+    their sdpa class on fastformer, or an error that names them. A model that does neither keeps its
+    own attention: `explain(model, ...)` tells which layers do. Which backend runs is chosen as
+    everywhere: `use_backend`. A second call changes nothing.
 
     Raises:
         ImportError: there is no transformers, or one that is too old.
@@ -62,13 +73,59 @@ def register_transformers() -> None:
     Source: the interface is that of huggingface/transformers.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise ImportError(
             "register_transformers needs transformers: python -m pip install 'fastformer[hf]'"
         ) from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    check = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(check, "_before_fastformer"):
+
+        @functools.wraps(check)
+        def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+            if requested_attention == NAME:
+                _enter_classes(sys.modules[type(self).__module__])
+            return check(self, requested_attention, *args, **kwargs)
+
+        checked._before_fastformer = check  # type: ignore[attr-defined]
+        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+
+
+def _enter_classes(models: Any) -> None:
+    """Enters the name in the tables from which a file of models takes its attention classes."""
+    for name, table in vars(models).items():
+        known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
+        if known and "eager" in table and NAME not in table:
+            sdpa = table.get("sdpa", table["eager"])
+            table[NAME] = _refusal(name, table) if sdpa is table["eager"] else _overridden(sdpa)
+
+
+def _overridden(sdpa: type) -> type:
+    """A class that calls F.scaled_dot_product_attention itself, calling fastformer's instead."""
+    from fastformer.patch import sdpa_override
+
+    class Overridden(sdpa):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with sdpa_override():
+                return super().forward(*args, **kwargs)
+
+    Overridden.__name__ = Overridden.__qualname__ = f"Fastformer{sdpa.__name__}"
+    return Overridden
+
+
+def _refusal(name: str, table: dict[str, Any]) -> Callable[..., Any]:
+    own, others = table["eager"].__name__, ", ".join(repr(key) for key in table)
+    hint = "; with 'sdpa' and fastformer.sdpa_override() around the call it runs on fastformer"
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"{own} computes its attention by itself: attn_implementation={NAME!r} is not in "
+            f"{name}; take one of {others}" + hint * ("sdpa" in table)
+        )
+
+    return refuse
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -79,7 +136,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -96,41 +153,38 @@ def attention(
         query: [B, H, Sq, D]; with B = 1 for all sequences of the keys.
         key, value: [B, G, Sk, D] and [B, G, Sk, Dv]; the heads are not repeated.
         attention_mask: what `mask` returned, or a mask of the user's, which is complete: boolean,
-            or floating and added to the scores, [B or 1, H or 1, Sq or 1, Sk].
+            True where a key takes part, or floating and added to the scores,
+            [B or 1, H or 1, Sq or 1, Sk].
         dropout: probability that a weight is dropped: 0 in evaluation.
         scaling: the factor on query key^T; 1/sqrt(D) by default.
         position_bias: added to the scores, any shape that broadcasts to [B, H, Sq, Sk]. It has a
             gradient.
         softcap: as in `scaled_dot_product_attention`.
         output_attentions: also gives the weights, before dropout, at the cost of making them.
-        kwargs: what else transformers hands to every implementation. `sliding_window` is among it,
-            and not read: the mask has it.
+        kwargs: of what else transformers hands to every implementation, that of which it is known
+            that it changes nothing (`KNOWN`: `sliding_window`, for one, which the mask has).
 
     Returns:
         ([B, Sq, H, Dv], the weights [B, H, Sq, Sk] or None). A query that sees no key gives zeros.
 
     Raises:
-        ValueError: an argument that changes the result and is not supported, named: sinks, a head
-            mask, blocks of keys, a paged cache; or what `scaled_dot_product_attention` refuses.
-        TypeError: a mask of another kind, as flex attention's.
+        ValueError: a keyword that is not known and is neither None nor False, named; bounds of
+            packed sequences that the mask does not hold; a mask for other lengths; or what
+            `scaled_dot_product_attention` refuses.
+        TypeError: a mask of another kind, as flex attention's, or of integers.
         RuntimeError: `mask` is not registered under the implementation's name. transformers would
             then make no masks, without a word.
     """
     _require_registered(module)
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} ({what}) is not supported by attn_implementation={NAME!r} and was given "
-                f"to {type(module).__name__}; take 'eager' for this model"
-            )
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", False)
-    visible, bias, (left, right) = _read(attention_mask, is_causal)
+    q_length, k_length = query.shape[2], key.shape[2]
+    visible, bias, (left, right) = _read(attention_mask, is_causal, q_length, k_length)
+    _require_known(module, kwargs, complete=q_length in _rows(visible) + _rows(bias))
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
-    q_length, k_length = query.shape[2], key.shape[2]
     if right == 0 and q_length == 1:  # the last query may see every key
         right = None
     causal = left is None and right == 0
@@ -149,6 +203,10 @@ def attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _rows(mask: Tensor | None) -> list[int]:
+    return [] if mask is None else [mask.shape[2]]
+
+
 def _require_registered(module: nn.Module) -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -160,12 +218,36 @@ def _require_registered(module: nn.Module) -> None:
         )
 
 
+def _require_known(module: nn.Module, given: dict[str, Any], complete: bool) -> None:
+    for name, x in given.items():
+        if x is None or x is False or name in KNOWN:
+            continue
+        where = f"by attn_implementation={NAME!r} and was given to {type(module).__name__}"
+        if name not in PACKED:
+            what = REFUSED.get(name, "a keyword that fastformer does not know")
+            raise ValueError(f"{name} ({what}) is not supported {where}; take 'eager' or 'sdpa'")
+        if not complete:
+            raise ValueError(
+                f"{name} (packed sequences) is not read {where}, whose mask does not hold them; "
+                "give the model position_ids that start anew with each sequence, and no "
+                "attention_mask"
+            )
+
+
 def _read(
-    attention_mask: Tensor | None, is_causal: bool
+    attention_mask: Any, is_causal: bool, q_length: int, k_length: int
 ) -> tuple[Tensor | None, Tensor | None, _Sides]:
     """(boolean mask, bias, sides of the band) of what a layer was given."""
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
+    if isinstance(attention_mask, Mask):
+        shape = attention_mask.shape
+        if len(shape) != 4 or shape[2] not in (1, q_length) or shape[3] != k_length:
+            raise ValueError(
+                f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
+                " of the queries and keys of the layer"
+            )
+        return attention_mask.visible, None, (attention_mask.left, attention_mask.right)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
@@ -173,15 +255,176 @@ def _read(
         raise TypeError(f"attention_mask is a {kind}; expected a tensor [B, 1, Sq, Sk]")
     if attention_mask.is_floating_point():
         return None, attention_mask, (None, None)
-    if attention_mask.dtype != torch.int8:
-        return attention_mask, None, (None, None)
-    left, right = (None if n == 1 else n - 2 for n in attention_mask.shape[1:3])
-    padding = attention_mask[:, :1, :1].view(torch.bool)
-    none = padding.shape[0] == 1 and padding.shape[3] == 1
-    return None if none else padding, None, (left, right)
+    if attention_mask.dtype != torch.bool:
+        raise TypeError(
+            f"attention_mask has dtype {attention_mask.dtype}; expected torch.bool (True takes "
+            "part), or a floating mask that is added to the scores"
+        )
+    return attention_mask, None, (None, None)
 
 
 # ------------------------------------------------------------------------------------------ masks
+
+
+class _Refused(ValueError, AttributeError):
+    """An AttributeError too, for hasattr."""
+
+
+class Mask:
+    """Who sees whom in a forward, for `attention` to read. [B, 1, Sq, Sk] by its `shape`.
+
+    It is no tensor, so that nothing can take it for a mask of another kind: integers, 1 and 0, or
+    what is added to the scores. A model may do with it what PyTorch's boolean masks (True takes
+    part) and no others mean the same by: index it, change its shape or its device, join it by & and
+    |, invert it, select by it in torch.where. Anything else is refused with the model's name.
+
+    visible: boolean [B or 1, 1, 1 or Sq, Sk], True takes part, or None. left, right: of the keys
+    only those from i - left to i + right, the queries i being counted so that the last stands at
+    the last key; None: no bound.
+    """
+
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        visible: Tensor | None,
+        left: int | None,
+        right: int | None,
+        device: Any,
+        owner: str,
+    ) -> None:
+        self.shape, self.visible, self.left, self.right = shape, visible, left, right
+        self.device, self.owner = device, owner
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def complete(self) -> Tensor:
+        """The tensor that it stands for: boolean, of its shape."""
+        if self.left is None and self.right is None and self.visible is not None:
+            return self.visible.expand(self.shape)
+        q_length, k_length = self.shape[2:]
+        j = torch.arange(k_length, device=self.device)
+        i = torch.arange(k_length - q_length, k_length, device=self.device)[:, None]
+        seen = torch.ones(q_length, k_length, dtype=torch.bool, device=self.device)
+        if self.left is not None:
+            seen = seen & (j >= i - self.left)
+        if self.right is not None:
+            seen = seen & (j <= i + self.right)
+        return (seen if self.visible is None else seen & self.visible).expand(self.shape)
+
+    def _of(self, visible: Tensor) -> Mask:
+        shape = tuple(visible.shape)
+        return type(self)(shape, visible, None, None, visible.device, self.owner)
+
+    def to(self, *args: Any, **kwargs: Any) -> Mask:
+        """On another device. Another dtype leaves it as it is."""
+        device = kwargs.get("device", args[0] if args else None)
+        device = device.device if isinstance(device, Tensor) else device
+        if device is None or isinstance(device, torch.dtype):
+            return self
+        visible = None if self.visible is None else self.visible.to(device)
+        return type(self)(self.shape, visible, self.left, self.right, device, self.owner)
+
+    def contiguous(self) -> Mask:
+        return self
+
+    clone = detach = contiguous
+
+    def __getitem__(self, index: Any) -> Mask:
+        parts = index if isinstance(index, tuple) else (index,)
+        for part, n in zip(parts, self.shape):
+            whole = isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1)
+            if not (whole and (part.stop is None or part.stop >= n)):
+                return self._of(self.complete()[index])
+        return self
+
+    def __and__(self, other: Any) -> Mask:
+        return self._of(self.complete() & _boolean(other, self))
+
+    def __or__(self, other: Any) -> Mask:
+        return self._of(self.complete() | _boolean(other, self))
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> Tensor:
+        return ~self.complete()
+
+    logical_not = __invert__
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Refused(_refused(self.owner, name))
+
+
+def _refused(owner: str, what: str) -> str:
+    return (
+        f"{owner} computes with its attention mask by itself ({what}): it is not supported by "
+        f"attn_implementation={NAME!r}, whose masks are read by fastformer's attention alone; take "
+        "'eager' or 'sdpa' for this model"
+    )
+
+
+def _boolean(x: Any, mask: Mask) -> Tensor:
+    x = x.complete() if isinstance(x, Mask) else x
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        raise _Refused(_refused(mask.owner, "it is joined to what is not boolean"))
+    return x
+
+
+def _shaped(name: str) -> Callable[..., Mask]:
+    def method(self: Mask, *args: Any, **kwargs: Any) -> Mask:
+        return self._of(getattr(self.complete(), name)(*args, **kwargs))
+
+    return method
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def method(self: Mask, *args: Any) -> Any:
+        raise _Refused(_refused(self.owner, name))
+
+    return method
+
+
+for _name in ("expand", "flatten", "index_select", "repeat", "repeat_interleave", "reshape"):
+    setattr(Mask, _name, _shaped(_name))
+for _name in ("squeeze", "transpose", "unsqueeze", "view"):
+    setattr(Mask, _name, _shaped(_name))
+for _name in ("add", "sub", "mul", "truediv", "matmul"):
+    setattr(Mask, f"__{_name}__", _refusing(_name))
+    setattr(Mask, f"__r{_name}__", _refusing(_name))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "bool", "len", "iter"):
+    setattr(Mask, f"__{_name}__", _refusing(_name))
+
+
+class _Guarded(Mask):
+    """A Mask that PyTorch's functions know. Not in a graph, whose tracer takes every call that has
+    it among its arguments, a checkpoint for one, for such a function.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Mask)]
+        owner = masks[0].owner if masks else "the model"
+        if func is torch.where and args and isinstance(args[0], Mask):
+            return torch.where(args[0].complete(), *args[1:], **(kwargs or {}))
+        if masks and name in ("__and__", "bitwise_and", "logical_and"):
+            return masks[0] & next(x for x in args if x is not masks[0])
+        if masks and name in ("__or__", "bitwise_or", "logical_or"):
+            return masks[0] | next(x for x in args if x is not masks[0])
+        if masks and name in ("bitwise_not", "logical_not"):
+            return ~masks[0]
+        raise _Refused(_refused(owner, name))
 
 
 def mask(
@@ -191,26 +434,27 @@ def mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Mask | Tensor | None = None,
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> Tensor | None:
-    """Who sees whom in a forward, in the form that the head of this file describes.
+) -> Mask | None:
+    """Who sees whom in a forward.
 
-    None, a mask of the padding or a band where the pattern is transformers' own causal,
-    bidirectional or sliding one and the last query stands at the last key; the complete mask
-    [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences, chunks, patterns joined by
-    `and` and `or`, a static cache that is longer than what it holds; in a graph, windows too. Only
-    on a CPU does it look whether there is padding at all: on a GPU that would wait for the device,
-    and in a graph it cannot be.
+    None, or a `Mask` with the padding and a band, where the pattern is transformers' own causal,
+    bidirectional or sliding one and the last query stands at the last key; one that holds the
+    complete mask [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences, chunks,
+    patterns joined by `and` and `or`, a static cache that is longer than what it holds; in a graph,
+    windows too. Only on a CPU does it look whether there is padding at all: on a GPU that would
+    wait for the device, and in a graph it cannot be.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
         q_offset, kv_offset: the positions of the first query and of the first key.
         mask_function: (b, h, i, j) -> whether position i sees position j; causal by default.
         attention_mask: boolean [B, kv_offset + Sk], more or fewer, False at padding; None: none.
+            A `Mask` is returned as it is.
         allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
             them is False always, according to the pattern.
         config: of the model.
@@ -226,8 +470,13 @@ def mask(
         sdpa_mask,
     )
 
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     if config is not None:
         _require_interface(type(config).__module__)
+    owner = getattr(config, "model_type", None) or "the model"
+    kind = Mask if torch.compiler.is_compiling() else _Guarded
+    shape, device = (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu")
     if mask_function is None:
         mask_function = causal_mask_function
     sides = _sides(mask_function, causal_mask_function, bidirectional_mask_function)
@@ -242,7 +491,8 @@ def mask(
     if sides is None or not (skip and known and (free or aligned)):
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
+        full = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
+        return kind(shape, full, None, None, device, owner)
 
     padding = None
     if attention_mask is not None:
@@ -254,12 +504,9 @@ def mask(
         left = None
     if right is not None and right >= q_length - 1:
         right = None
-    if left is None and right is None:
-        return padding
-    if padding is None:
-        padding = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device"))
-    shape = [1 if side is None else side + 2 for side in (left, right)]
-    return padding.view(torch.int8).expand(-1, *shape, -1)
+    if padding is None and left is None and right is None:
+        return None
+    return kind(shape, padding, left, right, device, owner)
 
 
 def _sides(mask_function: Callable[..., Any], causal: Any, bidirectional: Any) -> _Sides | None:

@@ -511,9 +511,11 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
     )
     assert torch.equal(seen(mask, q_length, k_length), want.expand(B, -1, -1, -1))
     if mask is not None:
-        assert mask.untyped_storage().nbytes() <= B * (kv_offset + k_length)
-    if padding == "ones":  # seen on a CPU, and left out
-        assert mask is None or mask.untyped_storage().nbytes() == 1
+        assert mask.shape == (B, 1, q_length, k_length)
+        assert torch.equal(mask.complete(), want.expand(B, -1, -1, -1))
+    if mask is not None and mask.visible is not None:
+        assert padding != "ones"  # seen on a CPU, and left out
+        assert mask.visible.untyped_storage().nbytes() <= B * (kv_offset + k_length)
 
 
 def test_other_masks_are_complete():
@@ -532,11 +534,11 @@ def test_other_masks_are_complete():
     for function in functions:
         have = integrations.mask(**sizes, mask_function=function, allow_is_causal_skip=True)
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
-        assert have.dtype == torch.bool and torch.equal(have, want)
+        assert have.visible.dtype == torch.bool and torch.equal(have.complete(), want)
     for function in (causal, window, utils.bidirectional_mask_function):  # not to be left out
         have = integrations.mask(**sizes, mask_function=function)
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
-        assert torch.equal(have, want)
+        assert torch.equal(have.complete(), want)
     # A static cache of 8: what is not filled yet lies behind the last query.
     sizes["kv_length"], allowed = 8, {"allow_is_causal_skip": True}
     for offset in (0, torch.tensor(2)):
@@ -544,7 +546,7 @@ def test_other_masks_are_complete():
         want = utils.sdpa_mask(
             **sizes, q_offset=offset, mask_function=window, allow_is_causal_skip=False
         )
-        assert torch.equal(have, want)
+        assert torch.equal(have.complete(), want)
     # An offset that only the device knows; a padding that ends before the keys do.
     sizes["kv_length"], sizes["mask_function"] = 5, causal
     for more in (
@@ -552,7 +554,9 @@ def test_other_masks_are_complete():
         {"attention_mask": torch.ones(B, 3, dtype=torch.bool)},
     ):
         have = integrations.mask(**sizes, **more, **allowed)
-        assert torch.equal(have, utils.sdpa_mask(**sizes, **more, allow_is_causal_skip=False))
+        assert torch.equal(
+            have.complete(), utils.sdpa_mask(**sizes, **more, allow_is_causal_skip=False)
+        )
 
 
 # ------------------------------------------------------------------------------------- compilation
@@ -615,7 +619,7 @@ def test_refused_masks():
         layer(attention_mask=block)
     with pytest.raises(TypeError, match="a Tensor of 2 dimensions"):
         layer(attention_mask=torch.ones(1, 3))
-    with pytest.raises(TypeError, match=r"attn_mask has dtype torch.int64"):
+    with pytest.raises(TypeError, match=r"attention_mask has dtype torch.int64"):
         layer(attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="attn_mask has shape"):
         layer(attention_mask=torch.ones(1, 1, 3, 5, dtype=torch.bool))

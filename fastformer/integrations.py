@@ -87,10 +87,19 @@ def register_transformers() -> None:
         def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
             if requested_attention == NAME:
                 _enter_classes(sys.modules[type(self).__module__])
+                if all(vars(type(self)).get(flag) is False for flag in _SUPPORTS):
+                    requested_attention = "eager"
             return check(self, requested_attention, *args, **kwargs)
 
         checked._before_fastformer = check  # type: ignore[attr-defined]
         PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+
+
+# A class that denies all of them in its own body is a part with an attention of its own, the audio
+# tower of Gemma 4 for one; transformers' own sdpa, where nobody asked for it, leaves it to eager.
+_SUPPORTS = [
+    f"_supports_{what}" for what in ("sdpa", "flash_attn", "flex_attn", "attention_backend")
+]
 
 
 def _enter_classes(models: Any) -> None:
@@ -361,6 +370,8 @@ class Mask:
     logical_not = __invert__
 
     def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
         raise _Refused(_refused(self.owner, name))
 
 
@@ -415,7 +426,6 @@ class _Guarded(Mask):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Mask)]
-        owner = masks[0].owner if masks else "the model"
         if func is torch.where and args and isinstance(args[0], Mask):
             return torch.where(args[0].complete(), *args[1:], **(kwargs or {}))
         if masks and name in ("__and__", "bitwise_and", "logical_and"):
@@ -424,7 +434,9 @@ class _Guarded(Mask):
             return masks[0] | next(x for x in args if x is not masks[0])
         if masks and name in ("bitwise_not", "logical_not"):
             return ~masks[0]
-        raise _Refused(_refused(owner, name))
+        within = [x for many in args if isinstance(many, (list, tuple)) for x in many]
+        masks += [x for x in within if isinstance(x, Mask)]
+        raise _Refused(_refused(masks[0].owner if masks else "the model", name))
 
 
 def mask(
@@ -457,12 +469,10 @@ def mask(
             A `Mask` is returned as it is.
         allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
             them is False always, according to the pattern.
-        config: of the model.
+        config: of the model, for the name in errors.
         kwargs: what else `sdpa_mask` takes.
 
-    Raises:
-        ValueError: the model is of a kind that computes its attention by itself, and would take the
-            mask for another.
+    Source: `sdpa_mask` of huggingface/transformers.
     """
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -472,8 +482,6 @@ def mask(
 
     if isinstance(attention_mask, Mask):
         return attention_mask
-    if config is not None:
-        _require_interface(type(config).__module__)
     owner = getattr(config, "model_type", None) or "the model"
     kind = Mask if torch.compiler.is_compiling() else _Guarded
     shape, device = (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu")
@@ -531,22 +539,3 @@ def _captured(function: Any, name: str, default: Any) -> Any:
     """What an inner function holds of the function around it."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else default
-
-
-def _require_interface(config_module: str) -> bool:
-    """Raises for a model that has attention layers of its own and no way to another attention."""
-    models = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    if models is None or hasattr(models, "ALL_ATTENTION_FUNCTIONS"):
-        return True
-    for name, x in vars(models).items():
-        own = isinstance(x, type) and x.__module__ == models.__name__
-        if own and "Attention" in name and issubclass(x, nn.Module):
-            raise ValueError(
-                f"{name} of {models.__name__} computes its attention by itself, whatever "
-                f"attn_implementation is: {NAME!r} is not supported there; take 'eager'"
-            )
-    return True
-
-
-# What torch.compiler.assume_constant_result sets, without the import of dynamo.
-_require_interface.__dict__["_dynamo_marked_constant"] = True

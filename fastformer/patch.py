@@ -372,6 +372,8 @@ class _DirectAttention(TorchFunctionMode):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if not caller.startswith("fastformer"):
                 why = "it is called directly; sdpa_override reaches it"
+                if caller == "transformers.integrations.sdpa_attention":
+                    why = _SUGGESTION.format("sdpa")
                 self._tell(backends.Choice("scaled_dot_product_attention", "torch", why))
         return out
 
@@ -386,8 +388,9 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     backend that are set, and tells for each layer what it ran on: an `Explanation`, with rows of
     (module's name, op, backend, reason) in the order in which they ran. The backend is triton,
     reference or, where the module's own forward ran, torch. Named are fastformer's ops, the torch
-    modules that `accelerate` would replace, and direct calls of F.scaled_dot_product_attention. Of
-    a compiled model the model that was compiled is run.
+    modules that `accelerate` would replace, direct calls of F.scaled_dot_product_attention, and the
+    attention layers of a Hugging Face model that ran without either, by their class. Of a compiled
+    model the model that was compiled is run.
 
     Raises:
         ValueError: an unknown op. TypeError: neither a name nor a module. Otherwise what the call
@@ -403,20 +406,32 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     rows: list[tuple[str, str, str, str]] = []
     running: list[Any] = []
 
+    attended: list[int] = []  # by module that runs: the attention in it, of whichever kind
+    hugging_face = hasattr(getattr(model, "config", None), "_attn_implementation")
+
     def tell(choice: backends.Choice) -> None:
         name = next((names[id(m)] for m in reversed(running) if id(m) in names), "")
         rows.append((name, choice.op, choice.backend, choice.reason))
+        if "attention" in choice.op.lower():
+            attended[:] = [n + 1 for n in attended]
 
     def enter(module: nn.Module, _: Any) -> None:
         if _explaining.modules is running:  # and not of another thread: the hooks are of all
             running.append(module)
+            attended.append(0)
 
     def leave(module: nn.Module, *_: Any) -> None:
         if _explaining.modules is not running:
             return
+        kind, why = type(module).__name__, None
         if not isinstance(module, _Accelerated) and isinstance(module, _BASES):
-            tell(backends.Choice(type(module).__name__, "torch", "it was not replaced"))
+            why = "accelerate(model) has not replaced it"
+        elif hugging_face and "attention" in kind.lower() and not attended[-1]:
+            why = _own_attention(module)
+        if why is not None:
+            tell(backends.Choice(kind, "torch", why))
         running.pop()
+        attended.pop()
 
     former, _explaining.modules = _explaining.modules, running
     handles = [
@@ -434,6 +449,19 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 _BASES = tuple(kind._base for kind in KINDS)
+_SUGGESTION = (
+    "attn_implementation is {!r}; after register_transformers() "
+    "model.set_attn_implementation('fastformer') replaces it"
+)
+
+
+def _own_attention(module: nn.Module) -> str:
+    """Why an attention layer of a Hugging Face model ran on its own."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    asks = hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+    if asks and name not in (None, "fastformer"):
+        return _SUGGESTION.format(name)
+    return "it computes its attention by itself, whatever attn_implementation is"
 
 
 # ------------------------------------------------------------------------------------ sdpa_override
@@ -487,8 +515,9 @@ def _sdpa(
             choice = backends.Choice("scaled_dot_product_attention", "torch", reason)
             backends._state.watch(choice)
         return F.scaled_dot_product_attention(*args[:6], scale=scale, enable_gqa=enable_gqa)
+    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # a head for all
     with backends.telling(obstacle=_nobody):
-        return functional.scaled_dot_product_attention(*args)
+        return functional.scaled_dot_product_attention(*args[:7], enable_gqa)
 
 
 def _nobody(op: str, reason: str) -> None:
@@ -519,7 +548,7 @@ def _sdpa_obstacle(
     if any(x.shape[0] != query.shape[0] for x in tensors) or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
     if query.dim() == 4 and query.shape[1] != key.shape[1]:
-        if not enable_gqa:
+        if not enable_gqa and key.shape[1] != 1:  # one head for all is what the op takes
             return "the heads broadcast"
         if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
             return "the heads of key do not divide those of query"

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"copy_task", "integrations", "patch", "plots"},
+    {"copy_task", "integrations", "plots"},
+    {"patch"},
     {"environment"},
     {"decoding"},
     {"training"},

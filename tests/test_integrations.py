@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hugging_face
 import pytest
 import torch
 
@@ -126,14 +127,8 @@ def inputs(make, padding, device):
 
 @pytest.fixture(autouse=True)
 def finite_masks(monkeypatch):
-    """Eager masks in float64 that stay finite where a model takes its softmax in float32."""
-
-    def mask(dtype=torch.float32, **given):
-        dtype = torch.float32 if dtype == torch.float64 else dtype
-        return masking_utils.eager_mask(dtype=dtype, **given)
-
     masks = masking_utils.AttentionMaskInterface._global_mapping
-    monkeypatch.setitem(masks, "eager", mask)
+    monkeypatch.setitem(masks, "eager", hugging_face.finite_eager_mask)
 
 
 def use(model, implementation):
@@ -320,9 +315,9 @@ def calls(monkeypatch):
     """What the op is called with: the shape of the keys, and the options."""
     calls, attend = [], functional.scaled_dot_product_attention
 
-    def record(q, k, v, **options):
-        calls.append((k.shape, options))
-        return attend(q, k, v, **options)
+    def record(q, k, v, *mask_and_more, **options):
+        calls.append((k.shape, {"attn_mask": (*mask_and_more, None)[0], **options}))
+        return attend(q, k, v, *mask_and_more, **options)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
     return calls
@@ -559,6 +554,78 @@ def test_other_masks_are_complete():
         )
 
 
+def made(left=None, right=0, padding=None, guarded=True):
+    """A Mask of 3 queries and 4 keys."""
+    kind = integrations._Guarded if guarded else integrations.Mask
+    return kind((B, 1, 3, 4), padding, left, right, "cpu", "some_model")
+
+
+PADDING = torch.tensor([[True] * 4, [False] + [True] * 3])[:, None, None]
+
+
+def test_what_a_model_may_do_with_a_mask():
+    """What means the same by PyTorch's boolean masks; the result is a Mask again, or a selection by
+    it."""
+    mask = made(1, 0, PADDING)
+    full = mask.complete()
+    assert full.shape == mask.shape == mask.size() and mask.size(-1) == 4
+    assert full[0, 0].tolist() == [[b in (i, i + 1) for b in range(4)] for i in range(3)]
+    assert mask.ndim == mask.dim() == 4 and mask.dtype == torch.bool and mask.device == "cpu"
+    assert mask[:, :, :, :4] is mask and mask[:, :, 0:] is mask  # in whole: still a band
+    assert mask.to(torch.float16) is mask and mask.contiguous() is mask and mask.detach() is mask
+    assert mask.to("cpu", non_blocking=True).visible is PADDING
+    other = torch.rand(B, 1, 3, 4) < 0.5
+    for have, want in (
+        (mask[:, :, -1:], full[:, :, -1:]),
+        (mask[:, :, torch.tensor([2, 0]), :], full[:, :, [2, 0]]),
+        (mask[..., 1:], full[..., 1:]),
+        (mask[:, 0], full[:, 0]),
+        (mask.expand(B, 5, 3, 4), full.expand(B, 5, 3, 4)),
+        (mask.repeat_interleave(2, dim=0), full.repeat_interleave(2, dim=0)),
+        (mask & other, full & other),
+        (other & mask, full & other),
+        (mask | other, full | other),
+        (torch.logical_and(other, mask), full & other),
+        (mask & made(None, 0), full & made(None, 0).complete()),
+    ):
+        assert isinstance(have, integrations.Mask) and torch.equal(have.complete(), want)
+    assert torch.equal(~mask, ~full) and torch.equal(mask.logical_not(), ~full)
+    scores = torch.randn(B, 1, 3, 4)
+    assert torch.equal(torch.where(mask, scores, -1.0), torch.where(full, scores, -1.0))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, mask: x + mask,
+        lambda x, mask: mask + x,
+        lambda x, mask: x * mask,
+        lambda x, mask: 1.0 - mask,
+        lambda x, mask: mask == 0,
+        lambda x, mask: mask * -1e9,
+        lambda x, mask: x & mask,
+        lambda x, mask: mask.bool(),
+        lambda x, mask: mask.sum(),
+        lambda x, mask: -mask,
+        lambda x, mask: "yes" if mask else "no",
+        lambda x, mask: [row for row in mask],
+        lambda x, mask: len(mask),
+        lambda x, mask: x.masked_fill(mask, 0),
+        lambda x, mask: torch.cat([x, mask], -1),
+        lambda x, mask: torch.zeros_like(mask),
+        lambda x, mask: torch.nn.functional.pad(mask, (0, 1)),
+        lambda x, mask: torch.nn.functional.scaled_dot_product_attention(x, x, x, mask),
+    ],
+)
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["band", "padding"])
+def test_what_it_may_not(use, padding):
+    """It would take the mask for integers, or for what is added to the scores."""
+    own = "some_model computes with its attention mask by itself .*attn_implementation='fastformer'"
+    with pytest.raises(ValueError, match=own):
+        use(torch.randn(B, 1, 3, 4), made(1, 0, padding))
+    assert not hasattr(made(), "sum") and hasattr(made(), "to")
+
+
 # ------------------------------------------------------------------------------------- compilation
 
 
@@ -576,6 +643,18 @@ def test_compile(make, padding, device):
     torch.testing.assert_close(out.loss, want["loss"])
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, want[f"grad of {name}"], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [bert, bart], ids=lambda make: make.__name__)
+def test_compile_under_checkpointing(make, device):
+    """The mask of BERT goes into the checkpoint by position, that of BART by name."""
+    torch.compiler.reset()
+    model, given = make(use_cache=False).to(device).train(), inputs(make, "right", device)
+    want = outcome(model, "fastformer", given)["loss"]
+    model.gradient_checkpointing_enable()
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(**given)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, want)
 
 
 def test_export(device):
@@ -596,11 +675,31 @@ def layer(**changes):
     return integrations.attention(torch.nn.Module(), **arguments)
 
 
-@pytest.mark.parametrize("name", integrations.REFUSED)
+@pytest.mark.parametrize("name", [*integrations.REFUSED, "tomorrows_keyword"])
 def test_refused_arguments(name):
-    layer(**{name: None})
-    with pytest.raises(ValueError, match=f"^{name} .*not supported by .*'fastformer'"):
+    for nothing in (None, False):
+        layer(**{name: nothing})
+    with pytest.raises(ValueError, match=f"^{name} .*not supported by .*'fastformer'.* to Module"):
         layer(**{name: torch.ones(2)})
+
+
+@pytest.mark.parametrize("name", sorted(integrations.KNOWN))
+def test_known_arguments(name):
+    x = torch.randn(1, 2, 3, 4)
+    assert torch.equal(layer(query=x)[0], layer(query=x, **{name: 3})[0])
+
+
+@pytest.mark.parametrize("name", integrations.PACKED)
+def test_packed_sequences_that_the_mask_does_not_hold(name):
+    bounds, x = torch.tensor([0, 1, 3]), torch.randn(B, 2, 3, 4)
+    band = integrations.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
+    for mask in (None, band, torch.ones(1, 1, 1, 3, dtype=torch.bool)):
+        with pytest.raises(
+            ValueError, match=rf"^{name} \(packed sequences\).*give .* position_ids"
+        ):
+            layer(query=x, attention_mask=mask, **{name: bounds})
+    complete = torch.eye(3, dtype=torch.bool)[None, None]
+    layer(query=x, attention_mask=complete, **{name: bounds})
 
 
 def test_sinks_of_gpt_oss_are_refused(device):
@@ -623,6 +722,17 @@ def test_refused_masks():
         layer(attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="attn_mask has shape"):
         layer(attention_mask=torch.ones(1, 1, 3, 5, dtype=torch.bool))
+    for other in (made(), made()[:, 0], made()[:, :, :2, :3]):
+        with pytest.raises(ValueError, match=r"attention_mask has shape .*expected \[B, 1, 3, 3\]"):
+            layer(attention_mask=other)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64], ids=str)
+def test_integer_masks_of_the_user_are_refused(kind, device):
+    """int8 was once the form of our own."""
+    model, given = llama(attn_implementation="fastformer").to(device), inputs(llama, "none", device)
+    with pytest.raises(TypeError, match=f"attention_mask has dtype {kind}; expected torch.bool"):
+        model(**given, attention_mask=torch.ones(B, 1, S, S, dtype=kind, device=device))
 
 
 def test_a_model_with_attention_of_its_own_is_refused(device):
@@ -630,11 +740,90 @@ def test_a_model_with_attention_of_its_own_is_refused(device):
     config = {"vocab_size": V, "hidden_size": 32, "n_layer": 1, "n_head": 4}
     config = transformers.BloomConfig(**config, attn_implementation="fastformer")
     model = transformers.BloomForCausalLM(config).to(device)
-    own = r"BloomAttention of .* computes its attention by itself"
-    with pytest.raises(ValueError, match=own):
-        model(**inputs(gpt2, "left", device))
-    with pytest.raises(Exception, match=own):
-        torch.compile(model, fullgraph=True, backend="eager")(**inputs(gpt2, "left", device))
+    given = inputs(gpt2, "left", device)
+    with pytest.raises(ValueError, match=r"^bloom computes with its attention mask by itself .add"):
+        model(**given)
+    with pytest.raises(Exception, match="Mask"):
+        torch.compile(model, fullgraph=True, backend="eager")(**given)
+
+
+SAM = {**WIDE, "num_attention_heads": 4, "image_size": 16, "patch_size": 4, "output_channels": 8}
+SAM |= {"num_channels": 1, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 48}
+DATA2VEC = {**WIDE, **HEADS, "image_size": 16, "patch_size": 4, "num_channels": 1}
+DATA2VEC |= {"use_relative_position_bias": True}
+
+
+def of_classes(name, implementation):
+    """Models that choose the class of their attention by the name."""
+    if name == "sam":
+        return transformers.SamVisionModel._from_config(
+            transformers.SamVisionConfig(**SAM), attn_implementation=implementation
+        )
+    return transformers.Data2VecVisionModel._from_config(
+        transformers.Data2VecVisionConfig(**DATA2VEC), attn_implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("name", ["sam", "data2vec"])
+def test_models_with_a_class_for_sdpa(name, device, calls):
+    """They run that class on fastformer's attention; SAM's relative positions are a bias."""
+    model, eager = (of_classes(name, x).to(device).eval() for x in ("fastformer", "eager"))
+    for p in model.parameters():
+        p.data.normal_(std=0.3)
+    eager.load_state_dict(model.state_dict())
+    x = torch.randn(B, 1, 16, 16, device=device)
+    results = []
+    for m in (model, eager):
+        out = m(x).last_hidden_state
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in m.parameters() if p.grad is not None)])
+    assert len(calls) == 2 and all(options["attn_mask"] is not None for _, options in calls)
+    for have, want in zip(*results):
+        torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-5 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gptj", "gpt_neo", "git"])
+def test_models_without_a_class_for_it_are_refused(kind):
+    """Not by a bare KeyError."""
+    config, cls = hugging_face.build(kind)
+    message = r"Attention computes its attention by itself: attn_implementation='fastformer' is not"
+    with pytest.raises(ValueError, match=message + ".*; take one of 'eager'"):
+        cls._from_config(config, attn_implementation="fastformer")
+    with pytest.raises(ValueError, match="BarkSelfAttention computes its attention by itself"):
+        transformers.BarkSemanticModel._from_config(
+            transformers.BarkSemanticConfig(num_layers=1), attn_implementation="fastformer"
+        )
+
+
+def test_falcon_within_the_override(device, calls):
+    """As the error says."""
+    config, cls = hugging_face.build("falcon")
+    models = [cls._from_config(config, attn_implementation=x).eval() for x in ("sdpa", "eager")]
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(4, V, (B, S))
+    with ff.sdpa_override():
+        have = models[0](ids).logits
+    assert len(calls) == config.num_hidden_layers
+    torch.testing.assert_close(have, models[1](ids).logits)
+
+
+def test_parts_that_deny_every_implementation(device):
+    """Run eager, as under transformers' default: what asks for a mask there reads it by itself."""
+    config = hugging_face.build("gemma4")[0]
+    assert isinstance(config, transformers.Gemma4Config)
+    audio = {**hugging_face.small(transformers.Gemma4AudioConfig), "output_proj_dims": 64}
+    config.audio_config = transformers.Gemma4AudioConfig(**audio)
+    model = transformers.Gemma4Model._from_config(config, attn_implementation="fastformer").eval()
+    assert model.audio_tower.config._attn_implementation == "eager"
+    assert model.language_model.config._attn_implementation == "fastformer"
+    x, real = torch.randn(B, 32, 128), torch.ones(B, 32, dtype=torch.bool)
+    real[1, 20:] = False
+    have = model.audio_tower(x, real).last_hidden_state
+    assert have.isfinite().all()
+    model.set_attn_implementation("eager")
+    assert torch.equal(model.audio_tower(x, real).last_hidden_state, have)
+    model.set_attn_implementation("fastformer")
+    assert model.audio_tower.config._attn_implementation == "eager"
 
 
 def test_masks_that_are_not_registered(device, monkeypatch):

@@ -45,3 +45,6 @@ for name in ("eager", "fastformer"):
 same = torch.equal(texts["fastformer"], texts["eager"])
 print(f"Llama, {texts['eager'].numel() - tokens.numel()} generated tokens: same = {same}")
 assert same
+
+# Which layers of it ran on fastformer, and on which backend.
+print(ff.explain(llama, tokens))

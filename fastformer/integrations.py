@@ -5,9 +5,10 @@
 
 transformers asks an attention implementation for two functions: one makes the mask, once in a
 forward for all layers of a kind; the other is the attention of a layer, and gets that mask. What
-the first returns here is None, where every query sees every key, or a `Mask`: the least that says
-who sees whom, in a type of its own. The second takes that type, or a tensor of the user's that
-follows the rules of PyTorch's attention. Both refuse, by name, what they do not know.
+the first returns here is a `Mask`: the least that says who sees whom, in a type of its own. The
+second takes that type, or a tensor of the user's that follows the rules of PyTorch's attention;
+what it does not know it refuses by name. A layer without a mask sees everything, as under eager:
+its own `is_causal`, which some models set wrong, is not read.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims.
 """
@@ -32,8 +33,14 @@ _Sides = tuple[int | None, int | None]  # of a band: left and right
 KNOWN = {
     "cache_position",
     "deterministic",
+    "grid_thw",
+    "image_grid_thw",
+    "image_sizes",
+    "labels",
+    "logits_to_keep",
     "max_length_k",
     "max_length_q",
+    "mm_token_type_ids",
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -41,7 +48,9 @@ KNOWN = {
     "position_ids",
     "return_dict",
     "sliding_window",
+    "token_type_ids",
     "use_cache",
+    "video_grid_thw",
 }
 # Those that tell of packed sequences: the mask has to hold them.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -157,8 +166,7 @@ def attention(
     """`scaled_dot_product_attention` as a layer of transformers calls it.
 
     Args:
-        module: the layer; its `is_causal` counts where there is neither a mask nor an `is_causal`
-            here: in models that make no masks.
+        module: the layer, for errors.
         query: [B, H, Sq, D]; with B = 1 for all sequences of the keys.
         key, value: [B, G, Sk, D] and [B, G, Sk, Dv]; the heads are not repeated.
         attention_mask: what `mask` returned, or a mask of the user's, which is complete: boolean,
@@ -166,6 +174,7 @@ def attention(
             [B or 1, H or 1, Sq or 1, Sk].
         dropout: probability that a weight is dropped: 0 in evaluation.
         scaling: the factor on query key^T; 1/sqrt(D) by default.
+        is_causal: True counts where there is no mask.
         position_bias: added to the scores, any shape that broadcasts to [B, H, Sq, Sk]. It has a
             gradient.
         softcap: as in `scaled_dot_product_attention`.
@@ -187,10 +196,8 @@ def attention(
     _require_registered(module)
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", False)
     q_length, k_length = query.shape[2], key.shape[2]
-    visible, bias, (left, right) = _read(attention_mask, is_causal, q_length, k_length)
+    visible, bias, (left, right) = _read(attention_mask, bool(is_causal), q_length, k_length)
     _require_known(module, kwargs, complete=q_length in _rows(visible) + _rows(bias))
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
@@ -285,7 +292,8 @@ class Mask:
     It is no tensor, so that nothing can take it for a mask of another kind: integers, 1 and 0, or
     what is added to the scores. A model may do with it what PyTorch's boolean masks (True takes
     part) and no others mean the same by: index it, change its shape or its device, join it by & and
-    |, invert it, select by it in torch.where. Anything else is refused with the model's name.
+    |, invert it, put several one after the other, select by it in torch.where. Anything else is
+    refused with the model's name.
 
     visible: boolean [B or 1, 1, 1 or Sq, Sk], True takes part, or None. left, right: of the keys
     only those from i - left to i + right, the queries i being counted so that the last stands at
@@ -426,6 +434,9 @@ class _Guarded(Mask):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Mask)]
+        if func is torch.cat and args and all(isinstance(x, Mask) for x in args[0]):
+            parts = [x.complete() for x in args[0]]
+            return args[0][0]._of(torch.cat(parts, *args[1:], **(kwargs or {})))
         if func is torch.where and args and isinstance(args[0], Mask):
             return torch.where(args[0].complete(), *args[1:], **(kwargs or {}))
         if masks and name in ("__and__", "bitwise_and", "logical_and"):
@@ -451,15 +462,15 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> Mask | None:
+) -> Mask:
     """Who sees whom in a forward.
 
-    None, or a `Mask` with the padding and a band, where the pattern is transformers' own causal,
-    bidirectional or sliding one and the last query stands at the last key; one that holds the
-    complete mask [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences, chunks,
-    patterns joined by `and` and `or`, a static cache that is longer than what it holds; in a graph,
-    windows too. Only on a CPU does it look whether there is padding at all: on a GPU that would
-    wait for the device, and in a graph it cannot be.
+    A `Mask` with the padding and a band, either or none of them, where the pattern is transformers'
+    own causal, bidirectional or sliding one and the last query stands at the last key; one that
+    holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences,
+    chunks, patterns joined by `and` and `or`, a static cache that is longer than what it holds; in
+    a graph, windows too. Only on a CPU does it look whether there is padding at all: on a GPU that
+    would wait for the device, and in a graph it cannot be.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
@@ -512,8 +523,6 @@ def mask(
         left = None
     if right is not None and right >= q_length - 1:
         right = None
-    if padding is None and left is None and right is None:
-        return None
     return kind(shape, padding, left, right, device, owner)
 
 

@@ -1,9 +1,11 @@
 """The ops. Each docstring is the contract: formula, shapes, dtypes, errors, source.
 
 Every function checks its arguments before any kernel starts and hands them to `backends.run`, which
-picks the Triton kernel or the PyTorch reference. Shapes, dtypes, devices and numbers are always
-checked; what a tensor holds (lengths) on CPU tensors only, and on a GPU where FASTFORMER_CHECK=1 is
-set, because looking at it waits for the device.
+picks the Triton kernel or the PyTorch reference. An argument of another type - a flag that is no
+bool, a sparse or a nested tensor - is a TypeError, a value that cannot be a ValueError; each names
+the argument, and says what was given and what is expected. Shapes, dtypes, devices and numbers are
+always checked; what a tensor holds (lengths) on CPU tensors only, and on a GPU where
+FASTFORMER_CHECK=1 is set, because looking at it waits for the device.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims, N features.
 
@@ -244,9 +246,9 @@ def scaled_dot_product_attention(
         sinks: [H], float32 or the dtype of the query: a logit of each head that takes part in the
             denominator of the softmax alone, exp(sink_h) + sum_j exp(score_ij), as a key whose
             value is zero. Bias, ALiBi and softcap do not touch it; -inf is none. It has a gradient.
-        dropout_seed: the key of the dropout mask, an int or a tensor of one int64: the mask is a
-            function of it and of (b, h, i, j) alone, the same on every backend. None draws one from
-            torch's generator.
+        dropout_seed: the key of the dropout mask, an int of 64 bits or a tensor of one int64: the
+            mask is a function of it and of (b, h, i, j) alone, the same on every backend. None
+            draws one from torch's generator.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
 
     Mask, bias, causality, window and lengths are combined: a key takes part where all allow it.
@@ -438,7 +440,7 @@ def attention_weights(
         query, key, attn_mask, is_causal, scale, enable_gqa, bias, key_lengths, window,
         causal_alignment, alibi_slopes, softcap, sinks: as in `scaled_dot_product_attention`, with
             the heads in query and key.
-        rows: the queries wanted, a slice or a tensor of int64 indices; None for all.
+        rows: the queries wanted, a slice within them or a tensor of int64 indices; None for all.
         heads: the heads wanted, likewise.
 
     Returns:
@@ -1116,7 +1118,7 @@ def embed(
 
     Raises:
         ValueError: shapes that do not fit, more than the positions there are, a token outside of
-            [0, V), dropout_p outside [0, 1], several devices.
+            [0, V), a padding_idx outside [-V, V), dropout_p outside [0, 1], several devices.
         TypeError: tokens that are not integers, parameters that are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.4, 3.5 and 5.4.

@@ -305,7 +305,7 @@ def _keeps_nan(query: Tensor, key: Tensor, scale: float) -> bool:
     """
     if min(query.shape[2], key.shape[2]) >= 16:
         return True
-    return math.isfinite(scale) and _finite(query) and _finite(key)
+    return _finite(query) and _finite(key) and math.isfinite(scale)  # a graph has no isfinite
 
 
 def _near_zero(added: Tensor) -> bool:

@@ -492,6 +492,20 @@ def test_flags_and_seeds_of_other_types():
     assert torch.equal(ff.scaled_dot_product_attention(**x | same)[0], want)
 
 
+def test_a_flag_and_a_seed_in_a_graph():
+    """Of sizes that a graph leaves open."""
+    w = floats(8, D)
+
+    def call(x, seed):
+        out = ff.scaled_dot_product_attention(x, x, x, is_causal=x.shape[2] > 1)
+        return ff.geglu(out, w, None, w[:4].t(), None, 0.5, dropout_seed=seed)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length, seed in ((5, 3), (6, 4)):
+        x = floats(1, 1, length, D)
+        torch.testing.assert_close(compiled(x, seed), call(x, seed))
+
+
 def test_padding_idx_from_the_end(backend, device):
     """As in torch: -1 is the last token."""
     weight = floats(V, D).to(device).requires_grad_()

@@ -408,9 +408,8 @@ def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
         run = Run(out, work, None, kernels.environment)
         run.go([_once(part) for part in parts if part.journal], 1e6, kernels.keep)
         data = run.save()
-    print(
-        "\n".join(f"FAILED {test}: {why.splitlines()[0]}" for test, why in data["failed"].items())
-    )
+    for test, reason in data["failed"].items():
+        print(f"FAILED {test}: {reason.splitlines()[0]}")
     print(f"Wrote {file}: {kernels.packed} kernels for {kernels.kind}")
     return _status(data)
 
@@ -438,7 +437,7 @@ def _status(data: dict[str, Any]) -> int:
     return 1 if failed else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -451,6 +450,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--prepare", type=Path, metavar="FILE", help="compile the kernels of --cache, and no more")
     add("--triton", metavar="VERSION", help="with --prepare: of that Triton")
     add("--dry-run", action="store_true", help="the small run, also with a GPU")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
     options = parser.parse_args(argv)
     if not options.minutes > 0:
         parser.error(f"minutes is {options.minutes:g}; expected more than 0")

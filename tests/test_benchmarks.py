@@ -424,14 +424,53 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     """Collected as on a GPU: the sizes and so the ids are others there."""
     collect = "import sys, torch; torch.cuda.is_available = lambda: True; import pytest;"
     collect += "sys.exit(pytest.main(sys.argv[1:]))"
-    done = python("-c", collect, "--collect-only", "-q", "--benchmark-only")
+    done = python("-c", collect, "--collect-only", "-q", "tests/test_sizes.py", "benchmarks")
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     assert len(ids) > 500, done.stdout + done.stderr
+    found = {}
     for part in benchmarks.gpu.chosen(benchmarks.gpu.on_gpu(), None):
-        if "--benchmark-only" in part.command:
+        if "--matching" in part.command and part.name != "kernel-tests":
             matching = part.command[part.command.index("--matching") + 1]
-            files = [word for word in part.command if word.startswith("benchmarks/")]
-            mine = [i for i in ids if i.split("::")[0] in files and re.search(matching, i)]
+            mine = [i for i in ids if i.split("::")[0] in part.command and re.search(matching, i)]
             assert 3 < len(mine) < 300, f"{part.name}: {len(mine)}"
-            ours = ("triton", "auto", "self-attention", "flex")  # flex in a process of its own
+            ours = ("triton", "auto", "self-attention", "flex", "sizes")  # flex is a peer's process
             assert any(name in i for i in mine for name in ours)
+            found[part.name] = mine
+    sizes = [test for test in ids if "test_sizes" in test]
+    assert sorted(found["small-heads"] + found["correctness"]) == sorted(sizes)
+    assert all(re.search(r"-(16|32)\]", test) for test in found["small-heads"])
+    for peer in ("torch", "cudnn", "flash", "efficient"):
+        for part in ("attention", "lengths", "more-attention"):
+            assert any(test.endswith(f"-{peer}]") for test in found[part]), (part, peer)
+
+
+def test_the_parts_for_a_gpu_are_in_order(benchmarks):
+    groups = benchmarks.gpu.on_gpu()
+    assert [[part.name for part in parts] for parts in groups.values()] == [
+        ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "loss", "norms",
+         "model"],
+        ["kernel-tests"],
+        ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",
+         "more-flex", "compiled-model", "embedding"],
+    ]  # fmt: skip
+    for part in benchmarks.gpu.chosen(groups, "flex,more-flex,first-call,compiled-model"):
+        assert part.silence > 120, f"{part.name} compiles for long, and says nothing meanwhile"
+    (kernel_tests,) = groups["tests"]
+    commands = [part.command for part in kernel_tests.shards()]
+    assert len(commands) == 8 and not any("-n" in command for command in commands)
+    assert [part.name for part in benchmarks.gpu.chosen(groups, "model,tests")] == [
+        "model",
+        "kernel-tests",
+    ]
+
+
+def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where `--out` makes its folder
+    gpu, commands = benchmarks.gpu, []
+    for name in ("README.md", "docs/first_run.md", "docs/benchmarks.md"):
+        text = (ROOT / name).read_text()
+        commands += re.findall(r"python -m benchmarks\.gpu( [^\n`]*)", text)
+    for words in [*commands, *re.findall(r"benchmarks\.gpu( .*?)(?:   |\n)", gpu.__doc__)]:
+        options = gpu._parser().parse_args(words.partition("   ")[0].split())
+        assert gpu.chosen(gpu.on_gpu(), options.only)
+    assert len(commands) > 6

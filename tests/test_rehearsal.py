@@ -1,0 +1,225 @@
+"""benchmarks.gpu from end to end over a GPU that is not there (benchmarks/stand_in/device.py).
+
+Kernels are compiled for an H100 and their launches accepted, and nothing computes: the figures mean
+nothing, and say so. What breaks on the way costs the test that it broke in, and a run that is cut
+goes on where it was.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import journal, report, stand_in
+from benchmarks.stand_in import device
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ATTENTION = "benchmarks/bench_attention.py::test_attention[forward-4096-padding+dropout-d64-{}]"
+NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-{}]"
+HOST = "benchmarks/bench_host_cost.py::test_{}-triton]"
+EMBED = "tests/test_embedding.py::test_shapes[{}-shape0-5-torch.{}]"
+FAILS_IN_A_CAPTURE = NORM.format("torch")
+LOSES_THE_GPU = EMBED.format("triton", "float16-0.3")
+HANGS = EMBED.format("reference", "float32-0.3")
+CUT = ATTENTION.format("triton")  # the run is, while this test runs
+TESTS = [
+    "tests/test_sizes.py::test_attention[plain-32]",
+    *(ATTENTION.format(name) for name in ("torch", "triton", "packed")),
+    *(NORM.format(name) for name in ("torch", "triton")),
+    *(HOST.format(name) for name in ("dispatch[layer_norm", "host_cost[forward")),
+    *(EMBED.format("reference", f"float{n}-{p}") for n in (16, 32) for p in (0.0, 0.3)),
+    *(EMBED.format("triton", f"float16-{p}") for p in (0.0, 0.3)),
+]
+
+# A plugin of every pytest that the run starts.
+TROUBLE = f"""
+import os, time
+from pathlib import Path
+
+import pytest, torch
+import torch.nn.functional as F
+from benchmarks.stand_in import device
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    all_of_it = ("benchmarks/", "tests/test_sizes.py") if os.environ.get("ALL_OF_IT") else ()
+    items[:] = [i for i in items if i.nodeid in {TESTS!r} or i.nodeid.startswith(all_of_it)]
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    reached = Path(os.environ["REACHED"])
+    if item.nodeid == {CUT!r} and not reached.exists():
+        reached.touch()
+        time.sleep(600)
+    if item.nodeid == {HANGS!r}:
+        time.sleep(600)
+    if item.nodeid == {LOSES_THE_GPU!r}:
+        device.state.lost = "CUDA error: an illegal memory access was encountered"
+    if item.nodeid == {FAILS_IN_A_CAPTURE!r}:
+        layer_norm = F.layer_norm
+        def fails(*given):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("not to be captured")
+            return layer_norm(*given)
+        F.layer_norm = fails
+"""
+# benchmarks.gpu with less patience, in two processes where it takes eight.
+RUN = """
+import sys
+from dataclasses import replace
+from benchmarks import gpu
+gpu.SAVE_SECONDS = 1.0
+groups = gpu.on_gpu()
+for parts in groups.values():
+    for i, part in enumerate(parts):
+        silence = 40.0 if part.name == "kernel-tests" else 600.0
+        steps = ["--steps", "2"] if part.name == "copy-task" else []
+        parts[i] = replace(
+            part, command=[*part.command, *steps], seconds=3600, silence=silence,
+            processes=min(part.processes, 2),
+        )
+gpu.on_gpu = lambda: groups
+sys.exit(gpu.main([*sys.argv[1:], "--minutes", "240"]))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Of a process that has the stand-in for a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("here is a GPU")
+    if reason := stand_in.obstacle():
+        pytest.skip(reason)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "trouble.py").write_text(TROUBLE)
+    given = device.environment(tmp_path)
+    paths = [str(tmp_path / "plugins"), given["PYTHONPATH"]]
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "REACHED": str(tmp_path / "reached"),
+    }
+    return {**inherited, **given, **own}
+
+
+def until(found, process, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def statuses(data):
+    return {one["part"]: one["status"] for one in data["parts"]}
+
+
+def kernels(archive):
+    with zipfile.ZipFile(archive) as packed:
+        return {name for name in packed.namelist() if name.endswith(".cubin")}
+
+
+def test_a_run_with_every_trouble(environment, tmp_path, request):
+    """--slow: all that a GPU would see, in half an hour."""
+    everything = request.config.getoption("slow")
+    words = ["--cache", str(tmp_path / "kernels.zip")]
+    if everything:
+        environment["ALL_OF_IT"] = "1"
+    else:
+        words += ["--only", "machine,small-heads,attention,norms,first-call,kernel-tests"]
+    environment["PYTEST_ADDOPTS"] = "-p trouble"
+    command = [sys.executable, "-c", RUN, *words]
+
+    # The kernels of one part are there before the run, which compiles them no more.
+    prepare = ["--prepare", str(tmp_path / "kernels.zip"), "--only", "small-heads"]
+    prepare = [sys.executable, "-m", "benchmarks.gpu", *prepare]
+    done = subprocess.run(prepare, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    prepared = kernels(tmp_path / "kernels.zip")
+    assert len(prepared) > 2
+
+    first = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "first")], cwd=ROOT, env=environment
+    )
+    try:
+        until((tmp_path / "reached").exists, first)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 143
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            first.kill()
+    data = json.loads((tmp_path / "first" / "results.json").read_text())
+    assert statuses(data)["attention"] == "cut" and data["failed"] == {}
+    assert [row["provider"] for row in data["rows"] if row["length"] == 4096][-1] != "triton"
+    assert kernels(tmp_path / "kernels.zip") == prepared
+
+    resume = ["--resume", str(tmp_path / "first" / "run.zip"), "--out", str(tmp_path / "second")]
+    done = subprocess.run(
+        [*command, *resume], cwd=ROOT, env=environment, text=True, capture_output=True
+    )
+    assert done.returncode == 1, done.stderr  # as tests have failed
+    out = tmp_path / "second"
+    assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "run.zip"}
+    data = json.loads((out / "results.json").read_text())
+    assert data["failed"].pop(HANGS) == "did not come to its end"
+    assert "illegal memory access" in data["failed"].pop(LOSES_THE_GPU)
+    assert data["failed"] == {}
+    assert set(statuses(data).values()) == {"done"}, statuses(data)
+    assert kernels(tmp_path / "kernels.zip") > prepared
+
+    # Nothing lost, nothing run twice: but what was cut, and what hung was not waited for again.
+    with zipfile.ZipFile(out / "run.zip") as packed:
+        names = packed.namelist()
+        packed.extractall(tmp_path / "unpacked")
+    events = [
+        event
+        for name in names
+        if name.endswith(".jsonl")
+        for event in journal.read(tmp_path / "unpacked" / name)
+    ]
+    begun = Counter(event["begun"] for event in events if "begun" in event)
+    ended = Counter(event["test"] for event in events if "test" in event)
+    assert set(begun) >= set(TESTS) and (everything or set(begun) == set(TESTS))
+    assert {test: n for test, n in begun.items() if n > 1} == {CUT: 2}
+    assert set(begun) - set(ended) == {HANGS} and set(ended.values()) == {1}
+    logs = {name: (tmp_path / "unpacked" / name).read_text() for name in names if "log" in name}
+    assert sum("crashed, GPU lost: again" in log for log in logs.values()) == 2
+    assert sum("silent for 40 s: again" in log for log in logs.values()) == 1
+
+    # Every row is of no GPU, and says how its time was taken.
+    host = [row for row in data["rows"] if row["group"].startswith("host cost")]
+    rows = {(row["group"].split()[0], row["provider"]): row for row in data["rows"]}
+    assert all(row["gpu"] == device.STAND_IN for row in data["rows"])
+    timers = {place: row.get("device_timer") for place, row in rows.items()}
+    assert timers["attention", "packed"] == (
+        "events around calls: called a synchronizing CUDA operation"
+    )
+    assert timers["layer_norm", "torch"].endswith("a CUDA graph failed: not to be captured")
+    assert timers["layer_norm", "triton"] == timers["attention", "torch"] == report.CAPTURED
+    assert len(host) >= 2  # what the host takes has passed, whatever the device took
+    assert all("device_timer" not in row and row["ms"] != device.MILLISECONDS for row in host)
+    text = (out / "report.md").read_text()
+    assert "its times mean nothing" in text and "| packed, by events |" in text
+    results = report.load(out / "results.json")
+    assert results.rows and report.speed_block(results) == report.UNMEASURED
+
+
+def test_no_test_hands_the_kernels_tensors_of_the_cpu(environment, request):
+    """--slow: of all that test_autograd.py and test_backends.py ask of the kernels."""
+    tests = ["tests/test_backends.py::test_explain"]
+    tests += ["tests/test_autograd.py::test_forward_mode[triton-layer_norm]"]
+    if request.config.getoption("slow"):
+        tests = ["tests/test_autograd.py::test_forward_mode", *tests[:1]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -105,7 +105,11 @@ class Mutant:
     def quick(self) -> list[str]:
         """Tests that see most of what happens to the file."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
-        fuzz = [f"tests/test_fuzz.py::test_fuzz[triton-{op}]" for op in FUZZED[self.kernel]]
+        fuzz = [
+            f"tests/test_fuzz.py::{test}{op}]"
+            for test in ("test_fakes[", "test_fuzz[triton-")
+            for op in FUZZED[self.kernel]
+        ]
         return [*own, *fuzz] or self.others()
 
     def others(self) -> list[str]:
@@ -442,7 +446,7 @@ class Draw:
         return cls(**{**fields, "verdicts": [Verdict(**v) for v in fields["verdicts"]]})
 
     def counts(self, verdicts: Iterable[Verdict]) -> Counter[str]:
-        """Of each fate: killed at first; else killed by a test since, equivalent, or neither."""
+        """Of each fate: killed at first; else killed by a test since, equivalent, or open."""
         return Counter(
             "killed"
             if v.killed_at_first()
@@ -450,7 +454,7 @@ class Draw:
             if v.verdict in ("killed", "time out")
             else "equivalent"
             if v.good()
-            else "unexplained"
+            else "open"
             for v in verdicts
         )
 
@@ -460,15 +464,15 @@ class Draw:
         tried = len(self.verdicts)
         return (
             f"Of {self.candidates:,} changes that operators over the syntax tree make in the "
-            f"kernels, launchers, autograd and dispatch, {self.size} were drawn by the seed "
-            f"{self.seed} and {tried} tried: the tests of the time saw {found['killed']} "
-            f"({found['killed'] / max(1, tried):.1%}); of the others tests see "
-            f"{found['killed since']} now, {found['equivalent']} change no result, "
-            f"{found['unexplained']} are unexplained."
+            f"kernels, launchers, autograd and dispatch {self.size} were drawn (seed {self.seed}) "
+            f"and {tried} tried: the tests saw {found['killed']} at first "
+            f"({found['killed'] / max(1, tried):.1%}); of the others tests written since see "
+            f"{found['killed since']}, {found['equivalent']} change no result, "
+            f"{found['open']} are open."
         )
 
     def markdown(self) -> str:
-        kinds = ("killed", "killed since", "equivalent", "unexplained")
+        kinds = ("killed", "killed since", "equivalent", "open")
         lines = [
             "# Mutation score of a draw",
             "",
@@ -488,7 +492,7 @@ class Draw:
         lines += ["Not killed at first:", ""]
         for v in self.verdicts:
             if not v.killed_at_first():
-                why = DRAWN_EQUIVALENT.get((v.kernel, v.name), "unexplained")
+                why = DRAWN_EQUIVALENT.get((v.kernel, v.name), "open")
                 why = f"now killed by `{v.test}`" if v.verdict == "killed" else why
                 lines.append(f"- {v.kernel}, {v.function}, {v.operator}, {v.name}: {why}")
         lines += [

@@ -417,11 +417,15 @@ def mutation_line() -> str:
     verdicts = mutation.load(RESULTS / "mutation")
     killed = sum(verdict.verdict == "killed" for verdict in verdicts)
     left = sum(not verdict.good() for verdict in verdicts)
-    return (
+    line = (
         f"Of {len(mutation.MUTANTS)} bugs planted in the kernels {len(verdicts)} were tried: the "
         f"tests see {killed}, {len(verdicts) - killed - left} change no result, {left} go unseen "
         "([each](benchmarks/results/mutation.md))."
     )
+    drawn = mutation.Draw.load(RESULTS / "mutation_draw")
+    if drawn is None:
+        return line
+    return f"{line} {drawn.line()[:-1]} ([each](benchmarks/results/mutation_draw.md))."
 
 
 def speed_block(results: Results) -> str:

@@ -409,6 +409,7 @@ def scaled_dot_product_attention(
     mask, added = visible, _added(bias, alibi_slopes, i, shift, key)
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
+        mask = torch.atleast_2d(mask)  # torch's op takes no fewer
         # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
         needed = any(x is not None and x.requires_grad for x in (query, key, value, bias))
         fast = not (needed and torch.is_grad_enabled()) or _near_zero(mask)

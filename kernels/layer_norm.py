@@ -420,10 +420,10 @@ def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
     return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
 
 
-def _as(sums: Tensor, needed: bool, like: Tensor | None) -> Tensor:
-    """A weight's gradient from its sums [N]."""
+def _as(sums: Tensor, needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
+    """A weight's gradient from its sums [N], or nothing, as in `_or_nothing`."""
     if not needed or like is None:
-        return sums.new_empty(0)
+        return of.new_empty(0)
     return sums.view(like.shape).to(like.dtype, copy=True)
 
 
@@ -483,7 +483,7 @@ def backward(
         grad_output, None, input, math.prod(normalized_shape), weight, eps, unbiased, False, False,
         0.0, None, mean, reciprocal, needs[0], needs[1] or needs[2],
     )  # fmt: skip
-    return dx, _as(sums[0], needs[1], weight), _as(sums[1], needs[2], bias)
+    return dx, _as(sums[0], needs[1], weight, dx), _as(sums[1], needs[2], bias, dx)
 
 
 # ----------------------------------------------------------------------------------------- RMSNorm
@@ -521,7 +521,7 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
         grad_output, None, input, math.prod(normalized_shape), weight, eps, False, True, False,
         0.0, None, torch.zeros_like(reciprocal), reciprocal, needs[0], needs[1],
     )  # fmt: skip
-    return dx, _as(sums[0], needs[1], weight)
+    return dx, _as(sums[0], needs[1], weight, dx)
 
 
 # ------------------------------------------------------------------- residual, dropout, LayerNorm
@@ -581,4 +581,4 @@ def add_backward(
         False, True, dropout_p, dropout_seed, mean, reciprocal, needs[0] or needs[1],
         needs[2] or needs[3],
     )  # fmt: skip
-    return din, dx, _as(sums[0], needs[2], weight), _as(sums[1], needs[3], bias)
+    return din, dx, _as(sums[0], needs[2], weight, dx), _as(sums[1], needs[3], bias, dx)

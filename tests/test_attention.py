@@ -236,6 +236,15 @@ def test_a_floating_mask_is_a_bias(backend, device, against_oracle):
     assert (functional.scaled_dot_product_attention(**x, attn_mask=everything) == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (30,)], ids=str)
+def test_a_bias_without_rows(backend, device, shape):
+    """torch's op, which the CPU's reference takes where nothing has a gradient, refuses it."""
+    x, bias = qkv(sq=20, sk=30, d=16, device=device), torch.randn(shape, device=device)
+    out = functional.scaled_dot_product_attention(**x, bias=bias)
+    same = functional.scaled_dot_product_attention(**x, bias=bias.expand(20, 30).contiguous())
+    assert torch.allclose(out, same, atol=1e-6)
+
+
 def test_a_bias_constant_over_the_keys(backend, device):
     """It shifts whole rows: the softmax stays, and its gradient is that of lse, exactly."""
     x = qkv(sq=20, sk=30, d=16, device=device)

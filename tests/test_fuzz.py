@@ -15,9 +15,11 @@ import independent
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastformer as ff
-from fastformer import functional
+from fastformer import autograd, backends, functional
 
 CASES = 50  # of an op, in each run
 SLOW = 2000  # with --slow; a fifth of it on the interpreted kernels
@@ -322,18 +324,20 @@ def check(case, draw, backend, tiles):
     tensors, options = case(draw)
     function = getattr(ff, case.__name__)
     mathematics = MATHEMATICS.get(case.__name__) or getattr(independent, case.__name__)
-    leaves = {
-        name: x.requires_grad_()
-        for name, x in tensors.items()
-        if x is not None and x.is_floating_point()
-    }
+    floating = [n for n, x in tensors.items() if x is not None and x.is_floating_point()]
+    if draw.often(0.3):  # gradients of some of them, in their order
+        some = 1 + draw.random.integers(len(floating))
+        floating = [floating[n] for n in sorted(draw.random.permutation(len(floating))[:some])]
+    leaves = {name: tensors[name].requires_grad_() for name in floating}
     with tiles:
         outputs = function(**tensors, **options)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         cotangents = [draw.normal(*x.shape, dtype=x.dtype) for x in outputs]
         if draw.often(0.2):  # as a sum hands it back
             cotangents = [x.new_ones(()).expand(x.shape) for x in cotangents]
-        grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+        moving = [x for x in outputs if x.requires_grad]  # with the leaves
+        incoming = [c for x, c in zip(outputs, cotangents) if x.requires_grad]
+        grads = torch.autograd.grad(moving, list(leaves.values()), incoming)
 
     p = options.get("dropout_p", 0.0)
     gain = 1 / (1 - p) if p < 1 else 1.0  # of what is kept, its rounding errors included
@@ -390,3 +394,34 @@ def test_fuzz(case, backend, device, small_tiles, in_bounds, request):
             check(case, draw, backend, tiles)
         except Exception as error:
             raise AssertionError(f"Draw([{start}, {n}]), {draw.dtype}: {error}") from error
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
+def test_fakes(case, device, monkeypatch):
+    """What tracing takes an op's results for is what they are: shapes, strides and dtypes."""
+    pytest.importorskip("triton")
+    if case is not attention_weights:  # no op of its own
+        backends._load(case.__name__)
+    compared = []
+
+    def checked(op):
+        def call(*given):
+            made = op(*given)
+            with FakeTensorMode(shape_env=None) as mode:
+                fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, given))
+            for x, y in zip(*(tree_leaves(results) for results in (made, fake)), strict=True):
+                assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), op
+                assert x.stride() == y.stride() or not x.numel(), op
+                compared.append(op)
+            return made
+
+        return call
+
+    for pair in autograd._pairs.values():
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(pair, name, checked(getattr(pair, name)))
+    with ff.use_backend("triton"):
+        for n in range(15):
+            draw = Draw([15, n], device)
+            check(case, draw, "triton", contextlib.nullcontext())
+    assert compared or case is attention_weights

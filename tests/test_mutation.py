@@ -112,13 +112,13 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     assert {v.verdict for v in mutation.Draw.load(stem).verdicts} == {"lives"}
     assert mutation.main(words) == 1
     assert {v.verdict for v in mutation.Draw.load(stem).verdicts} == {"survived"}
-    assert mutation.Draw.load(stem).counts(mutation.Draw.load(stem).verdicts) == {"unexplained": 2}
+    assert mutation.Draw.load(stem).counts(mutation.Draw.load(stem).verdicts) == {"open": 2}
     answers["others"] = 1
     assert mutation.main([*words, "--tests", "tests/test_a.py"]) == 0
     found = mutation.Draw.load(stem)
     assert found.counts(found.verdicts) == {"killed since": 2}
     assert found.line() in (tmp_path / "mutation_draw.md").read_text()
-    assert "saw 0 (0.0%)" in capsys.readouterr().out
+    assert "saw 0 at first (0.0%)" in capsys.readouterr().out
 
 
 def test_every_verdict_is_there(mutation):

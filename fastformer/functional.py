@@ -271,7 +271,7 @@ def scaled_dot_product_attention(
     or sink - reaches its output, its logarithm and the gradients, as in torch's math path. A key
     that no query may see - past its length, or left out for all queries by a mask or a bias of
     shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
-    every value has to be finite, as in torch.
+    every key and value has to be finite, as in torch.
 
     A second derivative, and forward-mode differentiation, go through the reference. (Where that is
     torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is

@@ -299,20 +299,14 @@ def _finite(x: Tensor) -> bool:
     return readable(x) and math.isfinite(x.detach().sum())
 
 
-def _keeps_nan(query: Tensor, key: Tensor, scale: float) -> bool:
-    """Whether torch's op on a CPU gives NaN where it should: it drops NaN from the maximum of a row
-    that is shorter than a vector, and a row of NaN alone is then zeros.
-    """
-    if min(query.shape[2], key.shape[2]) >= 16:
-        return True
-    return _finite(query) and _finite(key) and math.isfinite(scale)  # a graph has no isfinite
-
-
 def _near_zero(added: Tensor) -> bool:
     """Whether each row is known to keep a key to whose score nothing large is added, or none."""
     if not readable(added):
         return False
     peak = added.detach().amax(-1)
+    low, high = map(float, peak.aminmax())
+    if low > -1e3 and high < 1e3:
+        return True
     return bool(((peak.abs() < 1e3) | (peak == float("-inf"))).all())
 
 
@@ -396,8 +390,17 @@ def scaled_dot_product_attention(
     fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
     plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
     plain = plain and not (is_causal and causal_alignment == "bottom_right")
-    if fast and plain and _keeps_nan(query, key, scale):
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
+    if fast and plain:
+        # A row shorter than a vector: that op drops NaN from its maximum, but not under a mask.
+        short, mask = key.shape[2] < 16 or (is_causal and q_length < 16), None
+        if short and not is_causal:
+            mask = query.new_zeros(()).expand(q_length, key.shape[2])
+        elif short:
+            fast = _finite(query) and _finite(key) and math.isfinite(scale)  # no graph has the last
+        if fast:
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, 0.0, is_causal, scale=scale
+            )
 
     i = torch.arange(q_length, device=query.device).view(-1, 1)
     shift = _shift(query, key, causal_alignment, key_lengths)
@@ -405,7 +408,6 @@ def scaled_dot_product_attention(
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    fast = fast and _keeps_nan(query, key, scale)
     mask, added = visible, _added(bias, alibi_slopes, i, shift, key)
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))

@@ -1185,6 +1185,33 @@ def test_nan_that_a_query_sees(device, plant, tiles, dtype, what, s, way):
 
 
 @pytest.mark.parametrize("s", [5, 40])
+@pytest.mark.parametrize(
+    "case", ["causal", "lengths", "key_mask", "tile_mask", "window", "softcap"]
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_beside_hidden_keys(backend, device, dtype, case, s):
+    """Of a query it reaches that query's output alone; of a key, that of all who see it."""
+    options = {**masks(device, sq=s, sk=s), **bands(device, sk=s)}[case]
+    if "attn_mask" in options:
+        options["attn_mask"][..., 0] = True
+    x = qkv(sq=s, sk=s, d=16, dtype=dtype, device=device)
+    clean = functional.scaled_dot_product_attention(**x, **options)
+    assert clean.isfinite().all()
+    query = x["query"].clone()
+    query[:, :, 3] = float("nan")
+    out = functional.scaled_dot_product_attention(query, x["key"], x["value"], **options)
+    others = torch.arange(s, device=device) != 3
+    assert out[:, :, 3].isnan().all()
+    bounds = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 2 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out[:, :, others], clean[:, :, others], **bounds)
+    key = x["key"].clone()
+    key[:, :, 0, 1] = float("nan")
+    out = functional.scaled_dot_product_attention(x["query"], key, x["value"], **options)
+    sees_it = torch.arange(s, device=device) <= (9 if case == "window" else s)
+    assert out[:, :, sees_it].isnan().all()
+
+
+@pytest.mark.parametrize("s", [5, 40])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nan_that_no_query_sees(backend, device, dtype, s):
     """In the bias of a hidden pair it reaches nothing; in a key, no query that does not see it."""

@@ -498,6 +498,19 @@ def test_strided_views(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
 
 
+@pytest.mark.parametrize("heads", [2, 3])
+def test_memory_order(device, heads):
+    """[B, S, H, D] behind a transpose stays one, in the output and in the gradients."""
+    pytest.importorskip("fastformer.kernels.attention")
+    x = torch.randn(3, 2, 5, heads, 8, device=device).transpose(2, 3)
+    with use_backend("triton"):
+        for order, given in (([0, 2, 1, 3], x), ([0, 1, 2, 3], x.contiguous())):
+            leaves = [t.requires_grad_() for t in given.unbind()]
+            out = functional.scaled_dot_product_attention(*leaves)
+            for t in (out, *torch.autograd.grad(out.sum(), leaves)):
+                assert t.permute(order).is_contiguous()
+
+
 def test_a_hidden_key_under_softcap(backend, device):
     x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
     mask = torch.ones(1, 1, 1, 20, dtype=torch.bool, device=device)

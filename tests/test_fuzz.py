@@ -86,7 +86,7 @@ class Draw:
         """A shape that broadcasts to the full one, the last `whole` sizes as they are."""
         kept = len(full) - whole
         shape = [self.one(1, n) for n in full[:kept]] + list(full[kept:])
-        return shape[self.random.integers(0, len(full)) :]
+        return shape[self.one(0, 0, *range(len(full))) :]
 
 
 # ------------------------------------------------------ the cases: (function, tensors, options)

@@ -295,3 +295,25 @@ def test_bad_packed_modules():
         m(tokens, tokens[1:], tokens, packing)
     with pytest.raises(ValueError, match=r"expected \[tokens, d_model = 16\]"):
         m(tokens, tokens[:, :8], tokens, packing)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"batch": 3}, ValueError, r"cu_seqlens has shape \[3\]; expected \[batch \+ 1\]"),
+        ({"batch": 2.0}, TypeError, "batch is a float"),
+        ({"length": -1}, ValueError, "length is -1; expected 0 or more"),
+        ({"longest": True}, TypeError, "longest is a bool"),
+        ({"cu_seqlens": [0, 2, 6]}, TypeError, "cu_seqlens is a list"),
+        ({"cu_seqlens": torch.tensor([0, 2, 6])}, TypeError, "cu_seqlens has dtype torch.int64"),
+        ({"indices": None}, TypeError, "indices is a NoneType"),
+        ({"indices": torch.zeros(6)}, TypeError, "indices has dtype torch.float32"),
+        ({"indices": torch.zeros(1, 6).long()}, ValueError, r"shape \[1, 6\]; expected \[tokens\]"),
+    ],
+)
+def test_bad_packing(change, error, words):
+    fields = {"cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32), "indices": torch.arange(6)}
+    fields |= {"batch": 2, "length": 4, "longest": 4}
+    assert ff.Packing(**fields).lengths.tolist() == [2, 4]
+    with pytest.raises(error, match=words):
+        ff.Packing(**{**fields, **change})

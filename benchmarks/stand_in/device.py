@@ -205,10 +205,13 @@ def appear(folder: Path) -> None:
     make_tensor, torch.tensor = torch.tensor, tensor
     torch.Tensor.device = property(lambda x: cuda if pretends(x) else actual(x))
     torch.Tensor.is_cuda = property(pretends)
+    torch.Tensor.is_meta = property(lambda x: actual(x) == meta and not pretends(x))
     torch.Tensor.get_device = lambda x: 0 if pretends(x) else -1
     torch.Tensor.cuda = lambda x, *_, **__: x.to(cuda)
     torch.backends.mha.set_fastpath_enabled(False)  # its nested tensors are of data
     torch.compile = uncompiled
+    # As many steps as tokens, each of many calls: in their place one that needs what they need.
+    torch.nn.GRU.forward = lambda layer, x, *_: (x * sum(p.sum() for p in layer.parameters()), None)
     # The launchers serve meta tensors as they do all others, and their outputs are right as well.
     fake = torch.library.register_fake
     torch.library.register_fake = lambda op, *a, **k: (

@@ -80,6 +80,9 @@ class _Walk:
         self.found: list[Change] = []
         self.function: list[str] = []
         self.arguments: list[str] = []
+        self.compiled = (
+            False  # in a kernel: its flags are guards, and what it loads it need not use
+        )
         self.passed: set[int] = set()  # nodes of which a change shows in no run
 
     # ---------------------------------------------------------------------------------------- text
@@ -145,7 +148,8 @@ class _Walk:
 
     def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.function.append(node.name)
-        outer = self.arguments
+        outer = self.arguments, self.compiled
+        self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
         if isinstance(node, ast.FunctionDef):
             self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
             for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -154,7 +158,7 @@ class _Walk:
         for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 self.walk(statement)
-        self.arguments = outer
+        self.arguments, self.compiled = outer
         self.function.pop()
 
     # ----------------------------------------------------------------------------------- operators
@@ -163,9 +167,9 @@ class _Walk:
         value = node.value
         if id(node) in self.passed:
             return
-        if isinstance(value, bool):
+        if isinstance(value, bool) and (value or not self.compiled):  # else one guard more
             self.add("a flag flipped", node, str(not value))
-        elif isinstance(value, int) and numbers:
+        elif isinstance(value, int) and not isinstance(value, bool) and numbers:
             self.add("a number plus 1", node, str(value + 1))
             self.add("a number minus 1", node, str(value - 1) if value else "(-1)")
         elif isinstance(value, float) and numbers:
@@ -213,7 +217,9 @@ class _Walk:
             self.instead("arithmetic", node, node.operand)
 
     def If(self, node: ast.If, numbers: bool) -> None:
-        for word in ("True", "False"):
+        (first, *more), nothing = node.body, not node.orelse
+        spare = not more and nothing and isinstance(first, ast.Assign) and _loads(first.value)
+        for word in ("False",) if self.compiled and spare else ("True", "False"):
             self.add("a condition dropped", node.test, word)
 
     def IfExp(self, node: ast.IfExp, numbers: bool) -> None:
@@ -299,6 +305,10 @@ def _name(function: ast.expr) -> str:
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
+
+
+def _loads(value: ast.expr) -> bool:
+    return any(isinstance(n, ast.Call) and _name(n.func) == "load" for n in ast.walk(value))
 
 
 def _alike(a: ast.expr, b: ast.expr) -> bool:

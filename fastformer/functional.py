@@ -1210,7 +1210,8 @@ def cross_entropy(
         logits: [..., V], float32, float16, bfloat16 or float64, any strides.
         target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
         reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
-        ignore_index: rows with this target have loss and gradient 0. It may be a class.
+        ignore_index: rows with this target have loss 0, and gradient 0 where their logits are
+            finite. It may be a class.
         label_smoothing: e in [0, 1].
         smoothing: "uniform", torch's: q_c = e/V, and 1 - e more at the target. "kl", the loss of
             the Annotated Transformer's LabelSmoothing: q_c = e/(V-2) at every class but the target,
@@ -1218,8 +1219,9 @@ def cross_entropy(
             Kullback-Leibler divergence, which is the above less the entropy of q.
 
     Returns:
-        A scalar, or [...] for "none", in float32 (float64 for float64). The mean is nan where every
-        target is ignored, as in torch.
+        A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
+        float64); in float32 under torch.autocast. The mean is nan where every target is ignored. As
+        in torch.
 
     Raises:
         ValueError: shapes that do not fit; logits [N, V, V], whose classes could be the second
@@ -1243,7 +1245,8 @@ def cross_entropy(
     options = _loss_options(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
-    return _run("cross_entropy", logits, logits=logits, target=target, **options)
+    loss = _run("cross_entropy", logits, logits=logits, target=target, **options)
+    return loss if _autocast_dtype(logits) else loss.to(logits.dtype)
 
 
 @backends.operation(kernel="cross_entropy")

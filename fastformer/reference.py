@@ -762,10 +762,17 @@ def cross_entropy(
     if off > 0:
         others = logp[:, :ignore_index].sum(1) + logp[:, ignore_index + 1 :].sum(1) - true
         rows = rows - off * others
-    rows = torch.where(kept, rows, 0.0)
-    if reduction == "none":
-        return rows.view(target.shape)
-    return rows.sum() if reduction == "sum" else rows.sum() / kept.sum()
+    return _reduced(
+        torch.where(kept, rows, 0.0).view(target.shape), target, reduction, ignore_index
+    )
+
+
+def _reduced(rows: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    if reduction != "mean":
+        return rows if reduction == "none" else rows.sum()
+    count = (target != ignore_index).sum()
+    # nan where every target is ignored, without a gradient, as in torch
+    return torch.where(count > 0, rows.sum() / count.clamp(min=1), float("nan"))
 
 
 def linear_cross_entropy(
@@ -782,9 +789,7 @@ def linear_cross_entropy(
     labels = ignore_index, label_smoothing, smoothing
     if _saves_passes(*tensors):
         rows = _LinearLoss.apply(*tensors, target, *labels)
-        if reduction == "none":
-            return rows
-        return rows.sum() if reduction == "sum" else rows.sum() / (target != ignore_index).sum()
+        return _reduced(rows, target, reduction, ignore_index)
     return cross_entropy(F.linear(*tensors), target, reduction, *labels)
 
 
@@ -821,7 +826,7 @@ class _LinearLoss(torch.autograd.Function):
         if smoothing == "kl":
             pad, off, on = ignore_index, label_smoothing / (v - 2), 1 - label_smoothing
             constant = sum(n * q * math.log(q) for n, q in ((1, on), (v - 2, off)) if q > 0)
-        logits = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
+        logits = F.linear(input.reshape(target.numel(), input.shape[-1]), weight, bias)
         kept = target.reshape(-1, 1) != ignore_index
         true = target.reshape(-1, 1).where(kept, 0)
         loss = torch.empty_like(true, dtype=logits.dtype)
@@ -837,7 +842,7 @@ class _LinearLoss(torch.autograd.Function):
                 rows.sub_(logp.sum(1, keepdim=True), alpha=off)
                 x.sub_(off)
             rows.add_(constant).masked_fill_(~k, 0.0)
-            x[~k.squeeze(1)] = 0.0
+            x[~k.squeeze(1)] *= 0.0  # which leaves NaN, as in torch
         ctx.save_for_backward(input, weight, bias, target, logits)
         ctx.labels = ignore_index, label_smoothing, smoothing
         return loss.view(target.shape)
@@ -857,6 +862,7 @@ class _LinearLoss(torch.autograd.Function):
         g = grad.reshape(-1, 1)
         transposed = grad_logits.t()
         dx = (grad_logits @ weight * g).view(input.shape) if needs[0] else None
-        dw = transposed @ (input.reshape(-1, input.shape[-1]) * g) if needs[1] else None
+        x = input.reshape(target.numel(), input.shape[-1])
+        dw = transposed @ (x * g) if needs[1] else None
         db = transposed @ g.squeeze(1) if needs[2] else None
         return dx, dw, db, None, None, None, None

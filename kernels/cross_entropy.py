@@ -11,7 +11,7 @@ The target distribution has `on` at t and `off` at every other class but pad; it
     uniform (torch): off = e / V, on = 1 - e + off, no pad, constant 0
     kl (the tutorials): off = e / (V - 2), on = 1 - e, pad = ignore_index, and the constant is its
         negative entropy, on log on + (V - 2) off log off
-A row whose target is ignore_index has loss and gradient 0; mean divides by the others.
+A row whose target is ignore_index has loss 0 and g = 0; mean divides by the others.
 
 Shapes: logits [M, V], target [M] int64, loss [M], lse [M, 2]; input [M, N], w [V, N], b [V]. Any
 dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64). The linear form
@@ -64,9 +64,13 @@ def _loss(
     BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a row: its log-sum-exp online, and its loss."""
-    i = tl.program_id(0)
+    i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
-    base = X + i.to(tl.int64) * s_x
+    base = X + i * s_x
+    kept = t != ignore_index
+    known = kept & (t >= 0) & (t < V)  # a bad target never reads out of bounds
+    x_t = tl.load(base + t, mask=known, other=0.0).to(ACC)
+    origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # an offset of all logits leaves the sum
     c = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], float("-inf"), ACC)
     l = tl.zeros([BLOCK], ACC)
@@ -79,16 +83,13 @@ def _loss(
         l = l * tl.math.exp2((m - seen) * LOG2E) + tl.math.exp2((x - seen) * LOG2E)
         m = m_new
         if SMOOTH:
-            total += tl.where(inside & (o + c != pad), x, 0.0)
+            total += tl.where(inside & (o + c != pad), x - origin, 0.0)
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
-    kept = t != ignore_index
-    known = kept & (t >= 0) & (t < V)  # a bad target never reads out of bounds
-    x_t = tl.load(base + t, mask=known, other=0.0).to(ACC)
     loss = constant + log_sum - (on - off) * (x_t - shift)
     if SMOOTH:
-        loss -= off * (tl.sum(total, 0) - classes * shift)
+        loss -= off * (tl.sum(total, 0) + classes * (origin - shift))
     tl.store(LOSS + i, tl.where(kept, loss, 0.0))
     tl.store(LSE + 2 * i, shift)
     tl.store(LSE + 2 * i + 1, log_sum)
@@ -100,18 +101,17 @@ def _gradient(
     BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns BLOCK classes of a row; DX may be X."""
-    i = tl.program_id(0)
+    i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(T + i)
-    g = tl.load(G + i * s_g).to(ACC)
+    g = tl.where(t != ignore_index, tl.load(G + i * s_g).to(ACC), 0.0)
     shift = tl.load(LSE + 2 * i)
     log_sum = tl.load(LSE + 2 * i + 1)
-    x = tl.load(X + i.to(tl.int64) * s_x + c, mask=c < V, other=0.0).to(ACC)
+    x = tl.load(X + i * s_x + c, mask=c < V, other=0.0).to(ACC)
     dx = tl.math.exp2((x - shift - log_sum) * LOG2E) - tl.where(c == t, on - off, 0.0)
     if SMOOTH:
         dx -= tl.where(c != pad, off, 0.0)
-    dx = tl.where(t != ignore_index, dx * g, 0.0)
-    tl.store(DX + i.to(tl.int64) * s_dx + c, dx.to(DX.dtype.element_ty), mask=c < V)
+    tl.store(DX + i * s_dx + c, (dx * g).to(DX.dtype.element_ty), mask=c < V)
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -159,19 +159,23 @@ class _Labels:
             )  # fmt: skip
 
 
+def _count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    return (target != ignore_index).sum().to(dtype)
+
+
 def _share(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """What a row's loss counts for in the whole: [1]."""
+    """What a row's loss counts for in the whole, [1]: finite where every target is ignored."""
     if reduction == "mean":
-        return (target != ignore_index).sum().to(dtype).reciprocal().view(1)
+        return _count(target, ignore_index, dtype).clamp_min_(1).reciprocal_().view(1)
     return torch.ones(1, dtype=dtype, device=target.device)
 
 
-def _reduced(loss: Tensor, share: Tensor, shape: Any, reduction: str) -> Tensor:
+def _reduced(loss: Tensor, target: Tensor, ignore_index: int, shape: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
     # 0 / 0 where every target is ignored: nan, as in torch
-    return total if reduction == "sum" else total / share.squeeze(0).reciprocal()
+    return total if reduction == "sum" else total / _count(target, ignore_index, loss.dtype)
 
 
 def supports(*tensors: Tensor, **named: Any) -> str | None:
@@ -201,8 +205,7 @@ def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing)
     lse = rows.new_empty(len(x), 2)
     with on_device(logits):
         _Labels(v, ignore_index, label_smoothing, smoothing).loss(x, flat, rows, lse)
-    share = _share(flat, ignore_index, reduction, rows.dtype)
-    return _reduced(rows, share, target.shape, reduction), lse
+    return _reduced(rows, flat, ignore_index, target.shape, reduction), lse
 
 
 def _fake_backward(grad_loss, logits, *_):
@@ -259,7 +262,8 @@ def _accumulate(dx, x, weight, sums, wanted, part) -> None:
     """Adds what a chunk's dx gives to the three sums."""
     dinput, dw, db = sums
     if wanted[0]:
-        torch.mm(dx, weight, out=dinput.view(-1, dinput.shape[-1])[part])
+        rows = dinput.view(dinput.shape[:-1].numel(), weight.shape[1])
+        torch.mm(dx, weight, out=rows[part])
     if wanted[1]:
         dw += _wide_product(dx.t(), x, dw.dtype)
     if wanted[2]:
@@ -293,13 +297,12 @@ def linear_forward(
     """A chunk of tokens at a time: (loss, lse, and for mean and sum the gradients wanted)."""
     v, n = linear_weight.shape
     labels = _Labels(v, ignore_index, label_smoothing, smoothing)
-    x, flat = input.reshape(-1, n), target.reshape(-1).contiguous()
+    x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
     rows = input.new_empty(len(x), dtype=_accumulator(input))
     lse = rows.new_empty(len(x), 2)
     wanted = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
-    share = _share(flat, ignore_index, reduction, rows.dtype)
-    one = torch.ones_like(share)  # a row's share of the mean would underflow in float16
+    one = rows.new_ones(1)  # a row's share of the mean would underflow in float16
     with on_device(input):
         for first in range(0, len(x), CHUNK):
             part = slice(first, first + CHUNK)
@@ -308,7 +311,7 @@ def linear_forward(
             if any(wanted):
                 labels.gradient(logits, flat[part], lse[part], one, logits)
                 _accumulate(logits, x[part], linear_weight, sums, wanted, part)
-    return _reduced(rows, share, target.shape, reduction), lse, *sums
+    return _reduced(rows, flat, ignore_index, target.shape, reduction), lse, *sums
 
 
 def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, *rest):
@@ -334,7 +337,7 @@ def linear_backward(
     else:
         v, n = linear_weight.shape
         labels = _Labels(v, ignore_index, label_smoothing, smoothing)
-        x, flat = input.reshape(-1, n), target.reshape(-1).contiguous()
+        x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
         g = grad_loss.reshape(-1).to(lse.dtype).contiguous()
         sums = _gradients(input, linear_weight, linear_bias, needs)
         with on_device(input):

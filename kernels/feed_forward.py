@@ -84,7 +84,7 @@ def configuration(arch: str, dtype: torch.dtype) -> Tiles:
 @triton.jit
 def _activate(z, KIND: tl.constexpr):
     if KIND == RELU:
-        return tl.maximum(z, 0.0)
+        return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == GELU:  # z Phi(z)
         return 0.5 * z * (1.0 + tl.math.erf(z * 0.7071067811865476))
     elif KIND == GELU_TANH:  # the same with tanh(u) = 2 sigmoid(2u) - 1
@@ -112,10 +112,10 @@ def _hidden(
     X, W, B, HIDDEN, Z, SEED, threshold, inv_keep, s_xm, s_wn, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     HAS_B: tl.constexpr, SAVE_Z: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a [BM, BN] tile of h; GROUP row blocks walk the columns together, to share
-    w_1 in the cache.
+    w_1 in the cache. WIDE: the rows of a tile may span more than 2^31 elements.
     """
     across = tl.cdiv(N, BN)
     down = tl.cdiv(M, BM)
@@ -127,6 +127,9 @@ def _hidden(
 
     r = tl.minimum(tl.arange(0, BM), M - 1 - i0)  # past the end: the last row again, no predicate
     c = tl.minimum(tl.arange(0, BN), N - 1 - j0)
+    own = tl.arange(0, BM)
+    if WIDE:
+        r, c, own = r.to(tl.int64), c.to(tl.int64), own.to(tl.int64)
     x_base = X + i0.to(tl.int64) * s_xm
     w_base = W + j0.to(tl.int64) * s_wn
     acc = tl.zeros([BM, BN], ACC)
@@ -145,7 +148,7 @@ def _hidden(
     i = i0 + tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
     ok = (i < M)[:, None] & (j < N)[None, :]
-    place_out = i0.to(tl.int64) * N + (tl.arange(0, BM)[:, None] * N + j[None, :])
+    place_out = i0.to(tl.int64) * N + (own[:, None] * N + j[None, :])
     if HAS_B:
         acc += tl.load(B + j, mask=j < N, other=0.0).to(ACC)[None, :]
     if SAVE_Z:
@@ -161,7 +164,7 @@ def _hidden(
 def _hidden_backward(
     DH, SAVED, DZ, HIDDEN, SEED, threshold, inv_keep, M, N,
     BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    ACC: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a [BM, BN] tile of dz, and of h where z was saved."""
     i0 = tl.program_id(0) * BM
@@ -169,11 +172,13 @@ def _hidden_backward(
     i = tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
     ok = (i0 + i < M)[:, None] & (j < N)[None, :]
+    if WIDE:
+        i = i.to(tl.int64)
     place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
     dh = tl.load(DH + place, mask=ok, other=0.0).to(ACC)
     saved = tl.load(SAVED + place, mask=ok, other=0.0).to(ACC)
-    if KIND == RELU:  # h > 0 where z > 0 and the element is kept
-        dz = tl.where(saved > 0.0, dh * inv_keep, 0.0)
+    if KIND == RELU:  # h > 0 where z > 0 and the element is kept; NaN passes, as in torch
+        dz = tl.where(saved <= 0.0, 0.0, dh * inv_keep)
     else:
         h = _activate(saved, KIND)
         dz = dh * _derivative(saved, KIND)
@@ -189,7 +194,7 @@ def _hidden_backward(
 def _gated(
     Z, HIDDEN, SEED, threshold, inv_keep, M, N,
     BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    ACC: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a [BM, BN] tile of h = dropout(f(z) v), from rows that hold z, then v."""
     i0 = tl.program_id(0) * BM
@@ -197,6 +202,8 @@ def _gated(
     i = tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
     ok = (i0 + i < M)[:, None] & (j < N)[None, :]
+    if WIDE:
+        i = i.to(tl.int64)
     both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
     z = tl.load(Z + both, mask=ok, other=0.0).to(ACC)
     v = tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)
@@ -212,7 +219,7 @@ def _gated(
 def _gated_backward(
     DH, Z, DZ, HIDDEN, SEED, threshold, inv_keep, M, N,
     BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    ACC: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One program owns a [BM, BN] tile of dz, of dv beside it, and of h."""
     i0 = tl.program_id(0) * BM
@@ -220,6 +227,8 @@ def _gated_backward(
     i = tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
     ok = (i0 + i < M)[:, None] & (j < N)[None, :]
+    if WIDE:
+        i = i.to(tl.int64)
     place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
     both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
     dh = tl.load(DH + place, mask=ok, other=0.0).to(ACC)
@@ -256,7 +265,8 @@ def _elementwise(
         with on_device(x):
             kernel[grid](
                 *tensors, x if seed is None else seed, threshold, inv_keep, rows, width,
-                BM=BM, BN=BN, KIND=_KINDS[kind], DROPOUT=p > 0, ACC=_accumulator(x), num_warps=4,
+                BM=BM, BN=BN, KIND=_KINDS[kind], DROPOUT=p > 0, WIDE=2 * BM * width >= 2**31,
+                ACC=_accumulator(x), num_warps=4,
             )  # fmt: skip
 
 
@@ -280,6 +290,7 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     arch = architecture(x.device)
     tiles = configuration(arch, x.dtype)
     blocks = triton.cdiv(rows, tiles.BM) * triton.cdiv(width, tiles.BN)
+    span = max(tiles.BM * x.stride(0), tiles.BN * w.stride(0)) + x.shape[1]  # of a tile's elements
     if blocks:
         with on_device(x):
             _hidden[(blocks,)](
@@ -289,7 +300,8 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
                 BM=tiles.BM, BN=tiles.BN, BK=tiles.BK, GROUP=GROUP_ROWS, KIND=_KINDS[activation],
                 HAS_B=b_1 is not None, SAVE_Z=z is not hidden, DROPOUT=dropout_p > 0,
                 EVEN_K=x.shape[1] % tiles.BK == 0, PRECISION=dot_precision(arch),
-                ACC=_accumulator(x), num_warps=tiles.warps, num_stages=tiles.stages,
+                WIDE=max(span, tiles.BM * width) >= 2**31, ACC=_accumulator(x),
+                num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
     output = torch.mm(hidden, w_2.t()) if b_2 is None else torch.addmm(b_2, hidden, w_2.t())
     return output.view(*input.shape[:-1], w_2.shape[0]), z.view(*input.shape[:-1], width)

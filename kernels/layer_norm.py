@@ -130,7 +130,7 @@ def _sum(
 @triton.jit
 def _mean(total, N, RMS: tl.constexpr):
     if RMS:
-        return total * 0.0
+        return tl.zeros_like(total)
     else:
         return total / N
 

@@ -135,7 +135,7 @@ PLANTED = {
             "threshold * 0, BM, BLOCK), dx",
         ),
         "gradient not rescaled": ("_store_gradients", "dx * inv_keep, 0.0", "dx, 0.0"),
-        "a mean in rms": ("_mean", "total * 0.0", "total / N"),
+        "a mean in rms": ("_mean", "tl.zeros_like(total)", "total / N"),
     },
     "feed_forward": {
         "gate without dropout": ("_gated", "h * inv_keep, 0.0", "h * inv_keep, h"),
@@ -152,8 +152,8 @@ PLANTED = {
         "dropout of other rows": ("_hidden", "i0, j0, threshold", "i0 + 16, j0, threshold"),
         "gradient not rescaled": (
             "_hidden_backward",
-            "saved > 0.0, dh * inv_keep",
-            "saved > 0.0, dh",
+            "0.0, dh * inv_keep",
+            "0.0, dh",
         ),
         "mask lost in the backward": ("_hidden_backward", "tl.where(keep, dz", "tl.where(ok, dz"),
         "wrong derivative": (
@@ -185,8 +185,8 @@ PLANTED = {
         "lse in base 2": ("_loss", "tl.math.log(tl.sum", "tl.math.log2(tl.sum"),
         "gradient of ignored rows": (
             "_gradient",
-            "tl.where(t != ignore_index, dx * g, 0.0)",
-            "dx * g",
+            "tl.where(t != ignore_index, tl.load(G + i * s_g).to(ACC), 0.0)",
+            "tl.load(G + i * s_g).to(ACC)",
         ),
         "gradient not scaled": ("_gradient", "dx * g", "dx"),
         "gradient of one row's g": ("_gradient", "G + i * s_g", "G"),
@@ -523,11 +523,17 @@ MORE = {
     "feed_forward": {
         "rows of another group": ("_hidden", "place % members", "place % GROUP"),
         "columns of another group": ("_hidden", "place // members", "place // GROUP"),
-        "gradient where relu is zero": ("_hidden_backward", "saved > 0.0", "saved >= 0.0"),
+        "gradient where relu is zero": ("_hidden_backward", "saved <= 0.0", "saved < 0.0"),
         "float16 sums": (
             "_hidden",
             "acc, PRECISION, out_dtype=ACC)",
             "acc, PRECISION, out_dtype=ACC).to(tl.float16).to(ACC)",
+        ),
+        "int32 rows of a tile": ("_hidden", "r, c, own = r.to(tl.int64),", "r, c, own = r,"),
+        "relu drops NaN": (
+            "_hidden_backward",
+            "tl.where(saved <= 0.0, 0.0, dh * inv_keep)",
+            "tl.where(saved > 0.0, dh * inv_keep, 0.0)",
         ),
         "int32 rows": ("_hidden", "X + i0.to(tl.int64) * s_xm", "X + i0 * s_xm"),
         "past the last k": ("forward", "x.shape[1] % tiles.BK == 0", "True"),
@@ -599,8 +605,14 @@ MORE = {
         "strided positions": ("forward", "unit_stride(positional)", "positional"),
     },
     "cross_entropy": {
-        "int32 rows": ("_loss", "X + i.to(tl.int64) * s_x", "X + i * s_x"),
-        "int32 rows of the gradient": ("_gradient", "X + i.to(tl.int64) * s_x", "X + i * s_x"),
+        "logits not shifted": ("_loss", "x - origin, 0.0", "x, 0.0"),
+        "share of no row": ("_share", ".clamp_min_(1)", ""),
+        "int32 rows": ("_loss", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
+        "int32 rows of the gradient": (
+            "_gradient",
+            "tl.program_id(0).to(tl.int64)",
+            "tl.program_id(0)",
+        ),
         "stale log-sum": (
             "_loss",
             "tl.store(LSE + 2 * i + 1, log_sum)",
@@ -609,7 +621,7 @@ MORE = {
         "a block at -inf": ("_loss", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new"),
         "a target past the classes": ("_loss", "kept & (t >= 0) & (t < V)", "kept"),
         "mean over the ignored": (
-            "_share",
+            "_count",
             "(target != ignore_index).sum()",
             "torch.ones_like(target).sum()",
         ),

@@ -202,17 +202,99 @@ def test_a_hook_takes_the_long_way(device):
     assert called == [1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_every_target_ignored(backend, device, reduction):
-    """nan for the mean, as in torch; no gradient."""
-    x = linear(4, 8, 5, device=device)
+def test_every_target_ignored(backend, device, reduction, dtype):
+    """nan for the mean, as in torch; gradients of zero."""
+    x = linear(4, 8, 5, dtype=dtype, device=device)
     leaves = [t.requires_grad_() for t in x.values()]
     target = torch.full((4,), -100, device=device)
     loss = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
     want = F.cross_entropy(torch.zeros(4, 5, device=device), target, reduction=reduction)
-    torch.testing.assert_close(loss, want, equal_nan=True)
-    if reduction != "mean":
-        assert all((g == 0).all() for g in torch.autograd.grad(loss.sum(), leaves))
+    torch.testing.assert_close(loss, want.to(loss.dtype), equal_nan=True)
+    for g in torch.autograd.grad(loss.sum(), leaves):
+        assert (g == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("m, n", [(0, 8), (4, 0), (0, 0)])
+def test_no_tokens_and_no_features(backend, device, m, n, dtype, reduction):
+    """As torch's, of linear and cross_entropy."""
+    x = linear(m, 0, 5, dtype=dtype, device=device) if n == 0 else linear(m, n, 5, dtype, device)
+    leaves = [t.requires_grad_() for t in x.values()]
+    target = targets(m, classes=5, device=device)
+    want = F.cross_entropy(F.linear(*x.values()), target, reduction=reduction)
+    have = ff.linear_cross_entropy(**x, target=target, reduction=reduction)
+    torch.testing.assert_close(have.to(dtype), want, equal_nan=True)
+    close = {"atol": 1e-2, "rtol": 1e-2} if dtype in LOW else {}
+    for a, b in zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (have, want))):
+        torch.testing.assert_close(a, b, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_dtype_is_torchs(backend, device, reduction, dtype):
+    """That of the logits; float32 under autocast."""
+    if device.type == "cuda" and dtype == torch.float64 and backend == "triton":
+        pytest.skip("float64 kernels run in the interpreter only")
+    x = logits(4, 7, dtype=dtype, device=device)["logits"].requires_grad_()
+    target = targets(4, classes=7, device=device)
+    for enabled in (False, True):
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            have = ff.cross_entropy(x, target, reduction)
+            want = F.cross_entropy(x, target, reduction=reduction)
+        assert have.dtype == want.dtype
+        assert torch.autograd.grad(have.sum(), x)[0].dtype == dtype
+    empty = ff.cross_entropy(x[:0], target[:0], reduction)
+    assert empty.dtype == dtype
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e5])
+@pytest.mark.parametrize("smoothing", ["uniform", "kl"])
+@pytest.mark.parametrize("as_linear", [False, True])
+def test_an_offset_of_all_logits(backend, device, as_linear, smoothing, offset):
+    """It costs a smoothed loss no digit but those that the logits themselves lose."""
+    x = (torch.randn(8, 300, device=device) * 2 + offset).requires_grad_()
+    target = targets(8, classes=299, device=device)
+    options = {"ignore_index": 299, "label_smoothing": 0.1, "smoothing": smoothing}
+
+    def loss(x):
+        if not as_linear:
+            return ff.cross_entropy(x, target, "none", **options)
+        eye = torch.eye(8, dtype=x.dtype, device=device)
+        return ff.linear_cross_entropy(eye, x.t(), target, reduction="none", **options)
+
+    have = loss(x)
+    with use_backend("reference"):
+        want = loss(x.detach().double())
+    assert (have.double() - want).abs().max() < 5e-7 * want.abs().max()
+
+
+def test_a_small_loss(backend, device):
+    """Of large logits: the difference of lse and the target's would leave half the digits."""
+    x = torch.randn(64, 50, device=device) * 0.1 + 8
+    target = targets(64, classes=50, device=device)
+    x[torch.arange(64), target] += torch.linspace(6, 11, 64, device=device)
+    want = F.cross_entropy(x.double(), target, reduction="none")
+    assert want.min() < 1e-3 < want[32] < 2e-2
+    error = (ff.cross_entropy(x, target, "none").double() - want).abs()
+    assert (error < 2 * torch.finfo(torch.float32).eps + 1e-6 * want).all()
+
+
+def test_a_strided_gradient_past_int32(backend, device, tmp_path):
+    """Of which the last element stands past 2^31 elements; the rest is a hole in a file."""
+    x = logits(5, 7, device=device)["logits"].requires_grad_()
+    loss = functional.cross_entropy(x, targets(5, classes=7, device=device), "none")
+    gradient = torch.randn(5, device=device)
+    size, step = 2**31 + 1, 2**29
+    if device.type == "cpu":
+        far = torch.from_file(str(tmp_path / "far"), shared=True, size=size)
+    else:
+        far = torch.empty(size, device=device)
+    far = far.as_strided((5,), (step,)).copy_(gradient)
+    have, want = (torch.autograd.grad(loss, x, g, retain_graph=True)[0] for g in (far, gradient))
+    assert torch.equal(have, want)
 
 
 def test_a_mean_in_float16_does_not_underflow(backend, device):

@@ -83,12 +83,38 @@ def test_gradients_for_some_inputs_only(backend, device, activation, needed):
         assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
 
 
-def test_offsets_past_int32(backend, device, spread):
+@pytest.mark.parametrize("rows", [40, 257])  # of one tile; with the last in a tile of its own
+@pytest.mark.parametrize("far", ["input", "w_1"])
+def test_offsets_past_int32(backend, device, spread, far, rows):
     """Rows so far apart that the last one stands past 2^31 elements."""
-    x = inputs(257, dtype=torch.bfloat16, device=device)  # the last in a tile of its own
+    x = inputs(*(rows,) * (far == "input"), d=8, width=rows, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         near = functional.feed_forward(**x)
-        assert torch.equal(near, functional.feed_forward(**{**x, "input": spread(x["input"])}))
+        assert torch.equal(near, functional.feed_forward(**{**x, far: spread(x[far])}))
+
+
+@pytest.mark.parametrize("width, wide", [(2**15, False), (2**23, True)])
+def test_wide_hidden_rows(device, monkeypatch, width, wide):
+    """Whose offsets inside a tile pass 2^31: such a call has kernels of its own."""
+    kernels = pytest.importorskip("fastformer.kernels.feed_forward")
+    flags = []
+
+    class Launcher:
+        def __getitem__(self, grid):
+            return lambda *_, WIDE, **__: flags.append(WIDE)
+
+    for name in ("_hidden", "_hidden_backward", "_gated", "_gated_backward"):
+        monkeypatch.setattr(kernels, name, Launcher())
+    monkeypatch.setattr(kernels, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(kernels, "INTERPRETED", True)  # rows of an elementwise tile: 256
+    for name, halves in (("", 1), ("geglu_", 2)):
+        shapes = (300, 8), (halves * width, 8), (8, width)
+        x, w, w_2 = (torch.empty(n, device="meta", requires_grad=True) for n in shapes)
+        arguments = (x, w, None, w_2, None, *("gelu",) * (halves == 1))
+        out, saved = getattr(kernels, name + "forward")(*arguments, 0.0, None)
+        needs = [True, True, False, True, False]
+        getattr(kernels, name + "backward")(out, *arguments, 0.0, None, saved, needs)
+    assert flags == [width * 128 >= 2**31, wide, wide, wide]
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

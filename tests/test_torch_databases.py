@@ -507,11 +507,6 @@ MEANT = {
         ("nn.functional.layer_norm", "nn.functional.rms_norm"),
         lambda call, kind: kind == "error" and "eps=-" in call.sample,
     ),
-    "a loss in float32": Meant(
-        "the loss of half logits is summed, and returned, in float32",
-        ("nn.functional.cross_entropy",),
-        lambda call, kind: kind == "output dtype" and "16" in call.dtype,
-    ),
     "class weights and probabilities": Meant(
         "cross_entropy takes classes, all of one weight, and refuses the others by name",
         ("nn.functional.cross_entropy",),

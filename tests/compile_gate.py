@@ -187,6 +187,8 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say(f"{record['tensor_memory']} columns of tensor memory, there are 512")
         if record["f64"]:
             say("float64 arithmetic")
+        if case.get("activation") == "relu" and kernel.startswith("hidden") and record["drops_nan"]:
+            say("NaN is dropped, by a maximum or a comparison")
         if not record["vectors"]:
             say("no load of 16 bytes")
         asked_for = record["kernel"] == "backward_dbias"

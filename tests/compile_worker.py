@@ -80,6 +80,7 @@ def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
             or re.search(r"cp\.async\.cg\.shared\.global.*, 0x10", ptx)
         ),
         f64=".f64" in ptx,
+        drops_nan=bool(re.search(r"\b(max|min)\.(ftz\.)?b?f\d|\bsetp\.(gt|leu)\.b?f\d", ptx)),
     )
 
 
@@ -99,6 +100,7 @@ def read_amd(kernel: Any) -> dict[str, Any]:
         asynchronous="-",
         vectors=bool(re.search(r"(global|buffer)_load_dwordx4", text)),
         f64=bool(re.search(r"v_(add|mul|fma|mfma\w*)_f64", text)),
+        drops_nan=False,  # not to be seen: rounding to bfloat16 compares with NaN as well
     )
 
 

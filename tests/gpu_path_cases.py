@@ -371,3 +371,31 @@ for v, dtype in ((64, BF16), (5000, BF16), (33, FP32)):
         case("linear_cross_entropy", f"linear_cross_entropy, {v}, {reduction}",
              classes(v, dtype, 32), reduction=reduction, sampled=chosen, **LOSS)  # fmt: skip
 case("cross_entropy", "cross_entropy, kl", classes(64, BF16), smoothing="kl", **LOSS)
+
+# ------------------------------------------------------------------------------------------ model
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return ff.make_model(40, 40, N=1, d_model=64, d_ff=128, h=2, dropout=0.0)
+
+
+def batch() -> Tensors:
+    parameters = {n.replace(".", "/"): x.detach() for n, x in network().named_parameters()}
+    source, target = torch.randint(1, 40, (2, 20)), torch.randint(1, 40, (2, 21))
+    source[0, 15:] = 0
+    return parameters | {"source": source, "target": target}
+
+
+def step(source: Tensor, target: Tensor, **parameters: Tensor) -> Tensor:
+    data, model = ff.Batch(source, target), network()
+    dtype = next(iter(parameters.values())).dtype
+    state = {n: x.to(dtype) for n, x in model.named_buffers()}
+    state |= {n.replace("/", "."): x for n, x in parameters.items()}
+    given = data.src, data.tgt, data.src_mask, data.tgt_mask
+    output = torch.func.functional_call(model, state, given)
+    last = {n.removeprefix("generator."): x for n, x in state.items() if "generator." in n}
+    return torch.func.functional_call(model.generator, last, (output,))
+
+
+case("transformer", "a whole model", batch, DENSE, call=step)

@@ -108,7 +108,6 @@ class Launches:
         self.stream = 0  # what the launches are to go to
         self.failing = False  # whether launches are to fail
         self.kernels: dict[int, str] = {}  # by function: the hash of what was compiled
-        self.names: set[str] = set()
 
     def load(self, module: int, function: int, name: str, files: Any, hash: str) -> None:
         self.kernels[function] = hash
@@ -116,7 +115,6 @@ class Launches:
     def see(self, launch: stand_in.Launch) -> None:
         if self.failing:
             raise RuntimeError("this launch was to fail")
-        self.names.add(launch.name)
         before = len(self.problems)
         values = self.read(launch)
         if self.compute and len(self.problems) == before:
@@ -287,6 +285,21 @@ class Worker:
         with self.nothing_new(remembered) if remembered else contextlib.nullcontext():
             self.call(case, "dense", seed=3)
 
+    def hooks(self, name: str) -> None:
+        """A launch hook, as a profiler adds it, is told of launches that are known too."""
+        case, hook = cases.CASES[name], triton.knobs.runtime.launch_enter_hook
+        for seed in range(2):
+            self.call(case, "dense", seed)
+        before, told = self.gpu.launches, []
+        hook.add(told.append)
+        try:
+            self.call(case, "dense", seed=2)
+        finally:
+            hook.remove(told.append)
+        assert len(told) == self.gpu.launches - before, f"{len(told)} launches are told"
+        with self.nothing_new("attention" in case.op):
+            self.call(case, "dense", seed=3)
+
     def empty(self, name: str, what: str, dim: int) -> None:
         """A call without elements: of tensors as they are but for one dimension of one."""
         case = cases.CASES[name]
@@ -346,7 +359,7 @@ class Worker:
               *call["arguments"])  # fmt: skip
 
     def report(self, call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
-        self.launches.problems, self.launches.names = [], set()
+        self.launches.problems = []
         launches, through_triton, loaded = self.gpu.launches, self.through_triton, self.gpu.loaded
         problems = self.launches.problems
         try:
@@ -358,7 +371,6 @@ class Worker:
             launches=self.gpu.launches - launches,
             through_triton=self.through_triton - through_triton,
             loaded=self.gpu.loaded - loaded,
-            names=sorted(self.launches.names),
         )
 
 

@@ -105,7 +105,7 @@ def gpus(driver):
     known = {}
 
     def gpu(*capability):
-        if capability not in known:
+        if capability not in known or known[capability].process.poll() is not None:
             known[capability] = Gpu(driver, capability)
         return known[capability]
 
@@ -152,6 +152,12 @@ def test_error(gpu, op):
     not start one of those, whatever has failed and whatever Triton has forgotten.
     """
     report = gpu.ask("error", op, "attention, one head")
+    assert not report["problems"], "\n".join(report["problems"])
+
+
+@pytest.mark.parametrize("op", ["packed", "layer_norm, 80"])
+def test_launch_hooks(gpu, op):
+    report = gpu.ask("hooks", op)
     assert not report["problems"], "\n".join(report["problems"])
 
 

@@ -1192,6 +1192,15 @@ REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
 
 
+def _squarely(logits: Tensor) -> bool:
+    """Whether classes in the second dimension, as torch has them, would fit the target as well. An
+    exported program takes every length: there it is not asked.
+    """
+    if torch.compiler.is_exporting():
+        return False
+    return logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1
+
+
 @backends.operation(kernel="cross_entropy")
 def cross_entropy(
     logits: Tensor,
@@ -1236,7 +1245,7 @@ def cross_entropy(
     _require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
-    if logits.dim() > 2 and logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1:
+    if logits.dim() > 2 and _squarely(logits):
         raise ValueError(
             f"logits has shape {_shape(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"

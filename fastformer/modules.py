@@ -474,16 +474,18 @@ class MultiHeadedAttention(_Renamed):
         b, _, t, s = shape
         if mask.dim() == 3:
             return _boolean_mask(mask, (b, t, s)).unsqueeze(1)
-        given = functional._shape(mask)
         if mask.dim() == 2:
             spelled = (
                 "mask[:, None] is [B, 1, S], of padding, "
                 "and mask[None] [1, T, S], the same for each sequence"
             )
             if b == t > 1 and mask.shape[0] == b:
-                raise ValueError(f"mask has shape {given}: [B, S] or [T, S]? {spelled}")
+                raise ValueError(
+                    f"mask has shape {functional._shape(mask)}: [B, S] or [T, S]? {spelled}"
+                )
             return _boolean_mask(mask, (t, s), f"; {spelled}")
         if mask.dim() != 4:
+            given = functional._shape(mask)
             raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 

@@ -154,7 +154,7 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     try:
         until((tmp_path / "reached").exists, first)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 143
+        assert first.wait(300) == 143
     finally:
         with contextlib.suppress(ProcessLookupError):
             first.kill()

@@ -121,8 +121,9 @@ class TorchLayer(nn.Module):
             D_MODEL, HEADS, D_FF, P, layer_norm_eps=1e-6, batch_first=True, norm_first=True
         )
         linears, ours = like.self_attn.linears, like.feed_forward
-        self.layer.self_attn.in_proj_weight.data = torch.cat([m.weight for m in linears[:3]])
-        self.layer.self_attn.in_proj_bias.data = torch.cat([m.bias for m in linears[:3]])
+        with torch.no_grad():
+            self.layer.self_attn.in_proj_weight.copy_(torch.cat([m.weight for m in linears[:3]]))
+            self.layer.self_attn.in_proj_bias.copy_(torch.cat([m.bias for m in linears[:3]]))
         pairs = {
             self.layer.self_attn.out_proj: linears[3],
             self.layer.linear1: ours.w_1,

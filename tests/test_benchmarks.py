@@ -349,13 +349,13 @@ sys.exit(gpu.main(sys.argv[1:]))
     assert statuses(data) == [("quick", "done"), ("slow", "cut")]
 
 
-def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys):
+def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatch):
     """In one line, before anything starts, and nothing is overwritten."""
     gpu, archives = benchmarks.gpu, benchmarks.archives
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir(), work.mkdir()
     (work / "tests.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n' * 99)
-    kind = {"what": "cache of compiled kernels", "architecture": "sm_80", "triton": "3.0.0"}
+    kind = {"what": "cache", "architecture": "sm_80", "triton": "3.0.0", "python": "3.10"}
     run, other, cache = (tmp_path / f"{name}.zip" for name in ("run", "other", "cache"))
     assert archives.pack(work, run, archives.RUN) == 1
     archives.pack(work, other, archives.RUN)
@@ -380,12 +380,17 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys):
         assert f"{damaged}.zip is " in line and ("no whole" in line or "damaged" in line), line
     assert "cannot be read: No such file" in refused(*taken, "--resume", tmp_path / "none.zip")
     assert "expected run of benchmarks.gpu" in refused(*taken, "--resume", cache)
-    with pytest.raises(archives.Refused, match=r"is of architecture sm_80; expected sm_90"):
-        archives.check(cache, {**kind, "architecture": "sm_90"})
-    with pytest.raises(archives.Refused, match=r"is of triton 3.0.0; expected 3.6.0"):
-        archives.check(cache, {**kind, "triton": "3.6.0"})
     if not torch.cuda.is_available():
         assert "no GPU to compile kernels for" in refused(*taken, "--cache", cache)
+    for name, other_kind in (("architecture", "sm_90"), ("triton", "3.6.0"), ("python", "3.12")):
+        monkeypatch.setattr(archives, "kind", lambda _, k={**kind, name: other_kind}: k)
+        line = refused(*taken, "--cache", cache)
+        assert f"{cache} is of {name} {kind[name]}; expected {other_kind}" in line
+    before = cache.read_bytes()
+    monkeypatch.setattr(archives, "kind", lambda _: kind)
+    (tmp_path / "cut.zip").write_bytes(before[:-40])
+    assert "no whole archive" in refused(*taken, "--cache", tmp_path / "cut.zip")
+    assert cache.read_bytes() == before
     nowhere = tmp_path / "none" / "cache.zip"
     assert "a folder that does not exist" in refused(*taken, "--cache", nowhere)
     assert "expected a file" in refused("--prepare", tmp_path)

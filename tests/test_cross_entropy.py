@@ -147,6 +147,22 @@ def test_offsets_past_int32(backend, device, spread):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_strided_targets(backend, device, reduction):
+    x, wide = linear(7, 8, 5, device=device), targets(7, 2, classes=5, device=device)
+    for target in (wide[:, 1], wide[:1, 0].expand(7)):
+        results = []
+        for t in (target, target.clone().contiguous()):
+            leaves = [y.clone().requires_grad_() for y in x.values()]
+            loss = ff.linear_cross_entropy(
+                *leaves[:2], t, linear_bias=leaves[2], reduction=reduction
+            )
+            logits = F.linear(*leaves)
+            loss = loss + ff.cross_entropy(logits, t, reduction, label_smoothing=0.1)
+            results.append([loss.detach(), *torch.autograd.grad(loss.sum(), leaves)])
+        assert all(map(torch.equal, *results))
+
+
 def test_a_target_past_the_classes(device):
     """It is not checked on a GPU, and never reads out of bounds."""
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy")

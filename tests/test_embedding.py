@@ -51,12 +51,32 @@ def test_without_positions_and_in_views(backend, device, against_oracle):
         against_oracle(functional.embed, x, tokens=tokens.int(), scale=1.0)
 
 
-def test_offsets_past_int32(backend, device, spread):
-    """Rows of the table so far apart that the last one stands past 2^31 elements."""
-    x, tokens = inputs(torch.bfloat16, device), torch.arange(V, device=device).view(1, V)[:, -9:]
-    with torch.no_grad():
-        near = functional.embed(tokens, **x)
-        assert torch.equal(near, functional.embed(tokens, spread(x["weight"]), x["positional"]))
+@pytest.mark.parametrize("far", ["weight", "positional", "gradient"])
+def test_offsets_past_int32(backend, device, spread, far):
+    """Rows so far apart that the last one stands past 2^31 elements."""
+    x, tokens = inputs(torch.bfloat16, device), torch.arange(V, device=device)[-9:]
+    x["positional"], x["gradient"] = (
+        x["positional"][:9],
+        torch.randn(9, N, device=device).bfloat16(),
+    )
+    results = []
+    for each in (x, {**x, far: spread(x[far])}):
+        weight, positional, gradient = (
+            each[n].detach() for n in ("weight", "positional", "gradient")
+        )
+        wanted = positional.requires_grad_()  # a table's own gradient would fill what lies between
+        out = functional.embed(tokens, weight, positional)
+        results.append([out.detach()])
+        if far != "positional":
+            results[-1] += torch.autograd.grad(out, wanted, gradient)
+    for near, spread_out in zip(*results, strict=True):
+        assert torch.equal(near, spread_out)
+
+
+def test_strided_tokens(backend, device):
+    x, tokens = inputs(device=device), ids(14, device=device)
+    for way in (tokens[::2], tokens[:1].expand(7), tokens.view(7, 2)[:, 1]):
+        assert torch.equal(ff.embed(way, **x), ff.embed(way.clone().contiguous(), **x))
 
 
 def test_a_token_past_the_table(device):

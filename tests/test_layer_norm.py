@@ -91,6 +91,23 @@ def test_offsets_past_int32(backend, device, spread, far):
         assert torch.equal(near, spread_out)
 
 
+@pytest.mark.parametrize("far", ["input", "residual", "gradient", "gradient of the sum"])
+def test_offsets_past_int32_of_a_sum(backend, device, spread, far):
+    """The same of residual + dropout + norm."""
+    names = "input", "residual", "gradient", "gradient of the sum"
+    x = {name: torch.randn(40, 30, device=device).bfloat16() for name in names}
+    weight = torch.randn(30, device=device).bfloat16().requires_grad_()
+    results = []
+    for inputs_ in (x, {**x, far: spread(x[far])}):
+        input_, residual, *gradients = (t.detach() for t in inputs_.values())
+        wanted = [input_.requires_grad_(), residual.requires_grad_(), weight]
+        options = {"dropout_p": 0.2, "dropout_seed": 3}
+        out = functional.dropout_add_layer_norm(input_, residual, weight, None, **options)
+        results.append([*out, *torch.autograd.grad(out, wanted, gradients)])
+    for near, spread_out in zip(*results):
+        torch.testing.assert_close(near, spread_out)  # torch adds another way, in the reference
+
+
 def test_strided_weights(backend, device, against_oracle):
     wide = inputs(3, 80, device=device)
     x = {"input": wide["input"][:, :40], "weight": wide["weight"][::2], "bias": wide["bias"][::2]}

@@ -146,6 +146,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     },
     ("dq full", 32): {
         "sm_90": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
 }
 CONFIGURATIONS = {

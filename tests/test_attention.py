@@ -581,6 +581,7 @@ def test_plans_are_told_apart(device, monkeypatch):
         {"key_lengths": torch.tensor([9], dtype=torch.int32, device=device)},
         {"alibi_slopes": torch.ones(2, device=device)},
         {"sinks": torch.ones(2, device=device)},
+        {**low, "sinks": torch.ones(2, device=device)},
         {**low, "sinks": torch.ones(2, device=device).half()},
         {"attn_mask": mask},
         {"attn_mask": mask[:1]},

@@ -92,8 +92,10 @@ def test_offsets_past_int32(backend, device, spread, far):
 
 
 @pytest.mark.parametrize("far", ["input", "residual", "gradient", "gradient of the sum"])
-def test_offsets_past_int32_of_a_sum(backend, device, spread, far):
-    """The same of residual + dropout + norm."""
+def test_offsets_past_int32_of_a_sum(device, spread, far):
+    """The same of residual + dropout + norm, in the kernels: the reference's sum of such rows is
+    torch's, which lays it out otherwise and rounds otherwise.
+    """
     names = "input", "residual", "gradient", "gradient of the sum"
     x = {name: torch.randn(40, 30, device=device).bfloat16() for name in names}
     weight = torch.randn(30, device=device).bfloat16().requires_grad_()
@@ -102,10 +104,11 @@ def test_offsets_past_int32_of_a_sum(backend, device, spread, far):
         input_, residual, *gradients = (t.detach() for t in inputs_.values())
         wanted = [input_.requires_grad_(), residual.requires_grad_(), weight]
         options = {"dropout_p": 0.2, "dropout_seed": 3}
-        out = functional.dropout_add_layer_norm(input_, residual, weight, None, **options)
+        with use_backend("triton"):
+            out = functional.dropout_add_layer_norm(input_, residual, weight, None, **options)
         results.append([*out, *torch.autograd.grad(out, wanted, gradients)])
     for near, spread_out in zip(*results):
-        torch.testing.assert_close(near, spread_out)  # torch adds another way, in the reference
+        assert torch.equal(near, spread_out)
 
 
 def test_strided_weights(backend, device, against_oracle):

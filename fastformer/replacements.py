@@ -694,7 +694,9 @@ class _TransformerEncoder(_Stack):
         come out of the layers.
         """
         first = self.layers[0]
-        if first.training or src.dim() != 3 or mask is not None or not self.use_nested_tensor:
+        if first.training or src.dim() != 3 or mask is not None:
+            return False
+        if not getattr(self, "use_nested_tensor", False):  # which an old pickle lacks
             return False
         if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
             return False

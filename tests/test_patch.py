@@ -549,11 +549,12 @@ CONVERSIONS = {
     "without fast path": {"fast": False},
     "odd heads": {"heads": 1},
     "gelu": {"activation": "gelu", "norm": True},
+    "an old pickle": {"old": True},
 }
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_padding_at_inference_is_as_torch_has_it(name, backend, device):
+def test_padding_at_inference_is_as_torch_has_it(name, device):
     """Zeros where torch converts to nested tensors, what its layers compute elsewhere."""
     options = {"lengths": (24, 9, 14), "where": "right", "fast": True, **CONVERSIONS[name]}
     made = {k: v for k, v in options.items() if k in ("norm_first", "activation")}
@@ -576,6 +577,8 @@ def test_padding_at_inference_is_as_torch_has_it(name, backend, device):
         given["src_key_padding_mask"] = torch.zeros(3, 24, device=device).masked_fill(padding, INF)
     if options.get("mask"):
         given["mask"] = torch.ones(24, 24, dtype=torch.bool, device=device).triu(1)
+    if options.get("old"):
+        del model.use_nested_tensor
     fast = copy.deepcopy(model)
     ff.accelerate(fast)
     torch.backends.mha.set_fastpath_enabled(options["fast"])
@@ -585,10 +588,11 @@ def test_padding_at_inference_is_as_torch_has_it(name, backend, device):
             with torch.set_grad_enabled(grad):
                 want = model.train(training)(x, **given)
                 have = fast.train(training)(x, **given)
-                ran = {row[1] for row in ff.explain(fast, x, **given).rows}
             seen = ~padding.all(1) if want.isnan().any() else slice(None)  # zeros are ours
             torch.testing.assert_close(have[seen], want[seen], atol=1e-4, rtol=1e-4)
             if name == "aligned":
+                with torch.set_grad_enabled(grad):
+                    ran = {row[1] for row in ff.explain(fast, x, **given).rows}
                 assert ("packed_attention" in ran) == (not training and (frozen or not grad))
                 assert have[padding].eq(0).all() == ("packed_attention" in ran)
     finally:
@@ -664,6 +668,23 @@ def test_transformer(batch_first, backend, device):
     torch.testing.assert_close(fresh(src, tgt, **given), want, atol=1e-5, rtol=1e-5)
     assert list(fresh.state_dict()) == list(model.state_dict())
     model.load_state_dict(fresh.state_dict())
+
+
+@pytest.mark.parametrize("mask_check", [True, False])
+def test_padding_at_inference_compiled(mask_check, device):
+    """As torch compiles it: with mask_check it does not convert then."""
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, mask_check=mask_check).to(device).eval()
+    x = torch.randn(3, 24, E, device=device)
+    padding = torch.arange(24, device=device) >= torch.tensor([[24], [9], [14]], device=device)
+    fast = copy.deepcopy(model)
+    ff.accelerate(fast)
+    with torch.no_grad():
+        want = torch.compile(model, backend="eager")(x, src_key_padding_mask=padding)
+        compiled = torch.compile(fast, backend="eager", fullgraph=True)
+        have = compiled(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-5)
+    assert (have[padding] == 0).all() == (not mask_check)
 
 
 TRANSFORMERS = {

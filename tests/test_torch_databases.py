@@ -35,6 +35,12 @@ DTYPES = {
 # The relative error that is rounding, of the largest element: as in conftest.py.
 ROUNDING = {"float64": 1e-6, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),  # torch's own
+    pytest.mark.filterwarnings("ignore:Support for mismatched"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested"),
+]
+
 # What is differentiated: the inputs and the parameters, or nothing, because of no_grad or because
 # no parameter wants a gradient; and nothing with torch's fast path switched off.
 GRADS = ("grad", "no_grad", "frozen", "no fast path")

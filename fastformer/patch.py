@@ -545,6 +545,11 @@ def _sdpa_obstacle(
         return "several dtypes or devices"
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         return f"the dtype is {query.dtype}"
+    low = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
+    if low and query.dim() == 3 and backends.current_backend() != "triton":
+        return (
+            "on a CPU torch has half precision without heads in another op, with better gradients"
+        )
     if any(x.shape[0] != query.shape[0] for x in tensors) or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
     if query.dim() == 4 and query.shape[1] != key.shape[1]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import hugging_face
 import pytest
 import torch
+import torch._dynamo.testing
 
 import fastformer as ff
 from fastformer import functional, integrations
@@ -693,6 +694,18 @@ def test_compile(make, padding, device):
     torch.testing.assert_close(out.loss, want["loss"])
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, want[f"grad of {name}"], atol=1e-5, rtol=1e-4)
+
+
+def test_compile_with_a_static_cache(device):
+    """Its masks go into the graph from outside: two graphs, of the prompt and of a step."""
+    torch.compiler.reset()
+    model, given = llama().to(device).eval(), inputs(llama, "left", device)
+    del given["labels"]
+    want = generated(model, "eager", given, cache_implementation="static")
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=graphs)
+    have = generated(model, "fastformer", given, cache_implementation="static")
+    assert torch.equal(have, want) and graphs.frame_count == 2
 
 
 @pytest.mark.parametrize("make", [bert, llama], ids=lambda make: make.__name__)

@@ -56,8 +56,7 @@ KNOWN = {
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # What else some models pass, for the message; any other keyword is refused as well.
 REFUSED = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks of each query",
     "head_mask": "a factor for each head",
     "indices": "attention to chosen keys",
     "block_indices": "attention to chosen blocks of keys",
@@ -70,11 +69,11 @@ def register_transformers() -> None:
 
     Registers `attention` in transformers' AttentionInterface and `mask` in its
     AttentionMaskInterface. It serves models that take their attention from there - padding,
-    causality, sliding windows, grouped heads, cross-attention, position bias, softcap, dropout and
-    any cache of `generate`. Models that choose an attention class by the name get one that runs
-    their sdpa class on fastformer, or an error that names them. A model that does neither keeps its
-    own attention: `explain(model, ...)` tells which layers do. Which backend runs is chosen as
-    everywhere: `use_backend`. A second call changes nothing.
+    causality, sliding windows, grouped heads, cross-attention, position bias, sinks, softcap,
+    dropout and any cache of `generate`. Models that choose an attention class by the name get one
+    that runs their sdpa class on fastformer, or an error that names them. A model that does neither
+    keeps its own attention: `explain(model, ...)` tells which layers do. Which backend runs is
+    chosen as everywhere: `use_backend`. A second call changes nothing.
 
     Raises:
         ImportError: there is no transformers, or one that is too old.
@@ -161,6 +160,7 @@ def attention(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     output_attentions: bool | None = False,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`scaled_dot_product_attention` as a layer of transformers calls it.
@@ -179,6 +179,7 @@ def attention(
             gradient.
         softcap: as in `scaled_dot_product_attention`.
         output_attentions: also gives the weights, before dropout, at the cost of making them.
+        s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They have a gradient.
         kwargs: of what else transformers hands to every implementation, that of which it is known
             that it changes nothing (`KNOWN`: `sliding_window`, for one, which the mask has).
 
@@ -213,6 +214,7 @@ def attention(
         window=None if causal else (left, right),
         causal_alignment="top_left" if q_length == k_length else "bottom_right",
         softcap=softcap,
+        sinks=s_aux,
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
@@ -257,13 +259,15 @@ def _read(
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
     if isinstance(attention_mask, Mask):
-        shape = attention_mask.shape
-        if len(shape) != 4 or shape[2] not in (1, q_length) or shape[3] != k_length:
+        shape, visible = attention_mask.shape, attention_mask.visible
+        sides = (attention_mask.left, attention_mask.right)
+        alike = sides == (None, None) and (visible is None or visible.shape[2] == 1)  # all queries
+        if len(shape) != 4 or shape[3] != k_length or not (alike or shape[2] in (1, q_length)):
             raise ValueError(
                 f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
                 " of the queries and keys of the layer"
             )
-        return attention_mask.visible, None, (attention_mask.left, attention_mask.right)
+        return visible, None, sides
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):

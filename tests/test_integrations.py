@@ -100,8 +100,16 @@ def vit(**changes):
     return transformers.ViTForImageClassification(transformers.ViTConfig(**{**config, **changes}))
 
 
+def gpt_oss(**changes):
+    config = {**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    config |= {"sliding_window": 3, "eos_token_id": None}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**config, **changes}))
+    model.set_experts_implementation("eager")  # the other has no float64
+    return model
+
+
 TEXT = [bert, gpt2, t5, llama, mistral, bart, whisper]
-DECODERS = [gpt2, llama, mistral, gemma2]
+DECODERS = [gpt2, llama, mistral, gemma2, gpt_oss]
 
 
 def inputs(make, padding, device):
@@ -178,7 +186,7 @@ def check(model, given):
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
-@pytest.mark.parametrize("make", [*TEXT, gemma2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [*TEXT, gemma2, gpt_oss], ids=lambda make: make.__name__)
 def test_against_eager(make, padding, device):
     with ff.use_backend("reference"):
         check(make().to(device), inputs(make, padding, device))
@@ -189,7 +197,7 @@ def test_images_against_eager(device):
         check(vit().to(device), inputs(vit, "none", device))
 
 
-@pytest.mark.parametrize("make", [*TEXT, vit, gemma2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [*TEXT, vit, gemma2, gpt_oss], ids=lambda make: make.__name__)
 def test_on_the_kernels(make, device):
     with ff.use_backend("triton"):
         check(make().to(device), inputs(make, "left" if make in DECODERS else "right", device))
@@ -232,6 +240,13 @@ def test_gradient_of_the_position_bias(device):
     check(model, given)
     for stack in (model.encoder, model.decoder):
         assert stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad.any()
+
+
+def test_gradient_of_the_sinks(device):
+    """Of gpt-oss, which hands them over under the name s_aux."""
+    model, given = gpt_oss().to(device), inputs(gpt_oss, "left", device)
+    check(model, given)
+    assert all(layer.self_attn.sinks.grad.all() for layer in model.model.layers)
 
 
 def test_bidirectional_decoder(device):
@@ -765,14 +780,6 @@ def test_packed_sequences_that_the_mask_does_not_hold(name):
     layer(query=x, attention_mask=complete, **{name: bounds})
 
 
-def test_sinks_of_gpt_oss_are_refused(device):
-    config = {**DECODER, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
-    config = transformers.GptOssConfig(**config, attn_implementation="fastformer")
-    model = transformers.GptOssForCausalLM(config).to(device)
-    with pytest.raises(ValueError, match=r"s_aux .attention sinks"):
-        model(**inputs(llama, "none", device))
-
-
 def test_refused_masks():
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -788,6 +795,10 @@ def test_refused_masks():
     for other in (made(), made()[:, 0], made()[:, :, :2, :3]):
         with pytest.raises(ValueError, match=r"attention_mask has shape .*expected \[B, 1, 3, 3\]"):
             layer(attention_mask=other)
+    x, y = torch.randn(B, 2, 5, 4), torch.randn(B, 2, 4, 4)
+    layer(query=x, key=y, attention_mask=made(None, None, PADDING))  # the same for each query
+    with pytest.raises(ValueError, match=r"expected \[B, 1, 5, 4\]"):
+        layer(query=x, key=y, attention_mask=made(None, 0, PADDING))
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64], ids=str)
@@ -943,7 +954,7 @@ def test_imports(tmp_path):
 
 # Of each kind of answer some, and those that were once wrong without a word.
 SAMPLE = [
-    *("albert", "modernbert", "clip", "gemma3_text", "qwen2_vl", "deepseek_v3", "speech_to_text"),
+    *("albert", "modernbert", "clip", "gemma3_text", "qwen2_vl", "deepseek_v3", "gpt_oss"),
     *("deepseek_v32", "glm_moe_dsa", "axk2", "nllb-moe", "bigbird_pegasus", "informer"),
     *("swinv2", "bridgetower"),
 ]

@@ -423,7 +423,7 @@ for _name in ("squeeze", "transpose", "unsqueeze", "view"):
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
     setattr(Mask, f"__{_name}__", _refusing(_name))
     setattr(Mask, f"__r{_name}__", _refusing(_name))
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "bool", "len", "iter"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "bool", "len", "iter", "setitem"):
     setattr(Mask, f"__{_name}__", _refusing(_name))
 
 

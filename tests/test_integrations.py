@@ -676,6 +676,7 @@ def test_what_a_model_may_do_with_a_mask():
         lambda x, mask: "yes" if mask else "no",
         lambda x, mask: [row for row in mask],
         lambda x, mask: len(mask),
+        lambda x, mask: mask.__setitem__(0, 1.0),
         lambda x, mask: x.masked_fill(mask, 0),
         lambda x, mask: torch.cat([x, mask], -1),
         lambda x, mask: torch.zeros_like(mask),

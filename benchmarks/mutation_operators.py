@@ -45,7 +45,7 @@ SHAPES = {
     "arange", "program_id", "reshape", "permute", "view", "zeros", "full", "multiple_of", "squeeze",
     "unsqueeze", "transpose", "sum", "max", "new_empty", "size", "dim", "unflatten", "flatten",
 }  # fmt: skip
-OPTIONS = {"num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt"}
+OPTIONS = {"strict", "num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt"}
 CHOICES = {"minimum", "maximum", "min", "max"}
 PLACEHOLDERS = {"seed"}  # what a number is that nobody looks at without dropout
 KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so

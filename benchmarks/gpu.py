@@ -395,7 +395,7 @@ class Kernels:
 
 
 def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
-    """Compiles what the parts launch, without a GPU: their exit status."""
+    """Compiles what the parts launch, without a GPU: 1 where one does not come to its end."""
     archives.writable(file)
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
         environment = device.environment(Path(base), _triton(version) if version else None)
@@ -408,10 +408,10 @@ def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
         run = Run(out, work, None, kernels.environment)
         run.go([_once(part) for part in parts if part.journal], 1e6, kernels.keep)
         data = run.save()
-    for test, reason in data["failed"].items():
-        print(f"FAILED {test}: {reason.splitlines()[0]}")
+    for test in data["failed"]:
+        print(f"needs results, or fails: {test}")  # nothing computes here
     print(f"Wrote {file}: {kernels.packed} kernels for {kernels.kind}")
-    return _status(data)
+    return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
 
 
 def _triton(version: str) -> Path:

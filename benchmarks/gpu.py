@@ -36,7 +36,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import archives, folder, journal, report
+from benchmarks import archives, folder, journal, report, stand_in
 from benchmarks.archives import Refused
 from benchmarks.journal import DEVICE_LOST
 from benchmarks.stand_in import device
@@ -397,6 +397,8 @@ class Kernels:
 def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
     """Compiles what the parts launch, without a GPU: 1 where one does not come to its end."""
     archives.writable(file)
+    if reason := stand_in.obstacle():
+        raise Refused(f"without a GPU nothing can be prepared here: {reason}")
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
         environment = device.environment(Path(base), _triton(version) if version else None)
         environment["TRITON_STORE_BINARY_ONLY"] = (

@@ -395,6 +395,8 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
     assert "a folder that does not exist" in refused(*taken, "--cache", nowhere)
     assert "expected a file" in refused("--prepare", tmp_path)
     assert "no part x" in refused("--prepare", tmp_path / "new.zip", "--only", "x")
+    monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
+    assert "prepared here: there is no C compiler" in refused("--prepare", tmp_path / "new.zip")
     assert "is no folder" in refused("--out", run / "out")
     assert "--out FOLDER, or --prepare FILE" in refused()
     assert "option of --prepare" in refused(*taken, "--triton", "3.6.0")

@@ -236,20 +236,25 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
     from fastformer.kernels import attention
 
     q, do, k, v, bias = random(8), random(8), random(1, 1, FEATURES, 8), random(8), random(1)
-    rest = None, 0.0, False, 0.3, False
-    more = None, None, "top_left", None, None, None
+    options = dict.fromkeys(
+        ["attn_mask", "key_lengths", "window", "alibi_slopes", "softcap", "dropout_seed"]
+    )
+    options |= dict(dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False, sinks=None)
 
     def call(rows):
-        given = q.expand(1, 1, rows, 8), k, v.expand(k.shape), *rest
-        return *given, bias.expand(rows, FEATURES), *more
+        given = dict(query=q.expand(1, 1, rows, 8), key=k, value=v.expand(k.shape))
+        return options | given | dict(bias=bias.expand(rows, FEATURES), causal_alignment="top_left")
 
-    out, *statistics = (x[:, :, :1] for x in attention.forward(*call(16), False))  # of each row
+    saved = attention.forward(**call(16), return_lse=False)
+    saved = [x[:, :, :1] for x in saved]  # of each row
 
     def run(rows):
-        whole = out.expand(1, 1, rows, 8)
-        saved = (x.expand(1, 1, rows, *x.shape[3:]).contiguous() for x in statistics)
-        grad, needs = do.expand(1, 1, rows, 8), [False, False, False, True]
-        return [attention.backward(grad, None, *call(rows), whole, *saved, needs)[3]]
+        names = "output", "lse", "statistics"
+        whole = {n: x.expand(1, 1, rows, *x.shape[3:]) for n, x in zip(names, saved, strict=True)}
+        whole |= {n: x.contiguous() for n, x in whole.items() if n != "output"}
+        grads = dict(grad_output=do.expand(1, 1, rows, 8), grad_lse=None)
+        needs = [False, False, False, True, False]
+        return [attention.backward(**grads, **call(rows), **whole, needs=needs)[3]]
 
     same_in_the_end(run)
 

@@ -184,6 +184,18 @@ def test_biases_in_tiles(device, against_oracle, tiles, case):
         against_oracle(functional.scaled_dot_product_attention, x, **options)
 
 
+@pytest.mark.parametrize("of", ["keys", "queries and keys"])
+def test_strided_masks_and_biases_in_whole_tiles(device, against_oracle, tiles, of):
+    """Every second one of a row, in tiles that no edge cuts."""
+    tiles(16, 16)
+    x = qkv(b=2, h=1, sq=16, sk=48, d=8, device=device)
+    rows = 1 if of == "keys" else 16
+    x["bias"] = torch.randn(2, 1, rows, 96, device=device)[..., ::2]
+    mask = (torch.rand(2, 1, rows, 96, device=device) > 0.4)[..., ::2]
+    with use_backend("triton"):
+        against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+
+
 @pytest.mark.parametrize("shape", [(20, 48), (48,)], ids=str)
 def test_a_bias_that_hides_a_whole_tile(device, against_oracle, tiles, shape):
     """The first keys of all rows, which have then seen nothing yet."""
@@ -694,7 +706,7 @@ def test_where_int32_ends(step, wide):
 def test_every_field_of_a_key_of_the_backward(device):
     """Gradients of other strides, of lse or not, and of other inputs, one after the other."""
     attention = pytest.importorskip("fastformer.kernels.attention")
-    x = {n: t.requires_grad_() for n, t in qkv(b=1, h=2, sq=16, sk=16, d=8, device=device).items()}
+    x = qkv(b=1, h=2, sq=16, sk=16, d=8, device=device)
     gradients = torch.randn(2, 1, 16, 2, 12, device=device)
     given = [gradients[0, ..., n : n + 8].transpose(1, 2) for n in (0, 1)]
     given += [gradients[0, :, :, :1, :8].transpose(1, 2).expand(1, 2, 16, 8)]
@@ -708,9 +720,11 @@ def test_every_field_of_a_key_of_the_backward(device):
                     for wanted in (["query"], ["key", "value"]):
                         if fresh:
                             attention.plans.clear()
-                        both = functional.scaled_dot_product_attention(**x, return_lse=True)
+                        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in x.items()}
+                        both = functional.scaled_dot_product_attention(**leaves, return_lse=True)
                         outputs, cotangents = (both, (g, lse)) if lse is not None else (both[:1], g)
-                        found += torch.autograd.grad(outputs, [x[n] for n in wanted], cotangents)
+                        wanting = [leaves[n] for n in wanted]
+                        found += torch.autograd.grad(outputs, wanting, cotangents)
             results.append(found)
     assert len(attention.plans) == 2  # of the last call
     assert all(torch.equal(*pair) for pair in zip(*results))
@@ -1540,3 +1554,14 @@ def test_gqa_needs_a_divisor():
     x = qkv(h=4, g=3)
     with pytest.raises(ValueError, match="divides 4"):
         ff.scaled_dot_product_attention(**x, enable_gqa=True)
+
+
+def test_the_gradient_of_sinks_alone(backend, device):
+    x = qkv(b=2, h=2, sq=20, sk=30, d=8, device=device)
+    x["sinks"] = torch.randn(2, device=device)
+    results = []
+    for wanted in (list(x), ["sinks"]):
+        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
+        out = functional.scaled_dot_product_attention(**leaves)
+        results.append(torch.autograd.grad(out.square().sum(), leaves["sinks"])[0])
+    assert torch.allclose(*results, rtol=1e-5, atol=1e-6) and (results[0] != 0).all()

@@ -303,3 +303,13 @@ def test_reason_is_logged_once(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "layer_norm: reference (the tensors are on the CPU)"
     ]
+
+
+@pytest.mark.parametrize("capability, runs", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_compute_capabilities(monkeypatch, capability, runs):
+    common = pytest.importorskip("fastformer.kernels.common")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(common, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = common.unsupported_dtype(torch.zeros(1))
+    assert reason is None if runs else "need compute capability 8.0" in reason

@@ -272,6 +272,7 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.unpad(x[:, :3], p), ValueError, "as it was packed"),
         (lambda x, n, p: ff.pad(x[0], p), ValueError, "expected the 6 tokens"),
         (lambda x, n, p: ff.pad(x[0, 0, 0], p), ValueError, r"shape \[\]; expected the 6 tokens"),
+        (lambda x, n, p: ff.unpad(x.to("meta"), n.to("meta")), ValueError, "lengths is on meta"),
         (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
         (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
         (lambda x, n, p: ff.pad(ff.unpad(x.long(), p)[0], p, 0.5), ValueError, "value is 0.5"),

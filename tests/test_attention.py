@@ -523,10 +523,12 @@ def test_memory_order(device, heads):
                 assert t.permute(order).is_contiguous()
 
 
-def test_a_hidden_key_under_softcap(backend, device):
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_a_hidden_key_under_softcap(backend, device, by):
     x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
     mask = torch.ones(1, 1, 1, 20, dtype=torch.bool, device=device)
     mask[..., 5] = False
+    mask = mask if by == "mask" else torch.where(mask, 0.5, -torch.inf)
     grads = []
     for fill in (0.0, float("nan")):
         leaves = [t.clone() for t in x.values()]
@@ -647,11 +649,13 @@ def test_every_field_of_a_key(device, monkeypatch):
         [{"key_lengths": ints[n : n + 1]} for n in (0, 1)],
         [{"key_lengths": ints[:1].to(dtype)} for dtype in (torch.int32, torch.int16)],
         [{**lead, "dropout_seed": seeds[n : n + 1]} for n in (0, 1)],
+        [{"sinks": flat[n : n + 2]} for n in (0, 1)],
         [{"scale": n} for n in (0.5, 0.6)],
     ]
     packed = {name: t[0].transpose(0, 1) for name, t in x.items()}
     offsets = torch.tensor([0, 0, 0, 16, 16, 16, 16], dtype=torch.int32, device=device)
     packs = [[offsets[n:4] for n in (1, 2)], [offsets[2 : 4 + n] for n in (0, 1)]]
+    twice = torch.tensor([0, 16, 0, 16], dtype=torch.int32, device=device)
     with use_backend("triton"):
         for pair in pairs:
             attention.plans.clear()
@@ -667,6 +671,13 @@ def test_every_field_of_a_key(device, monkeypatch):
                     **packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_q=16, max_k=16
                 )
             assert len(set(keys)) == 2, pair
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):  # another alignment
+            attention.plans.clear()
+            keys.clear()
+            for n in (0, 2):
+                cu = {"cu_seqlens_q": twice[:2], "cu_seqlens_k": twice[:2], name: twice[n : n + 2]}
+                functional.packed_attention(**packed, **cu, max_q=16, max_k=16)
+            assert len(set(keys)) == 2, name
         attention.plans.clear()
         keys.clear()
         matmul = torch.backends.cuda.matmul
@@ -809,7 +820,7 @@ def test_gradients_of_a_row_that_sees_nothing(device, poison):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("by", ["lengths", "mask", "both", "mask, one query"])
+@pytest.mark.parametrize("by", ["lengths", "mask", "both", "mask, one query", "bias"])
 def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
     """pytorch#101967: 0 * NaN of a key that no query may see leaked into every output."""
     by, one, _ = by.partition(", one query")
@@ -818,11 +829,12 @@ def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
     visible[0, ..., 50:] = False
     visible[1, ..., 66:] = False
     lengths = visible.sum((1, 2, 3))
-    if by == "mask":
+    if by in ("mask", "bias"):
         visible[0, ..., 2] = False
     arguments = {"dropout_p": dropout_p, "dropout_seed": 3}
-    arguments |= {"key_lengths": lengths} if by != "mask" else {}
-    arguments |= {"attn_mask": visible} if by != "lengths" else {}
+    arguments |= {"key_lengths": lengths} if by in ("lengths", "both") else {}
+    arguments |= {"attn_mask": visible} if by in ("mask", "both") else {}
+    arguments |= {"bias": torch.where(visible, 0.5, -torch.inf)} if by == "bias" else {}
     results = []
     for fill in (0.0, poison):
         hidden = ~visible.transpose(2, 3)
@@ -1565,3 +1577,13 @@ def test_the_gradient_of_sinks_alone(backend, device):
         out = functional.scaled_dot_product_attention(**leaves)
         results.append(torch.autograd.grad(out.square().sum(), leaves["sinks"])[0])
     assert torch.allclose(*results, rtol=1e-5, atol=1e-6) and (results[0] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_bias_that_float32_does_not_hold_in_base_2(backend, device, dtype):
+    """Below -2.3586e38 it hides, in float64 as well."""
+    x = qkv(b=1, h=1, sq=20, sk=30, d=8, dtype=dtype, device=device)
+    bias = torch.zeros(1, 1, 20, 30, dtype=dtype, device=device)
+    bias[:, :, 3] = -3e38
+    out = functional.scaled_dot_product_attention(**x, bias=bias)
+    assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()

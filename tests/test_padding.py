@@ -318,3 +318,19 @@ def test_bad_packing(change, error, words):
     assert ff.Packing(**fields).lengths.tolist() == [2, 4]
     with pytest.raises(error, match=words):
         ff.Packing(**{**fields, **change})
+
+
+@pytest.mark.parametrize("batch, length", [(0, 4), (2, 0), (2, 4)])
+def test_packing_of_nothing(batch, length):
+    """No sequence, no places, or no token of any."""
+    x, lengths = torch.randn(batch, length, 3), torch.zeros(batch, dtype=torch.int64)
+    tokens, packing = ff.unpad(x, lengths)
+    assert tokens.shape == (0, 3) and packing.longest == 0
+    assert torch.equal(ff.pad(tokens, packing), torch.zeros_like(x))
+
+
+def test_padding_of_bits():
+    """With either of the two values there are."""
+    bits, packing = ff.unpad(torch.tensor([[True, False, True]]), torch.tensor([2]))
+    for value in (False, True):
+        assert ff.pad(bits, packing, value).tolist() == [[True, False, value]]

@@ -452,7 +452,9 @@ def counted():
 
 
 def first_line(e):
-    return re.sub(r"\s+", " ", f"{type(e).__name__}: {e}")[:200]
+    """Type and message, without the folder that packages are installed in."""
+    text = re.sub(r"/\S*/site-packages/", "", f"{type(e).__name__}: {e}")
+    return re.sub(r"\s+", " ", text)[:200]
 
 
 def by_us(e):

@@ -443,3 +443,38 @@ def test_too_wide_for_the_kernels(device):
     x = torch.randn(1, 65537, device=device)
     with use_backend("triton"), pytest.raises(RuntimeError, match="65537 features"):
         ff.layer_norm(x, 65537)
+
+
+def in_blocks(monkeypatch):
+    """Rows of 30 features wider than a block, in the kernels for such."""
+    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 16, 4))
+
+
+def test_gradients_of_the_weights_of_wide_rows_alone(device, monkeypatch, in_bounds):
+    in_blocks(monkeypatch)
+    x = inputs(40, 30, device=device)
+    results = []
+    for wanted in (list(x), ["weight", "bias"]):
+        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
+        with use_backend("triton"):
+            out = functional.layer_norm(**leaves, normalized_shape=30)
+        given = [leaves["weight"], leaves["bias"]]
+        results.append(torch.autograd.grad(out.square().sum(), given))
+    assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize("far", ["input", "gradient"])
+def test_offsets_of_wide_rows_past_int32(device, monkeypatch, spread, far):
+    in_blocks(monkeypatch)
+    x = inputs(40, 30, dtype=torch.bfloat16, device=device)
+    x["gradient"] = torch.randn_like(x["input"])
+    results = []
+    for given in (x, {**x, far: spread(x[far])}):
+        leaves = {name: t.detach() for name, t in given.items()}
+        gradient = leaves.pop("gradient")
+        wanted = [t.requires_grad_() for t in leaves.values()]
+        with use_backend("triton"):
+            out = functional.layer_norm(**leaves, normalized_shape=30)
+        results.append([out, *torch.autograd.grad(out, wanted, gradient)])
+    assert all(torch.equal(*pair) for pair in zip(*results))

@@ -142,6 +142,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     },
     ("dq full", 16): {
         "sm_90": ((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
         "sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
     },
     ("dq full", 32): {
@@ -1110,9 +1111,8 @@ class _Backward(_Plan):
     ) -> list[Tensor]:
         """Launches what is needed: [dq, dk, dv, dbias, dsinks], an unwanted one empty."""
         bias, sinks, pointers = tensors[1], tensors[-1], _pointers(query, tensors)
-        nothing = query.new_empty(0)
         dq, dk, dv = (
-            query.new_empty_strided(*grad) if needed else nothing
+            query.new_empty_strided(*grad) if needed else query.new_empty(0)
             for grad, needed in zip(self.grads, self.needs)
         )
         delta = torch.empty_like(lse)
@@ -1121,7 +1121,7 @@ class _Backward(_Plan):
         if len(launch) > 1 or self.sink_weight:
             dlse = lse if grad_lse is None else grad_lse.contiguous()
             launch["delta"](output, grad_output, dlse, delta)
-        dbias = nothing
+        dbias = query.new_empty(0)
         if self.bias_grad == "key":
             dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
         rows = (statistics if self.apart else lse), delta
@@ -1132,7 +1132,7 @@ class _Backward(_Plan):
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
             launch["dbias"](*inputs, dbias, *rows, *pointers)
-        dsinks, moved = nothing, None
+        dsinks, moved = query.new_empty(0), None
         if self.sink_weight:  # what a row's gradient moves to its sink
             sink = sinks.view(-1, 1).to(lse.dtype)
             if self.apart:

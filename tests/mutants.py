@@ -740,10 +740,10 @@ EQUIVALENT = {
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
     "attention": ("test_attention.py", "test_padding.py", "test_sizes.py"),
-    "layer_norm": ("test_layer_norm.py", "test_sizes.py"),
-    "feed_forward": ("test_feed_forward.py", "test_sizes.py"),
-    "embedding": ("test_embedding.py", "test_sizes.py"),
-    "cross_entropy": ("test_cross_entropy.py", "test_sizes.py"),
+    "layer_norm": ("test_layer_norm.py", "test_nan.py", "test_sizes.py"),
+    "feed_forward": ("test_feed_forward.py", "test_nan.py", "test_sizes.py"),
+    "embedding": ("test_embedding.py", "test_nan.py", "test_sizes.py"),
+    "cross_entropy": ("test_cross_entropy.py", "test_nan.py", "test_sizes.py"),
     "common": (
         "test_dropout.py",
         "test_embedding.py",

@@ -298,8 +298,9 @@ def rows(answers: dict[str, dict[str, Any]]) -> Rows:
                 continue
             seen.add((r["hash"], CASES[name]["arch"]))
             instructions = [r[kind] for kind in ("matrix", "asynchronous") if r[kind] != "-"]
+            blocks = "x".join(map(str, r["blocks"].values()))
             table[name, r["kernel"]] = [
-                f"{r['blocks']} w{r['warps']}" + (f" s{r['stages']}" if r["stages"] else ""),
+                f"{blocks} w{r['warps']}" + (f" s{r['stages']}" if r["stages"] else ""),
                 str(r["registers"]),
                 str(r["spill"]),
                 " ".join(r["serialised"]) or "-",

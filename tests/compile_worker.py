@@ -34,6 +34,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from benchmarks import sass
+
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "sm_80": (GPUTarget("cuda", 80, 32), "sm_80", 166912),
@@ -84,6 +86,17 @@ def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
     )
 
 
+def read_loops(kernel: Any) -> dict[str, Any]:
+    """What benchmarks/cost.py weighs: the instructions of each innermost loop and of the kernel."""
+    code, warps = sass.disassemble(kernel.asm["cubin"]), kernel.metadata.num_warps
+    return dict(
+        whole=sass.count(code.instructions, warps),
+        loops=[sass.count(code.instructions[a : b + 1], warps) for a, b in code.loops()],
+        products=sass.products(kernel.asm["ttir"]),
+        outstanding=sass.outstanding(kernel.asm["ttgir"]),
+    )
+
+
 def read_amd(kernel: Any) -> dict[str, Any]:
     text = kernel.asm["amdgcn"]
 
@@ -126,6 +139,7 @@ class Recorder:
         self.driver = Driver()
         self.records: list[dict[str, Any]] = []
         self.facts: dict[str, dict[str, Any]] = {}
+        self.loops = False
         driver.set_active(self.driver)
         self.run_jit, self.compile = JITFunction.run, triton.compiler.compile
         recorder = self
@@ -160,18 +174,19 @@ class Recorder:
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(zip(function.arg_names, args)) | options
-        blocks = [str(given[name]) for name in ("BM", "BN", "BK", "BLOCK") if name in given]
+        blocks = {name: given[name] for name in ("BM", "BN", "BK", "BLOCK") if name in given}
         self.records.append(
             dict(
                 kernel=function.fn.__name__.lstrip("_"),
                 hash=kernel.hash,
-                blocks="x".join(blocks),
+                blocks=blocks,
                 warps=kernel.metadata.num_warps,
                 stages=options.get("num_stages", 0),
                 shared=kernel.metadata.shared,
                 tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
                 largest=self.largest_argument(args),
                 **self.facts[kernel.hash],
+                **(read_loops(kernel) if self.loops else {}),
             )
         )
 
@@ -321,6 +336,7 @@ def processor_seconds() -> float:
 def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     target, row, limit = TARGETS[case["arch"]]
     recorder.driver.target, recorder.records, recorder.large = target, [], set()
+    recorder.loops = case.get("loops", False)
     module, call = CALLS[case["op"]]
     module.architecture = lambda device: row
     common.plans.clear()  # they are of the architecture before

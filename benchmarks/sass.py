@@ -1,0 +1,187 @@
+"""Reads the machine code (SASS) of compiled kernels for NVIDIA GPUs: instructions, loops, and which
+unit of a multiprocessor each instruction keeps busy.
+
+`nvdisasm` of Triton's wheel disassembles; no GPU is needed. Counts are facts. What follows from
+them for time is a model: benchmarks/cost.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
+SHORTEST_LOOP = 8  # instructions; a shorter one waits for a barrier
+_LABEL = re.compile(r"^\s*(\.L\w+):")
+_TARGET = re.compile(r"`\((\.L\w+)\)")
+
+# The unit that executes an instruction, by the first word of its name. What is not here takes an
+# issue slot alone.
+UNITS = {
+    "tensor": "HGMMA HMMA UTCHMMA",
+    "special": "MUFU",  # exponentials, reciprocals, square roots
+    "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD",
+    "alu": (
+        "FMNMX FMNMX3 FSEL FSETP FSET SEL PRMT LOP3 SHF IADD3 IADD ISETP LEA IMNMX VIADD "
+        "VIADDMNMX VIMNMX VIMNMX3 IABS PLOP3 LOP32I F2FP P2R R2P BMSK SGXT POPC FLO I2FP"
+    ),
+    "shared": "LDS LDSM STS STSM LDGSTS SHFL",
+    "memory": "LDG STG UTMALDG UTMASTG",
+    "barrier": "BAR",
+    "local": "LDL STL",
+}
+_UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
+
+
+_COPIES = {
+    **dict.fromkeys(("LDS", "STS", "LDSM", "STSM"), ("traffic",)),
+    "LDGSTS": ("traffic", "loaded"),
+    "LDG": ("loaded",),
+    "STG": ("stored",),
+}
+
+
+class Instruction(NamedTuple):
+    name: str  # with its modifiers: "HGMMA.64x64x16.F32.BF16"
+    operands: str
+
+
+class Code(NamedTuple):
+    """The instructions of a kernel and where its labels stand among them."""
+
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+    def loops(self) -> list[tuple[int, int]]:
+        """(first, last) instruction of every innermost loop that does more than wait.
+
+        What stands behind the last EXIT are waits for a barrier and the trap.
+        """
+        ends: dict[int, int] = {}
+        names = [name for name, _ in self.instructions]
+        last = len(names) - names[::-1].index("EXIT")
+        for i, (name, operands) in enumerate(self.instructions[:last]):
+            target = _TARGET.search(operands) if name.startswith("BRA") else None
+            if target and self.labels.get(target[1], i + 1) <= i:
+                start = self.labels[target[1]]
+                ends[start] = max(i, ends.get(start, i))
+        found = [(a, b) for a, b in ends.items() if b - a >= SHORTEST_LOOP]
+        inner = [(a, b) for a, b in found if not any((a, b) != o and a <= o[0] <= b for o in found)]
+        return sorted(inner)
+
+
+def disassemble(cubin: bytes) -> Code:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(NVDISASM), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse(text)
+
+
+def parse(text: str) -> Code:
+    code = Code([], {})
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            code.labels[label[1]] = len(code.instructions)
+        elif found := _INSTRUCTION.match(line):
+            code.instructions.append(Instruction(found[1], found[2]))
+    return code
+
+
+def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
+    """What one pass over the instructions takes, by a block of so many warps.
+
+    issue        instructions a warp
+    <unit>       those of them that a unit executes, see `UNITS`
+    exponential  those of `special` that are exponentials
+    product      multiply-adds of the block's tensor instructions; 0 where the code does not say,
+                 for the fifth generation of tensor cores
+    traffic      bytes of shared memory that the block reads and writes: by wgmma, and by `shared`
+    loaded, stored   bytes of global memory
+    """
+    names = [instruction.name.split(".")[0] for instruction in instructions]
+    units = Counter(_UNIT_OF.get(name, "other") for name in names)
+    counts: dict[str, Any] = {unit: units[unit] for unit in UNITS}
+    counts["issue"] = len([name for name in names if name != "NOP"])
+    counts["exponential"] = len([i for i in instructions if i.name.startswith("MUFU.EX2")])
+    counts |= dict.fromkeys(("product", "traffic", "loaded", "stored"), 0)
+    for name, operands in instructions:
+        if name.startswith("HGMMA"):
+            m, n, k = map(int, re.findall(r"\d+", name.split(".")[1]))
+            left = m * k if operands.split(",")[1].strip().startswith("gdesc") else 0
+            counts["product"] += m * n * k * warps // 4
+            counts["traffic"] += 2 * (left + n * k) * warps // 4
+        elif name.startswith("HMMA"):  # 16816 is 16 x 8 x 16
+            shape = re.match(r"(16)(8)(\d+)", name.split(".")[1])
+            assert shape, name
+            m, n, k = map(int, shape.groups())
+            counts["product"] += m * n * k * warps
+        for kind in _COPIES.get(name.split(".")[0], ()):
+            counts[kind] += _bytes(name) * 32 * warps
+    return counts
+
+
+def _bytes(name: str) -> int:
+    """What a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, 4 matrices of 8 x 16 bytes a warp."""
+    words = name.split(".")
+    if words[0] in ("LDSM", "STSM"):
+        return 4 * int(words[-1]) if words[-1] in ("2", "4") else 4
+    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return next((sizes[word] for word in words if word in sizes), 4)
+
+
+def products(ttir: str) -> list[int]:
+    """For each loop that multiplies matrices, in order: the multiply-adds of one iteration."""
+    return [sum(found) for found in _by_loop(ttir, _product) if found]
+
+
+def outstanding(ttgir: str) -> list[int | None]:
+    """For each loop that multiplies matrices, in order: how many groups of copies may be under way
+    where it waits for one. 0: it waits for all of them. None: it copies nothing ahead.
+    """
+    return [
+        min((n for kind, n in found if kind == "wait"), default=None)
+        for found in _by_loop(ttgir, _wait_or_product)
+        if any(kind == "product" for kind, _ in found)
+    ]
+
+
+def _product(line: str) -> int | None:
+    if " tt.dot " not in line:
+        return None
+    (m, k), (_, n), _ = re.findall(r"tensor<(\d+)x(\d+)x", line)[-3:]
+    return int(m) * int(n) * int(k)
+
+
+def _wait_or_product(line: str) -> tuple[str, int] | None:
+    if wait := re.search(r"ttg\.async_wait .*num = (\d+)", line):
+        return "wait", int(wait[1])
+    if re.search(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) ", line):
+        return "product", 1
+    return None
+
+
+def _by_loop(text: str, read: Callable[[str], Any]) -> list[list[Any]]:
+    """What `read` finds on the lines of each scf.for of MLIR text, but not of loops inside it."""
+    found: list[list[Any]] = []
+    inside: list[tuple[int, list[Any]]] = []  # indent and findings of the loops that are open
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while inside and line.strip() and indent <= inside[-1][0]:
+            inside.pop()
+        if " scf.for " in line:
+            inside.append((indent, []))
+            found.append(inside[-1][1])
+        elif inside and (value := read(line)) is not None:
+            inside[-1][1].append(value)
+    return found

@@ -1,0 +1,113 @@
+"""The cost ledger: what is read from machine code, and what the model makes of it."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import cost, sass
+
+# A loop that starts behind the copies, and the wait behind EXIT that is none.
+CODE = """
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, !UPT ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR8], R24 ;
+        /*0030*/              @!P0 MUFU.EX2 R2, R3 ;
+        /*0040*/                   MUFU.RCP R2, R3 ;
+        /*0050*/                   FFMA R2, R3, R4, R5 ;
+        /*0060*/                   FMNMX R2, R3, R4, !PT ;
+        /*0070*/                   LDS.128 R4, [R2] ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR6][R4.64] ;
+        /*0090*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00a0*/                   NOP ;
+        /*00b0*/               @P1 BRA `(.L_x_1) ;
+        /*00c0*/                   STG.E.128 desc[UR6][R4.64], R8 ;
+        /*00d0*/                   EXIT ;
+.L_x_2:
+        /*00e0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00f0*/              @!P0 BRA `(.L_x_2) ;
+        /*0100*/                   BRA `(.L_x_1) ;
+"""
+TTIR = """
+    %0 = scf.for %i = %a to %b step %c iter_args(%acc = %zero) -> (tensor<128x64xf32>)  : i32 {
+      %s = tt.dot %q, %k, %z : tensor<128x32xbf16> * tensor<32x64xbf16> -> tensor<128x64xf32>
+      %t = scf.for %j = %a to %b step %c iter_args(%x = %s) -> (tensor<128x64xf32>)  : i32 {
+        scf.yield %x : tensor<128x64xf32>
+      }
+      %o = tt.dot %p, %v, %acc : tensor<128x64xbf16> * tensor<64x64xbf16> -> tensor<128x64xf32>
+      scf.yield %o : tensor<128x64xf32>
+    }
+    %1 = tt.dot %q, %k, %z : tensor<128x32xbf16> * tensor<32x64xbf16> -> tensor<128x64xf32>
+"""
+TTGIR = """
+    %2 = ttg.async_wait %1 {num = 0 : i32}
+    %3 = scf.for %i = %a to %b step %c iter_args(%acc = %zero) -> (tensor<64xf32>)  : i32 {
+      %4 = ttg.async_wait %5 {num = %(first)s : i32}
+      %6 = ttng.warp_group_dot %q, %4, %acc : !ttg.memdesc<64x64xbf16>
+      %7 = ttg.async_wait %8 {num = 2 : i32}
+      scf.yield %6 : tensor<64xf32>
+    }
+    %9 = ttg.async_wait  {num = 0 : i32}
+"""
+
+
+def test_what_a_loop_takes():
+    code = sass.parse(CODE)
+    [(first, last)] = code.loops()
+    found = sass.count(code.instructions[first : last + 1], warps=8)
+    assert found["issue"] == 10  # a NOP takes no slot of another warp
+    units = {unit: found[unit] for unit in ("tensor", "special", "fma", "alu", "shared", "barrier")}
+    assert units == dict(tensor=2, special=2, fma=1, alu=1, shared=2, barrier=1)
+    assert found["exponential"] == 1
+    assert found["product"] == 2 * 2 * 64 * 64 * 16  # two, of two warpgroups each
+    # The first product reads both operands from shared memory, the second one of them.
+    operands = 2 * 2 * (64 * 16 + 64 * 16) + 2 * 2 * 64 * 16
+    assert found["traffic"] == operands + 2 * 16 * 256
+    assert (found["loaded"], found["stored"]) == (16 * 256, 0)
+
+
+def test_an_instruction_of_sm_80():
+    line = "        /*0010*/                   HMMA.16816.F32.BF16 R4, R8, R12, RZ ;"
+    assert sass.count(sass.parse(line).instructions, warps=4)["product"] == 4 * 16 * 8 * 16
+
+
+def test_products_of_a_loop():
+    """Those of the outer loop alone, and none outside of a loop."""
+    assert sass.products(TTIR) == [128 * 64 * 32 + 128 * 64 * 64]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_copies_under_way(first):
+    assert sass.outstanding(TTGIR.replace("%(first)s", str(first))) == [first]
+    assert sass.outstanding(TTIR) == [None]
+
+
+RECORD = dict(
+    kernel="forward", hash="h", blocks=dict(BM=128, BN=64), warps=8, stages=2, registers=107,
+    shared=49152, products=[2 * 128 * 64 * 64] * 2, outstanding=[0, 2],
+)  # fmt: skip
+
+
+def test_entries():
+    """Two loops of attention, the second unrolled twice: the same for a tile of S."""
+    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
+    once = dict.fromkeys(names, 0) | dict(issue=325, tensor=8, special=34, barrier=2)
+    once |= dict(product=2 * 128 * 64 * 64, traffic=49152)
+    loops = [once, {name: 2 * n for name, n in once.items()}]
+    record = {**RECORD, "loops": loops, "whole": {name: 4 * n for name, n in once.items()}}
+    answers = {"sm_90 attention bf16 D=64 plain": dict(records=[record, record])}
+    full, edge = cost.ledger(answers)  # a kernel stands there once
+    assert (full.part, edge.part, full.blocks) == ("full", "edge", 2)
+    assert (full.issue, full.tensor, full.special, full.traffic) == (650, 512, 544, 384)
+    assert (edge.issue, edge.tensor, edge.special, edge.traffic) == (650, 512, 544, 384)
+    assert (full.outstanding, edge.outstanding) == (0, 2)
+    assert full.bound == "issue, 0.79"
+    row = cost.written("3.7.1", [full]).splitlines()[-1]
+    assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | issue, 0.79 |")
+
+
+def test_bad_options(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["cost", "--only", "sm_70"])
+    with pytest.raises(SystemExit):
+        cost.main()
+    assert "no case" in capsys.readouterr().err

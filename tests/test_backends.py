@@ -261,9 +261,12 @@ def test_a_gpu_is_asked_once(monkeypatch):
 
 @pytest.fixture
 def matmul():
-    """torch's settings for float32 products, as they were afterwards."""
+    """torch's settings for float32 products, as they were afterwards. None is made before: one that
+    somebody has made for `matmul` goes before the one for everything.
+    """
     matmul = torch.backends.cuda.matmul
     former = matmul.fp32_precision, torch.backends.fp32_precision
+    matmul.fp32_precision = torch.backends.fp32_precision = "none"
     yield matmul
     torch.set_float32_matmul_precision("highest")
     matmul.fp32_precision, torch.backends.fp32_precision = former

@@ -245,6 +245,29 @@ def test_a_remembered_launch_keeps_its_kernel(monkeypatch):
     assert sum(type(x) is Compiled for x in gc.get_objects()) == 1
 
 
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_remembered_launch_calls_hooks(monkeypatch, hook):
+    """A profiler's, which Triton calls: the launch goes through Triton while there is one."""
+    common = pytest.importorskip("fastformer.kernels.common")
+    ways = []
+
+    def start(*arguments, **options):
+        ways.append("Triton")
+        run = lambda *arguments: ways.append("driver")  # noqa: E731
+        return SimpleNamespace(run=run, function=1, packed_metadata=())
+
+    active = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
+    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
+    kernel = SimpleNamespace(arg_names=("X",))
+    launch = common.Launch(kernel, 1, (), {}, 4, 1)
+    launch._kernel = {(1,): start}
+    hooks = getattr(common.triton.knobs.runtime, hook)
+    for calls in ([], [], [print], []):
+        monkeypatch.setattr(hooks, "calls", calls)
+        launch(torch.ones(1))
+    assert ways == ["Triton", "driver", "Triton", "driver"]
+
+
 interpreted_only = pytest.mark.skipif(HAS_GPU, reason="test_many_calls launches as many there")
 
 

@@ -130,6 +130,18 @@ def test_every_verdict_is_there(mutation):
     assert [v for v in verdicts if not mutation.still_holds(v)] == []
 
 
+def test_every_survivor_of_the_draw_is_explained(mutation):
+    """It has become a test, or is named as equivalent with its reason."""
+    drawn = mutation.Draw.load(mutation.RESULTS / "mutation_draw")
+    assert 250 <= len(drawn.verdicts) <= drawn.size and drawn.candidates >= 1000
+    assert [v for v in drawn.verdicts if not v.good()] == []
+    named = {(v.kernel, v.name) for v in drawn.verdicts if v.verdict != "killed"}
+    assert named == set(mutation.DRAWN_EQUIVALENT)
+    for test in {v.test for v in drawn.verdicts if "::" in v.test}:
+        file, function = test.partition("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), test
+
+
 def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     pytest.importorskip("triton")
     if device.type == "cuda":

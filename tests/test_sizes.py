@@ -269,4 +269,5 @@ def test_statistics_past_int32(device):
     """Where the rows of a head begin in the log-sum-exps, by batch or among the packed tokens."""
     places = torch.zeros(2, dtype=torch.int64, device=device)
     _places[(1,)](places, 2**20 + 1, 2**13 + 1, 7, 2**20)
-    assert places.tolist() == [(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7]
+    expected = torch.tensor([(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7], device=device)
+    assert torch.equal(places, expected)

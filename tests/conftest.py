@@ -140,6 +140,24 @@ def plant(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def plant_and_check(plant):
+    """plant_and_check(module, bug, check): `check()` fails on the kernels with the bug planted in
+    them, (function, old, new); without one, None, it passes.
+    """
+
+    def plant_and_check(module, bug, check):
+        with use_backend("triton"):
+            if bug is None:
+                check()
+                return
+            plant(module, *bug)
+            with pytest.raises(AssertionError):
+                check()
+
+    return plant_and_check
+
+
+@pytest.fixture
 def spread():
     """spread(x, dim): x with what follows along `dim` so far apart that the last stands past 2^31
     elements. On a CPU, memory that nothing touches is not there.

@@ -340,12 +340,10 @@ BUGS = PLANTED["layer_norm"]
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])
-def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug):
+def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_check, bug):
     from fastformer.kernels import layer_norm
 
     monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
-    if bug is not None:
-        plant(layer_norm, *BUGS[bug])
 
     def check():
         for shape, unbiased in (((300, 50), False), ((9, 50), True), ((30, 8500), False)):
@@ -357,11 +355,7 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant, bug
             x.pop("bias")
             against_oracle(functional.rms_norm, x, normalized_shape=shape[1], eps=1e-2)
 
-    with use_backend("triton"):
-        if bug is None:
-            return check()
-        with pytest.raises(AssertionError):
-            check()
+    plant_and_check(layer_norm, BUGS.get(bug), check)
 
 
 @pytest.mark.parametrize(

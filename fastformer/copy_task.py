@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
 from fastformer.decoding import greedy_decode
-from fastformer.modules import MultiHeadedAttention, _require_size
+from fastformer.modules import MultiHeadedAttention, require_size
 from fastformer.training import (
     Batch,
     LabelSmoothing,
@@ -78,11 +78,11 @@ class Settings:
     smoothing: float = 0.1  # at 0 a sequence with a repeated symbol is copied right less often
 
     def __post_init__(self) -> None:
-        _require_size(steps=self.steps, batch=self.batch, warmup=self.warmup, N=self.N)
-        _require_size(d_model=self.d_model, d_ff=self.d_ff, h=self.h)
-        _require_size(2, length=self.length)
-        _require_size(3, vocab=self.vocab)
-        _require_size(0, seed=self.seed)
+        require_size(steps=self.steps, batch=self.batch, warmup=self.warmup, N=self.N)
+        require_size(d_model=self.d_model, d_ff=self.d_ff, h=self.h)
+        require_size(2, length=self.length)
+        require_size(3, vocab=self.vocab)
+        require_size(0, seed=self.seed)
         if self.length > MAX_LENGTH:
             raise ValueError(f"length is {self.length}; expected at most {MAX_LENGTH}")
         if self.d_model % self.h:

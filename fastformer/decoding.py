@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastformer.modules import Embeddings, PositionalEncoding, _require_size
+from fastformer.modules import Embeddings, PositionalEncoding, require_size
 from fastformer.training import _require_ids
 from fastformer.transformer import EncoderDecoder, subsequent_mask
 
@@ -39,8 +39,8 @@ def greedy_decode(
     Source: harvardnlp/annotated-transformer, "Greedy Decoding".
     """
     _require_ids("src", src)
-    _require_size(max_len=max_len)
-    _require_size(0, start_symbol=start_symbol)
+    require_size(max_len=max_len)
+    require_size(0, start_symbol=start_symbol)
     _require_decoder(model, max_len, start_symbol)
     memory = model.encode(src, src_mask)
     ys = torch.full((src.shape[0], max_len), start_symbol, dtype=src.dtype, device=src.device)

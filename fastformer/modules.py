@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.functional import _require_device, _require_flag, _require_tensor
 from fastformer.padding import Packing, _require_tokens, pad
+from fastformer.stream import apply_feed_forward, dropout_probability, is_unmodified
 
 __all__ = [
     "Embeddings",
@@ -40,7 +41,7 @@ __all__ = [
 # ----------------------------------------------------------------------------------------- shared
 
 
-def _require_size(least: int = 1, **sizes: int) -> None:
+def require_size(least: int = 1, **sizes: int) -> None:
     for name, n in sizes.items():
         functional._require_int(name, n)
         if n < least:
@@ -49,16 +50,16 @@ def _require_size(least: int = 1, **sizes: int) -> None:
             raise ValueError(f"{name} is {n}; expected less than 2^31")
 
 
-def _require_callable(expected: str = "a module", **functions: Any) -> None:
+def require_callable(expected: str = "a module", **functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
 
 
-def _require_like(name: str, x: Tensor, layer: nn.Module) -> None:
+def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
     """An x [..., features] that a linear layer takes as it is: its device, its dtype."""
     _require_tensor(name, x)
-    if type(layer) is not nn.Linear or not _plain(layer):
+    if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
     if x.shape[-1:] != layer.weight.shape[1:]:
         raise ValueError(
@@ -84,22 +85,7 @@ def _dropout(p: float) -> nn.Dropout:
     return nn.Dropout(functional._require_probability("dropout", p))
 
 
-def _plain(*modules: nn.Module) -> bool:
-    """Whether the modules do what their classes say: no hooks, no forward on the instance, not
-    compiled by themselves.
-    """
-    return not any(
-        m._compiled_call_impl is not None
-        or m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or "forward" in m.__dict__
-        for m in modules
-    )
-
-
-class _Renamed(nn.Module):
+class AliasedModule(nn.Module):
     """Also loads a state dict with other names for the module's parts; saving uses ours."""
 
     spellings: ClassVar[dict[str, str]] = {}  # other name -> ours
@@ -120,7 +106,7 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
 
     Raises ValueError for a negative N, TypeError for a module that is none.
     """
-    _require_size(0, N=N)
+    require_size(0, N=N)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
     return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
@@ -148,7 +134,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
         super().__init__()
-        _require_size(d_model=d_model, vocab=vocab)
+        require_size(d_model=d_model, vocab=vocab)
         if padding_idx is not None:
             padding_idx = functional._require_token("padding_idx", padding_idx, vocab)
         self.lut = nn.Embedding(vocab, d_model, padding_idx)
@@ -193,7 +179,7 @@ class PositionalEncoding(nn.Module):
         self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
     ) -> None:
         super().__init__()
-        _require_size(d_model=d_model, max_len=max_len)
+        require_size(d_model=d_model, max_len=max_len)
         self.dropout = _dropout(dropout)
         pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
         if _require_flag("learned", learned):
@@ -321,14 +307,14 @@ def attention(
                 f"expected leading dimensions that fit those of query {functional._shape(query)}"
             )
     if dropout is not None:
-        _require_callable("a function of the weights, or None", dropout=dropout)
+        require_callable("a function of the weights, or None", dropout=dropout)
     weights = _weights(query, key, mask)
     if dropout is not None:
         weights = dropout(weights)
     return weights @ value, weights
 
 
-class MultiHeadedAttention(_Renamed):
+class MultiHeadedAttention(AliasedModule):
     """linears[3](concat(head_0 .. head_{h-1})), head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
 
     q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of linears[0](query), linears[1](key) and
@@ -370,7 +356,7 @@ class MultiHeadedAttention(_Renamed):
 
     def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
-        _require_size(h=h, d_model=d_model)
+        require_size(h=h, d_model=d_model)
         if d_model % h:
             raise ValueError(f"d_model is {d_model}; expected a multiple of h = {h}")
         self.h = h
@@ -408,14 +394,16 @@ class MultiHeadedAttention(_Renamed):
             _require_features(name, x, self.h * self.d_k)
         if functional._autocast_dtype(query) is None:
             functional._require_floating(**inputs)
-        _require_like("query", query, self.linears[0])
+        require_linear_input("query", query, self.linears[0])
         q, k, v = (x.transpose(1, 2) for x in self._projected(inputs))  # [B, h, T or S, d_k], views
         if mask is not None:
             _require_tensor("mask", mask)
             _require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         options: dict[str, Any] = {**band, **scores, "key_lengths": key_lengths}
-        out = functional.scaled_dot_product_attention(q, k, v, mask, self._dropout_p(), **options)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, dropout_probability(self.dropout), **options
+        )
         self._keep(q, k, mask, options)
         return self.linears[3](out.transpose(1, 2).flatten(2))
 
@@ -427,11 +415,19 @@ class MultiHeadedAttention(_Renamed):
                 raise ValueError(
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
-            _require_like(name, x, self.linears[0])
+            require_linear_input(name, x, self.linears[0])
         q, k, v = self._projected(inputs)
         offsets, longest = packing.cu_seqlens, packing.longest
         out = functional.packed_attention(
-            q, k, v, offsets, offsets, longest, longest, dropout_p=self._dropout_p(), **band
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            dropout_p=dropout_probability(self.dropout),
+            **band,
         )
         if self.keep_attention:
             q, k = (pad(x.detach(), packing).transpose(1, 2) for x in (q, k))
@@ -448,7 +444,9 @@ class MultiHeadedAttention(_Renamed):
         layers: list[Any] = list(self.linears)[:3]
         joined = 3 if query is key is value else 2 if key is value else 0
         together = layers[3 - joined :]
-        if not all(type(x) is nn.Linear and _plain(x) and x.bias is not None for x in together):
+        if not all(
+            type(x) is nn.Linear and is_unmodified(x) and x.bias is not None for x in together
+        ):
             joined = 0
         alone = zip(layers[: 3 - joined], inputs.values())
         out = [linear(x).unflatten(-1, (self.h, self.d_k)) for linear, x in alone]
@@ -458,9 +456,6 @@ class MultiHeadedAttention(_Renamed):
             heads = F.linear(value, weight, bias).unflatten(-1, (joined, self.h, self.d_k))
             out += heads.unbind(-3)
         return out
-
-    def _dropout_p(self) -> float:
-        return self.dropout.p if self.dropout.training else 0.0
 
     def _keep(self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
         if self.keep_attention:
@@ -496,7 +491,7 @@ class MultiHeadedAttention(_Renamed):
 # ---------------------------------------------------------------------- feed-forward and LayerNorm
 
 
-class PositionwiseFeedForward(_Renamed):
+class PositionwiseFeedForward(AliasedModule):
     """w_2(dropout(relu(w_1(x)))).
 
     Args:
@@ -517,37 +512,17 @@ class PositionwiseFeedForward(_Renamed):
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1) -> None:
         super().__init__()
-        _require_size(d_model=d_model, d_ff=d_ff)
+        require_size(d_model=d_model, d_ff=d_ff)
         self.w_1 = nn.Linear(d_model, d_ff)
         self.w_2 = nn.Linear(d_ff, d_model)
         self.dropout = _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        _require_like("x", x, self.w_1)
-        return _fed(x, self.w_1, "relu", self.dropout, self.w_2)
+        require_linear_input("x", x, self.w_1)
+        return apply_feed_forward(x, self.w_1, "relu", self.dropout, self.w_2)
 
 
-def _fed(
-    x: Tensor,
-    w_1: nn.Module,
-    activation: str | Callable[[Tensor], Tensor],
-    dropout: nn.Module,
-    w_2: nn.Module,
-) -> Tensor:
-    """w_2(dropout(activation(w_1(x)))): the op where the parts do what their classes say and the
-    activation is one of its own; else the parts, one after the other.
-    """
-    parts: list[Any] = [w_1, dropout, w_2]
-    known = [type(part) for part in parts] == [nn.Linear, nn.Dropout, nn.Linear]
-    if known and isinstance(activation, str) and _plain(*parts):
-        w, d, v = parts
-        p = d.p if d.training else 0.0
-        return functional.feed_forward(x, w.weight, w.bias, v.weight, v.bias, activation, p)
-    function = functional.ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    return w_2(dropout(function(w_1(x))))
-
-
-class LayerNorm(_Renamed):
+class LayerNorm(AliasedModule):
     """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
 
     With `unbiased=True` weight * (x - mean) / (std + eps) + bias, std with N - 1, as the tutorials
@@ -575,7 +550,7 @@ class LayerNorm(_Renamed):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        _require_size(2 if _require_flag("unbiased", unbiased) else 1, features=features)
+        require_size(2 if _require_flag("unbiased", unbiased) else 1, features=features)
         functional._require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
@@ -597,10 +572,10 @@ class LayerNorm(_Renamed):
         return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
 
 
-def _require_stream(name: str, x: Tensor, norm: Any) -> None:
+def require_norm_input(name: str, x: Tensor, norm: Any) -> None:
     """Floats on the device of a norm, and of its features."""
     functional._require_floating(**{name: x})
-    if type(norm) is not LayerNorm or not _plain(norm):
+    if type(norm) is not LayerNorm or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
         raise ValueError(
@@ -628,73 +603,17 @@ class SublayerConnection(nn.Module):
 
     def __init__(self, size: int, dropout: float, norm_first: bool = True) -> None:
         super().__init__()
-        _require_size(size=size)
+        require_size(size=size)
         self.norm = LayerNorm(size)
         self.dropout = _dropout(dropout)
         self.norm_first = _require_flag("norm_first", norm_first)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         _require_tensor("x", x)
-        _require_callable("a function of x", sublayer=sublayer)
+        require_callable("a function of x", sublayer=sublayer)
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
     def extra_repr(self) -> str:
         return "" if self.norm_first else "norm_first=False"
-
-
-class _Stream:
-    """The residual stream of a stack of sublayers: x, and a sublayer's output not yet added to it.
-
-    The sum waits for the norm that follows, and is taken in one kernel with it.
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-        self.waiting: tuple[Tensor, nn.Dropout] | None = None
-
-    def run(self, connection: Any, sublayer: Callable[[Tensor], Tensor]) -> None:
-        """x = connection(x, sublayer), of a SublayerConnection."""
-        if type(connection) is SublayerConnection and _plain(connection):
-            self.add(connection.norm, connection.dropout, connection.norm_first, sublayer)
-        else:
-            self.x = connection(self.value(), sublayer)
-
-    def add(
-        self,
-        norm: nn.Module,
-        dropout: nn.Module,
-        norm_first: bool,
-        sublayer: Callable[[Tensor], Tensor],
-    ) -> None:
-        """x = x + dropout(sublayer(norm(x))), or norm(x + dropout(sublayer(x)))"""
-        x = self.normalized(norm) if norm_first else self.value()
-        out = sublayer(x)
-        if type(dropout) is nn.Dropout and _plain(dropout):
-            self.waiting = out, dropout
-        else:
-            self.x = self.x + dropout(out)
-        if not norm_first:
-            self.x = self.normalized(norm)
-
-    def normalized(self, norm: nn.Module) -> Tensor:
-        """norm(x)"""
-        # Asked of the class itself: a class derived from it may compute something else.
-        if self.waiting is None or "after_sum" not in type(norm).__dict__ or not _plain(norm):
-            return norm(self.value())
-        out, dropout = self.waiting
-        if out.dtype != self.x.dtype and functional._autocast_dtype(out) is None:
-            return norm(self.value())
-        p = dropout.p if dropout.training else 0.0
-        fused: Any = norm
-        normalized, self.x = fused.after_sum(out, self.x, p)
-        self.waiting = None
-        return normalized
-
-    def value(self) -> Tensor:
-        """x, with what waits added to it."""
-        if self.waiting is not None:
-            out, dropout = self.waiting
-            self.x, self.waiting = self.x + dropout(out), None
-        return self.x

@@ -23,11 +23,9 @@ from fastformer import backends, functional, reference
 from fastformer.modules import (
     MultiHeadedAttention,
     PositionwiseFeedForward,
-    _fed,
-    _plain,
-    _Stream,
 )
 from fastformer.padding import Packing, _packing_of, pad, unpad
+from fastformer.stream import ResidualStream, apply_feed_forward, is_unmodified
 
 # Padding is dropped where it is at least this share of a batch, and this many tokens: below that,
 # taking the tokens out and putting them back costs more.
@@ -387,7 +385,7 @@ class _MultiheadAttention(_Accelerated):
 
 def _activation(function: Any) -> Any:
     """Its name, where the op has it; else the function."""
-    if isinstance(function, nn.Module) and not _plain(function):
+    if isinstance(function, nn.Module) and not is_unmodified(function):
         return function
     if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
         return "relu"
@@ -410,7 +408,7 @@ class _Layer(_Accelerated):
             attention = getattr(self, name)
             if _MultiheadAttention not in type(attention).__mro__:
                 return f"{name} is a {type(attention).__name__} that was not replaced"
-            if not _plain(attention):
+            if not is_unmodified(attention):
                 return f"{name} has hooks"
             if attention.batch_first != first.batch_first:
                 return "one attention has batch_first, another has not"
@@ -422,7 +420,9 @@ class _Layer(_Accelerated):
         return _unlike_in(self.linear1, self.linear2, *norms)
 
     def _feed(self: Any, x: Tensor) -> Tensor:
-        return _fed(x, self.linear1, _activation(self.activation), self.dropout, self.linear2)
+        return apply_feed_forward(
+            x, self.linear1, _activation(self.activation), self.dropout, self.linear2
+        )
 
     def _attending(self: Any, name: str, seen: _Seen, memory: Tensor | None = None) -> Any:
         """The sublayer x -> attention(x, memory, memory), of memory = x where it is None."""
@@ -491,19 +491,21 @@ class _TransformerEncoderLayer(_Layer):
             context = _encoder_context(self.self_attn, src, *masks, is_causal, names)
         except (TypeError, ValueError) as refusal:
             return self._if_it_takes(refusal, src, *masks, is_causal)
-        stream = _Stream(src)
+        stream = ResidualStream(src)
         self._through(stream, *context)
         return stream.value().contiguous()
 
-    def _through(self: Any, stream: _Stream, seen: _Seen) -> None:
+    def _through(self: Any, stream: ResidualStream, seen: _Seen) -> None:
         if self._native(stream, seen):
             return
         with _running(self):
             first = self.norm_first
-            stream.add(self.norm1, self.dropout1, first, self._attending("self_attn", seen))
-            stream.add(self.norm2, self.dropout2, first, self._feed)
+            stream.add_sublayer(
+                self._attending("self_attn", seen), self.norm1, self.dropout1, first
+            )
+            stream.add_sublayer(self._feed, self.norm2, self.dropout2, first)
 
-    def _native(self: Any, stream: _Stream, seen: _Seen) -> bool:
+    def _native(self: Any, stream: ResidualStream, seen: _Seen) -> bool:
         """At inference on a CPU the layer is one op of torch's, with less to do around its GEMMs.
 
         Without a mask, and with padding that leaves each query a key, it computes what the parts
@@ -514,7 +516,7 @@ class _TransformerEncoderLayer(_Layer):
             return False
         if backends.current_backend() == "triton" or not reference.eager(x) or not x.numel():
             return False
-        if stream.waiting is not None or functional._autocast_dtype(x) is not None:
+        if stream.pending is not None or functional._autocast_dtype(x) is not None:
             return False
         if seen.is_causal or seen.bias is not None or seen.packing is not None:
             return False
@@ -529,7 +531,7 @@ class _TransformerEncoderLayer(_Layer):
         activation = _activation(self.activation)
         known = all(_LayerNorm in type(norm).__mro__ for norm in parts[:2])
         known = known and all(type(linear) is nn.Linear for linear in parts[2:])
-        known = known and _plain(*parts, *dropouts) and activation in ("relu", "gelu")
+        known = known and is_unmodified(*parts, *dropouts) and activation in ("relu", "gelu")
         if not known or self.norm1.eps != self.norm2.eps or attention.num_heads % 2:
             return False
         weights = [attention.in_proj_weight, attention.in_proj_bias]
@@ -576,19 +578,21 @@ class _TransformerDecoderLayer(_Layer):
             context = _decoder_context(self, tgt, memory, *masks, *hints)
         except (TypeError, ValueError) as refusal:
             return self._if_it_takes(refusal, tgt, memory, *masks, *hints)
-        stream = _Stream(tgt)
+        stream = ResidualStream(tgt)
         self._through(stream, *context)
         return stream.value().contiguous()
 
     def _through(
-        self: Any, stream: _Stream, seen: _Seen, memory: Tensor, memory_seen: _Seen
+        self: Any, stream: ResidualStream, seen: _Seen, memory: Tensor, memory_seen: _Seen
     ) -> None:
         cross = self._attending("multihead_attn", memory_seen, memory)
         with _running(self):
             first = self.norm_first
-            stream.add(self.norm1, self.dropout1, first, self._attending("self_attn", seen))
-            stream.add(self.norm2, self.dropout2, first, cross)
-            stream.add(self.norm3, self.dropout3, first, self._feed)
+            stream.add_sublayer(
+                self._attending("self_attn", seen), self.norm1, self.dropout1, first
+            )
+            stream.add_sublayer(cross, self.norm2, self.dropout2, first)
+            stream.add_sublayer(self._feed, self.norm3, self.dropout3, first)
 
 
 def _form(attention: Any) -> tuple[Any, ...]:
@@ -609,7 +613,7 @@ class _Stack(_Accelerated):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, self._layer):
                 return f"layers.{i} is a {type(layer).__name__} that was not replaced"
-            if not _plain(layer):
+            if not is_unmodified(layer):
                 return f"layers.{i} has hooks"
             if layer._obstacle() is not None:
                 return f"layers.{i}: {layer._obstacle()}"
@@ -618,9 +622,9 @@ class _Stack(_Accelerated):
                     return f"layers.{i} has another form of {name} than layers.0"
         return None if self.norm is None else _unlike_in(self.norm)
 
-    def _normalized(self: Any, stream: _Stream) -> Tensor:
+    def _normalized(self: Any, stream: ResidualStream) -> Tensor:
         with _running(self):
-            out = stream.value() if self.norm is None else stream.normalized(self.norm)
+            out = stream.value() if self.norm is None else stream.normalize(self.norm)
         return out.contiguous()
 
 
@@ -678,15 +682,15 @@ class _TransformerEncoder(_Stack):
         if packing is not None:
             x, _ = unpad(x.transpose(0, 1) if turned else x, packing)
             seen = _Seen(is_causal=seen.is_causal, packing=packing)
-        stream = _Stream(x)
+        stream = ResidualStream(x)
         for layer in self.layers:
             layer._through(stream, seen)
         if packing is not None:
             x = pad(stream.value(), packing)
-            stream = _Stream(x.transpose(0, 1) if turned else x)
+            stream = ResidualStream(x.transpose(0, 1) if turned else x)
         elif dropped is not None and not _unseen:
             dropped = (dropped.t() if turned else dropped).unsqueeze(-1)
-            stream = _Stream(stream.value().masked_fill(dropped, 0.0))
+            stream = ResidualStream(stream.value().masked_fill(dropped, 0.0))
         return self._normalized(stream)
 
     def _converts(self: Any, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
@@ -760,7 +764,7 @@ class _TransformerDecoder(_Stack):
             context = _decoder_context(first, tgt, memory, *masks, *hints)
         except (TypeError, ValueError) as refusal:
             return self._if_it_takes(refusal, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
-        stream = _Stream(tgt)
+        stream = ResidualStream(tgt)
         for layer in self.layers:
             layer._through(stream, *context)
         return self._normalized(stream)
@@ -801,7 +805,9 @@ class _Transformer(_Accelerated):
             return False
         encoder, decoder = self.encoder, self.decoder
         kinds = [getattr(type(part), "_kind", None) for part in (encoder, decoder)]
-        if kinds != [_TransformerEncoder, _TransformerDecoder] or not _plain(encoder, decoder):
+        if kinds != [_TransformerEncoder, _TransformerDecoder] or not is_unmodified(
+            encoder, decoder
+        ):
             return False
         if decoder._obstacle() is not None:
             return False
@@ -902,7 +908,7 @@ class _AnnotatedAttention(_Tutorial, MultiHeadedAttention):
         reason = _foreign(query, key, value, mask)
         if reason is None and self.d_k > functional.MAX_HEAD_DIM:
             reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
-        if type(self.dropout) is not nn.Dropout or not _plain(self.dropout):
+        if type(self.dropout) is not nn.Dropout or not is_unmodified(self.dropout):
             reason = "its dropout has hooks or was replaced"
         if reason is None and mask is not None and mask.dim() != 3:
             reason = f"the mask has {mask.dim()} dimensions, not three"

@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from fastformer import functional
 from fastformer.functional import _require_tensor
-from fastformer.modules import _plain, _require_callable, _require_size
+from fastformer.modules import require_callable, require_size
+from fastformer.stream import is_unmodified
 from fastformer.transformer import Generator, subsequent_mask
 
 __all__ = [
@@ -150,7 +151,7 @@ class LabelSmoothing(nn.Module):
 
     def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
         super().__init__()
-        _require_size(3, size=size)  # padding, the true class and another
+        require_size(3, size=size)  # padding, the true class and another
         functional._require_int("padding_idx", padding_idx)
         if not 0 <= padding_idx < size:
             raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
@@ -227,8 +228,8 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
     """
-    _require_size(0, step=step)
-    _require_size(model_size=model_size, warmup=warmup)
+    require_size(0, step=step)
+    require_size(model_size=model_size, warmup=warmup)
     factor = functional._require_number("factor", factor)
     if not 0 <= factor < math.inf:
         raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
@@ -280,7 +281,7 @@ class SimpleLossCompute:
         generator: Callable[[Tensor], Tensor],
         criterion: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        _require_callable("a module, or a function", generator=generator, criterion=criterion)
+        require_callable("a module, or a function", generator=generator, criterion=criterion)
         self.generator = generator
         self.criterion = criterion
 
@@ -311,7 +312,7 @@ class SimpleLossCompute:
         if not (type(generator) is Generator and type(criterion) is LabelSmoothing):
             return None
         proj = generator.proj
-        if type(proj) is not nn.Linear or not _plain(generator, proj, criterion):
+        if type(proj) is not nn.Linear or not is_unmodified(generator, proj, criterion):
             return None
         if proj.out_features != criterion.size or y.dtype != torch.int64:
             return None
@@ -370,14 +371,14 @@ def run_epoch(
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}; expected an iterable of batches")
-    _require_callable("a module", model=model)
-    _require_callable("a function of output, tgt_y and ntokens", loss_compute=loss_compute)
+    require_callable("a module", model=model)
+    require_callable("a function of output, tgt_y and ntokens", loss_compute=loss_compute)
     for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
         if x is not None and not callable(getattr(x, "step", None)):
             raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")
     if report is not None:
-        _require_callable("a function of batches, loss and tokens per second", report=report)
-    _require_size(report_every=report_every)
+        require_callable("a function of batches, loss and tokens per second", report=report)
+    require_size(report_every=report_every)
     if progress is None:
         progress = sys.stdout.isatty()
         if report is None and not progress:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -24,22 +24,21 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.functional import _require_tensor
 from fastformer.modules import (
+    AliasedModule,
     Embeddings,
     LayerNorm,
     MultiHeadedAttention,
     PositionalEncoding,
     PositionwiseFeedForward,
     SublayerConnection,
-    _plain,
-    _Renamed,
-    _require_callable,
-    _require_like,
-    _require_size,
-    _require_stream,
-    _Stream,
     clones,
+    require_callable,
+    require_linear_input,
+    require_norm_input,
+    require_size,
 )
 from fastformer.padding import Packing
+from fastformer.stream import ResidualStream, dropout_probability, is_unmodified
 
 __all__ = [
     "Decoder",
@@ -58,7 +57,7 @@ def subsequent_mask(size: int) -> Tensor:
 
     Raises ValueError for a negative size, TypeError for one that is no int.
     """
-    _require_size(0, size=size)
+    require_size(0, size=size)
     return torch.ones(1, size, size, dtype=torch.bool).tril()
 
 
@@ -70,13 +69,23 @@ def _stack(
     *context: Any,
 ) -> Tensor:
     """norm(the layers one after the other); a layer's last sum is taken with the norm after it."""
-    stream = _Stream(x)
+    stream = ResidualStream(x)
     for layer in layers:
-        if type(layer) is kind and _plain(layer):
+        if type(layer) is kind and is_unmodified(layer):
             layer._through(stream, *context)
         else:  # of another class, or with hooks: called as it is
-            stream = _Stream(layer(stream.value(), *context))
-    return stream.normalized(norm)
+            stream = ResidualStream(layer(stream.value(), *context))
+    return stream.normalize(norm)
+
+
+def _add(
+    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
+) -> None:
+    """x = connection(x, sublayer), of the stream's x and a SublayerConnection."""
+    if type(connection) is SublayerConnection and is_unmodified(connection):
+        stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
+    else:
+        stream.x = connection(stream.value(), sublayer)
 
 
 def _require_layer(layer: nn.Module) -> None:
@@ -106,21 +115,21 @@ class EncoderLayer(nn.Module):
         self, size: int, self_attn: nn.Module, feed_forward: nn.Module, dropout: float
     ) -> None:
         super().__init__()
-        _require_callable(self_attn=self_attn, feed_forward=feed_forward)
+        require_callable(self_attn=self_attn, feed_forward=feed_forward)
         self.self_attn = self_attn
         self.feed_forward = feed_forward
         self.sublayer = clones(SublayerConnection(size, dropout), 2)
         self.size = size
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
-        _require_stream("x", x, getattr(self.sublayer[0], "norm", None))
-        stream = _Stream(x)
+        require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
+        stream = ResidualStream(x)
         self._through(stream, mask)
         return stream.value()
 
-    def _through(self, stream: _Stream, mask: Tensor | Packing | None) -> None:
-        stream.run(self.sublayer[0], lambda x: self.self_attn(x, x, x, mask))
-        stream.run(self.sublayer[1], self.feed_forward)
+    def _through(self, stream: ResidualStream, mask: Tensor | Packing | None) -> None:
+        _add(stream, self.sublayer[0], lambda x: self.self_attn(x, x, x, mask))
+        _add(stream, self.sublayer[1], self.feed_forward)
 
 
 class DecoderLayer(nn.Module):
@@ -149,7 +158,7 @@ class DecoderLayer(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        _require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
+        require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
         self.size = size
         self.self_attn = self_attn
         self.src_attn = src_attn
@@ -159,18 +168,22 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        _require_stream("x", x, getattr(self.sublayer[0], "norm", None))
-        _require_stream("memory", memory, getattr(self.sublayer[0], "norm", None))
-        stream = _Stream(x)
+        require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
+        require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
+        stream = ResidualStream(x)
         self._through(stream, memory, src_mask, tgt_mask)
         return stream.value()
 
     def _through(
-        self, stream: _Stream, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+        self,
+        stream: ResidualStream,
+        memory: Tensor,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
     ) -> None:
-        stream.run(self.sublayer[0], lambda x: self.self_attn(x, x, x, tgt_mask))
-        stream.run(self.sublayer[1], lambda x: self.src_attn(x, memory, memory, src_mask))
-        stream.run(self.sublayer[2], self.feed_forward)
+        _add(stream, self.sublayer[0], lambda x: self.self_attn(x, x, x, tgt_mask))
+        _add(stream, self.sublayer[1], lambda x: self.src_attn(x, memory, memory, src_mask))
+        _add(stream, self.sublayer[2], self.feed_forward)
 
 
 class Encoder(nn.Module):
@@ -187,7 +200,7 @@ class Encoder(nn.Module):
         self.norm = LayerNorm(layer.size)
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
-        _require_stream("x", x, self.norm)
+        require_norm_input("x", x, self.norm)
         return _stack(self.layers, EncoderLayer, self.norm, x, mask)
 
 
@@ -207,12 +220,12 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
     ) -> Tensor:
-        _require_stream("x", x, self.norm)
-        _require_stream("memory", memory, self.norm)
+        require_norm_input("x", x, self.norm)
+        require_norm_input("memory", memory, self.norm)
         return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
 
 
-class Generator(_Renamed):
+class Generator(AliasedModule):
     """log_softmax(proj(x)): [..., d_model] -> log-probabilities [..., vocab].
 
     Raises ValueError for another width or device, TypeError for a dtype that is not that of the
@@ -225,11 +238,11 @@ class Generator(_Renamed):
 
     def __init__(self, d_model: int, vocab: int) -> None:
         super().__init__()
-        _require_size(d_model=d_model, vocab=vocab)
+        require_size(d_model=d_model, vocab=vocab)
         self.proj = nn.Linear(d_model, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
-        _require_like("x", x, self.proj)
+        require_linear_input("x", x, self.proj)
         return self.proj(x).log_softmax(-1)
 
 
@@ -251,7 +264,7 @@ class EncoderDecoder(nn.Module):
         generator: Generator,
     ) -> None:
         super().__init__()
-        _require_callable(
+        require_callable(
             encoder=encoder,
             decoder=decoder,
             src_embed=src_embed,
@@ -292,13 +305,13 @@ def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
     fits = tokens.dim() == 2 and tokens.shape[1] <= position.pe.shape[1]  # else its own error
-    if not (fits and plain and _plain(embed, embeddings, position, lut, dropout)):
+    if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
         return embed(tokens)
     return functional.embed(
         tokens,
         lut.weight,
         position.pe[0].to(lut.weight.dtype),
-        dropout.p if dropout.training else 0.0,
+        dropout_probability(dropout),
         scale=math.sqrt(embeddings.d_model),
         padding_idx=lut.padding_idx,
     )
@@ -331,8 +344,8 @@ def make_model(
     initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
     Feedforward Neural Networks", equation 16.
     """
-    _require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
-    _require_size(0, N=N)
+    require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
+    require_size(0, N=N)
     attn = MultiHeadedAttention(h, d_model, dropout)
     ff = PositionwiseFeedForward(d_model, d_ff, dropout)
     position = PositionalEncoding(d_model, dropout)

@@ -23,6 +23,7 @@ LAYERS = [
     {"training"},
     {"transformer", "replacements"},
     {"modules"},
+    {"stream"},
     {"padding"},
     {"functional"},
     {"backends"},

@@ -1,0 +1,121 @@
+"""The residual stream, which the layers of `modules`, `transformer` and `replacements` share.
+
+A layer adds the output of each sublayer to its input, then the next norm reads the sum. The stream
+keeps an output until that norm runs, so that dropout, sum and norm are one kernel:
+
+    stream = ResidualStream(x)
+    stream.add_sublayer(attend, norm1, dropout1, norm_first)
+    stream.add_sublayer(feed_forward, norm2, dropout2, norm_first)
+    x = stream.value()
+
+One kernel replaces several modules only where those modules compute what their classes say:
+`is_unmodified` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from fastformer import functional
+
+__all__ = ["ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
+
+
+class ResidualStream:
+    """The sum that a stack of sublayers reads and adds to, and an output not yet added to it.
+
+    x: [..., features], without the pending output. pending: that output, of the shape of x, and the
+    dropout that it passes before it is added; None where x is the whole sum.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.pending: tuple[Tensor, nn.Dropout] | None = None
+
+    def add_sublayer(
+        self,
+        sublayer: Callable[[Tensor], Tensor],
+        norm: nn.Module,
+        dropout: nn.Module,
+        norm_first: bool,
+    ) -> None:
+        """x = x + dropout(sublayer(norm(x))); without norm_first norm(x + dropout(sublayer(x)))."""
+        x = self.normalize(norm) if norm_first else self.value()
+        out = sublayer(x)
+        if type(dropout) is nn.Dropout and is_unmodified(dropout):
+            self.pending = out, dropout
+        else:
+            self.x = self.x + dropout(out)
+        if not norm_first:
+            self.x = self.normalize(norm)
+
+    def normalize(self, norm: nn.Module) -> Tensor:
+        """Return norm(x), and add the pending output to x first.
+
+        Both happen in one kernel if the class of the norm defines `after_sum`. A class derived from
+        it may compute something else, so that an inherited `after_sum` does not count.
+        """
+        after_sum = type(norm).__dict__.get("after_sum")
+        if self.pending is None or after_sum is None or not is_unmodified(norm):
+            return norm(self.value())
+        out, dropout = self.pending
+        if out.dtype != self.x.dtype and functional._autocast_dtype(out) is None:
+            return norm(self.value())
+        normalized, self.x = after_sum(norm, out, self.x, dropout_probability(dropout))
+        self.pending = None
+        return normalized
+
+    def value(self) -> Tensor:
+        """Return x after the pending output is added to it."""
+        if self.pending is not None:
+            out, dropout = self.pending
+            self.x, self.pending = self.x + dropout(out), None
+        return self.x
+
+
+def apply_feed_forward(
+    x: Tensor,
+    w_1: nn.Module,
+    activation: str | Callable[[Tensor], Tensor],
+    dropout: nn.Module,
+    w_2: nn.Module,
+) -> Tensor:
+    """Compute w_2(dropout(activation(w_1(x)))) for x [..., features].
+
+    The op `feed_forward` computes it if the parts are unmodified modules of torch and the
+    activation is the name of one that the op has. Otherwise the parts are called one by one.
+    """
+    if (
+        type(w_1) is nn.Linear
+        and type(dropout) is nn.Dropout
+        and type(w_2) is nn.Linear
+        and isinstance(activation, str)
+        and is_unmodified(w_1, dropout, w_2)
+    ):
+        p = dropout_probability(dropout)
+        return functional.feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, activation, p)
+    function = functional.ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    return w_2(dropout(function(w_1(x))))
+
+
+def dropout_probability(dropout: nn.Dropout) -> float:
+    """Return the probability with which the module drops an element now: 0 in evaluation."""
+    return dropout.p if dropout.training else 0.0
+
+
+def is_unmodified(*modules: nn.Module) -> bool:
+    """Return whether a call of each module runs the forward of its class and nothing else.
+
+    A hook, a forward that is set on the instance or `module.compile()` make it False.
+    """
+    return not any(
+        m._compiled_call_impl is not None
+        or m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or "forward" in m.__dict__
+        for m in modules
+    )

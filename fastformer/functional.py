@@ -437,9 +437,9 @@ def attention_weights(
     PyTorch on every backend, with gradients: what it computes is as large as what it returns.
 
     Args:
-        query, key, attn_mask, is_causal, scale, enable_gqa, bias, key_lengths, window,
-        causal_alignment, alibi_slopes, softcap, sinks: as in `scaled_dot_product_attention`, with
-            the heads in query and key.
+        query, key: as in `scaled_dot_product_attention`, with their heads.
+        attn_mask, is_causal, scale, enable_gqa, bias: as there.
+        key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
         rows: the queries wanted, a slice within them or a tensor of int64 indices; None for all.
         heads: the heads wanted, likewise.
 

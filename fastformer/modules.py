@@ -315,10 +315,10 @@ def attention(
 
 
 class MultiHeadedAttention(AliasedModule):
-    """linears[3](concat(head_0 .. head_{h-1})), head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
+    """`linears[3](concat(head_0 .. head_{h-1}))`, head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
 
-    q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of linears[0](query), linears[1](key) and
-    linears[2](value).
+    q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of `linears[0](query)`, `linears[1](key)` and
+    `linears[2](value)`.
 
     Args:
         h: heads; a divisor of d_model.

@@ -20,7 +20,8 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
 sys.path.insert(0, str(ROOT))
 
 import torch
-from fastformer.kernels import attention, common
+from fastformer.kernels import attention
+from fastformer.kernels.launch import Launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -102,7 +103,7 @@ def stock(mode: str) -> Any:
     needs = (True, True, True, False)
     backward = attention._Backward(gradient, None, output, needs, q, k, v, tensors, options)
 
-    def start(launch: common.Launch, *given: Tensor) -> None:
+    def start(launch: Launch, *given: Tensor) -> None:
         kernel, blocks = launch._kernel, launch._blocks
         kernel[(blocks,)](*given, *launch._arguments, **launch._options)
 

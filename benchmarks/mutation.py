@@ -63,6 +63,20 @@ from mutants import (
     PLANTED,
 )
 
+SHARED = ("common", "launch")
+
+
+def kernel_files(kernel: str) -> list[Path]:
+    """The files of a kernel: one, or those of a folder."""
+    path = ROOT / "kernels" / kernel
+    return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def kernel_of(file: str) -> str:
+    """The kernel that a file belongs to: its stem, or that of its folder in kernels/."""
+    path = Path(file)
+    return path.parent.name if path.parent.name not in ("kernels", "fastformer") else path.stem
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -78,9 +92,13 @@ class Mutant:
         return f"{self.kernel}: {self.name}"
 
     def file(self) -> str:
-        """Its kernel's, or that of what all kernels share."""
-        own = (ROOT / "kernels" / f"{self.kernel}.py").read_text()
-        return f"kernels/{self.kernel if _lines(own, self.function) else 'common'}.py"
+        """The kernel's file with its function, or that of what all kernels share."""
+        for kernel in (self.kernel, *SHARED):
+            for path in kernel_files(kernel):
+                source = path.read_text()
+                if _lines(source, self.function) and (self.function or self.old in source):
+                    return path.relative_to(ROOT).as_posix()
+        raise AssertionError(f"{self}: there is no {self.function}")
 
     def planted(self) -> str:
         """The text of its file with the change in it."""
@@ -190,7 +208,7 @@ def candidates() -> list[Change]:
 def drawn(n: int, seed: int) -> list[Drawn]:
     texts = {file: (ROOT / file).read_text() for file in DRAWN_FROM}
     return [
-        Drawn(Path(c.file).stem, _place(c, texts[c.file]), c.function, c.old, c.new, c)
+        Drawn(kernel_of(c.file), _place(c, texts[c.file]), c.function, c.old, c.new, c)
         for c in draw(candidates(), n, seed)
     ]
 

@@ -1,13 +1,18 @@
-"""The Triton kernels. Each file holds one op and its kin: forward, backward, launchers,
-registration, `supports`.
+"""The Triton kernels. Each file holds one op, or a few that share their kernels: forward, backward,
+launchers, registration, `supports`.
 
     attention.py        softmax(scale q k^T + bias) v with masks, lengths, bands, dropout; packed
     layer_norm.py       LayerNorm, both variance forms; RMSNorm; residual + dropout + LayerNorm
     feed_forward.py     the FFN: first GEMM with bias, activation and dropout in its epilogue; gated
     embedding.py        embedding, scale, positions and dropout
     cross_entropy.py    the label-smoothed loss, of logits or of a linear layer
-    common.py           what several of them share
+    common.py           what the kernels share: the words of dropout, constants
+    launch.py           what the launchers share: remembered launches, facts about the device
+    registration.py     what makes a launcher an op of torch; a corrupt cache of Triton's
     interpreter.py      repairs of Triton's CPU interpreter
+
+`register("<op>(...)", fake)` makes the launcher below it `torch.ops.fastformer.<op>`, by which name
+fastformer/autograd.py calls it.
 
 Importing this package imports triton; fastformer does so at the first call that needs a kernel.
 

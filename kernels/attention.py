@@ -42,25 +42,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    INTERPRETED,
-    LN2,
-    LOG2E,
+from .common import INTERPRETED, LN2, LOG2E, dropout_arguments, dropout_keep
+from .launch import (
     Launch,
     allow_tf32,
     architecture,
     dot_precision,
-    dropout_arguments,
-    dropout_keep,
     layout,
     next_power_of_2,
     on_device,
     plans,
-    register,
     remembered,
     unit_stride,
     unsupported_dtype,
 )
+from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
 

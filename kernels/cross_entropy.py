@@ -32,16 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    INTERPRETED,
-    LOG2E,
-    architecture,
-    next_power_of_2,
-    on_device,
-    register,
-    unit_stride,
-    unsupported_dtype,
-)
+from .common import INTERPRETED, LOG2E
+from .launch import architecture, next_power_of_2, on_device, unit_stride, unsupported_dtype
+from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
 

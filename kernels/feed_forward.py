@@ -28,17 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    INTERPRETED,
-    architecture,
-    dot_precision,
-    dropout_arguments,
-    dropout_keep,
-    on_device,
-    register,
-    unit_stride,
-    unsupported_dtype,
-)
+from .common import INTERPRETED, dropout_arguments, dropout_keep
+from .launch import architecture, dot_precision, on_device, unit_stride, unsupported_dtype
+from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
 

@@ -32,17 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    INTERPRETED,
-    architecture,
-    dropout_arguments,
-    next_power_of_2,
-    on_device,
-    register,
-    row_dropout_keep,
-    unit_stride,
-    unsupported_dtype,
-)
+from .common import INTERPRETED, dropout_arguments, row_dropout_keep
+from .launch import architecture, next_power_of_2, on_device, unit_stride, unsupported_dtype
+from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
 

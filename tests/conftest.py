@@ -114,29 +114,36 @@ def against_oracle():
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
     """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the
-    test (interpreter only).
+    test, in every kernel that calls it (interpreter only). `module` may be a package: the function
+    is then looked for in its modules.
     """
     if torch.cuda.is_available():
         pytest.skip("bugs are planted in the interpreted kernels")
 
-    from fastformer.kernels import common
+    from fastformer.kernels import launch
+
+    def modules():
+        return [m for n, m in sys.modules.items() if n.startswith("fastformer.kernels.")]
 
     def plant(module, name, old, new):
-        kernel = getattr(module, name)
+        of_module = [m for m in modules() if f"{m.__name__}.".startswith(f"{module.__name__}.")]
+        kernel = next(vars(m)[name] for m in of_module if name in vars(m))
         source = inspect.getsource(kernel.fn)
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
         path = str(tmp_path / f"{name}.py")
         mutant = source.replace(old, new)
         linecache.cache[path] = (len(mutant), None, mutant.splitlines(True), path)
-        monkeypatch.setattr(module, name, kernel)  # remembered, and restored after the test
-        common.plans.clear()  # which hold the kernels
-        own = kernel.fn.__globals__ is module.__dict__  # or imported from another module
-        names = module.__dict__ if own else dict(kernel.fn.__globals__)
+        launch.plans.clear()  # which hold the kernels
+        users = [m for m in modules() if vars(m).get(name) is kernel]
+        for user in users:
+            monkeypatch.setattr(user, name, kernel)  # remembered, and restored after the test
+        names = kernel.fn.__globals__  # of the module that defines it
         exec(compile(mutant, path, "exec"), names)
-        setattr(module, name, names[name])
+        for user in users:
+            setattr(user, name, names[name])
 
     yield plant
-    common.plans.clear()
+    launch.plans.clear()
 
 
 @pytest.fixture
@@ -182,14 +189,14 @@ def spread():
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
     attention = pytest.importorskip("fastformer.kernels.attention")
-    from fastformer.kernels import common
+    from fastformer.kernels import launch
 
     def tiles(*blocks):
         monkeypatch.setattr(attention, "configuration", lambda *_: attention.Tiles(*blocks, 4, 1))
-        common.plans.clear()
+        launch.plans.clear()
 
     yield tiles
-    common.plans.clear()
+    launch.plans.clear()
 
 
 @pytest.fixture
@@ -200,7 +207,7 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import attention, common, cross_entropy, embedding
+        from fastformer.kernels import attention, cross_entropy, embedding, launch
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels import layer_norm as norm
 
@@ -214,9 +221,9 @@ def small_tiles():
             patch.setattr(embedding, "configuration", lambda *_: (4, 16))
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
             patch.setattr(cross_entropy, "CHUNK", 4)
-            common.plans.clear()
+            launch.plans.clear()
             yield
-        common.plans.clear()
+        launch.plans.clear()
 
     return small_tiles
 

@@ -1,9 +1,10 @@
 """Bugs to plant in the kernels: what the tests have to see.
 
-By kernel file: name: (function, what stands there, what is planted). The function may stand in
-kernels/common.py. `PLANTED` are caught by a quick check beside the kernel's tests, which compiles
-the function anew in this process; `MORE`, in the launchers and where it takes a test of its own,
-by `python -m benchmarks.mutation`, which runs the tests on a copy with all of both, one at a time.
+By kernel: name: (function, what stands there, what is planted). The function may stand in
+kernels/common.py or launch.py. `PLANTED` are caught by a quick check beside the
+kernel's tests, which compiles the function anew in this process; `MORE`, in the launchers and where
+it takes a test of its own, by `python -m benchmarks.mutation`, which runs the tests on a copy with
+all of both, one at a time.
 """
 
 PLANTED = {
@@ -714,6 +715,8 @@ MORE = {
         "kept at p = 1": ("dropout_arguments", "if p < 1 else 0.0", "if p < 1 else 1.0"),
         "scaled by 1 / p": ("dropout_arguments", "1 / (1 - p)", "1 / p"),
         "threshold of 31 bits": ("dropout_arguments", "round(p * 2**32)", "round(p * 2**31)"),
+    },
+    "launch": {
         "a last stride of 2": ("unit_stride", "x.stride(-1) == 1 or", "x.stride(-1) < 3 or"),
         "larger blocks": ("next_power_of_2", "max(0, n - 1)", "n"),
         "alignment left out of a plan": ("layout", ", x.data_ptr() & 15)", ")"),
@@ -734,7 +737,7 @@ EQUIVALENT = {
         "threshold off by one",
     ): "another mask where a word equals the threshold, one in 2^32",
     ("common", "kept at p = 1"): "the threshold alone drops all but one element in 2^32",
-    ("common", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
+    ("launch", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }
 
 # Tests that see a kernel file, after the quick check beside it.
@@ -749,8 +752,8 @@ COVERED_BY = {
         "test_embedding.py",
         "test_layer_norm.py",
         "test_attention.py",
-        "test_load.py",
     ),
+    "launch": ("test_load.py", "test_layer_norm.py", "test_attention.py", "test_backends.py"),
     "autograd": ("test_autograd.py",),
     "backends": ("test_backends.py", "test_autograd.py"),
     "padding": ("test_padding.py",),
@@ -764,6 +767,7 @@ DRAWN_FROM = (
     "kernels/cross_entropy.py",
     "kernels/embedding.py",
     "kernels/feed_forward.py",
+    "kernels/launch.py",
     "kernels/layer_norm.py",
     "fastformer/autograd.py",
     "fastformer/backends.py",
@@ -779,10 +783,9 @@ NOT_DRAWN = {
     "kernels/embedding.py": {"configuration": _TILES},
     "kernels/feed_forward.py": {"configuration": _TILES},
     "kernels/layer_norm.py": {"configuration": _TILES},
-    "kernels/common.py": {
+    "kernels/launch.py": {
         "architecture": "reads a GPU",
         "dot_precision": "the interpreter has one: tests/compile_table.md shows the others",
-        "_spare_cache": "a folder for compiled kernels, which the interpreter has none of",
     },
 }
 
@@ -857,6 +860,7 @@ FUZZED = {
     "embedding": ("embed",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
     "common": ("embed", "dropout_add_layer_norm", "feed_forward", "scaled_dot_product_attention"),
+    "launch": ("scaled_dot_product_attention", "layer_norm"),
     "autograd": (),
     "backends": (),
     "padding": (),

@@ -224,33 +224,33 @@ def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
 
 
 def test_float64_on_a_gpu_says_why(monkeypatch):
-    common = pytest.importorskip("fastformer.kernels.common")
-    monkeypatch.setattr(common, "INTERPRETED", False)
-    assert "interpreter only" in common.unsupported_dtype(torch.ones(1, dtype=torch.float64))
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert "interpreter only" in launch.unsupported_dtype(torch.ones(1, dtype=torch.float64))
 
 
 def test_a_gpu_is_asked_once(monkeypatch):
     """For its capability and its name; and dynamo traces no cache, of which it would warn."""
-    common = pytest.importorskip("fastformer.kernels.common")
+    launch = pytest.importorskip("fastformer.kernels.launch")
     asked = []
-    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
     for name, answer in (("capability", (9, 0)), ("name", "a GPU")):
         monkeypatch.setattr(
             torch.cuda, f"get_device_{name}", lambda _, n=name, a=answer: asked.append(n) or a
         )
-    caches = common._capability, common.architecture, backends._gpu_name
+    caches = launch._capability, launch.architecture, backends._gpu_name
     x = torch.empty(2, device="meta")
 
     def supported(x):
-        return x + 1 if common.unsupported_dtype(x) is None else x
+        return x + 1 if launch.unsupported_dtype(x) is None else x
 
     for cache in caches:
         cache.cache_clear()
     try:
         for _ in range(2):
-            assert common.unsupported_dtype(x) is None
-            assert common.architecture(x.device) == "sm_90"
+            assert launch.unsupported_dtype(x) is None
+            assert launch.architecture(x.device) == "sm_90"
             assert "kernels on a a GPU is on record" in backends._caveat(x.device)
         torch.compile(supported, backend="eager", fullgraph=True)(x)
     finally:
@@ -287,11 +287,11 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tf32_as_torch_was_told(device, matmul, setting):
     """By the flag of old or by `fp32_precision`, which makes the flag raise when it is read."""
-    common = pytest.importorskip("fastformer.kernels.common")
+    launch = pytest.importorskip("fastformer.kernels.launch")
     allowed = SETTINGS[setting](matmul)
-    assert common.allow_tf32() == allowed
+    assert launch.allow_tf32() == allowed
     if torch.version.hip is None:
-        assert common.dot_precision("sm_90") == ("tf32" if allowed else "tf32x3")
+        assert launch.dot_precision("sm_90") == ("tf32" if allowed else "tf32x3")
     x = torch.randn(1, 1, 4, 16, device=device)
     with use_backend("triton"):
         ff.scaled_dot_product_attention(x, x, x)
@@ -310,9 +310,9 @@ def test_reason_is_logged_once(caplog):
 
 @pytest.mark.parametrize("capability, runs", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_compute_capabilities(monkeypatch, capability, runs):
-    common = pytest.importorskip("fastformer.kernels.common")
-    monkeypatch.setattr(common, "INTERPRETED", False)
-    monkeypatch.setattr(common, "compute_capability", lambda device: capability)
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "compute_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    reason = common.unsupported_dtype(torch.zeros(1))
+    reason = launch.unsupported_dtype(torch.zeros(1))
     assert reason is None if runs else "need compute capability 8.0" in reason

@@ -206,7 +206,7 @@ def grown(make, count, passes=5):
 @pytest.fixture
 def plans():
     """What attention keeps of its calls, empty before and after."""
-    plans = pytest.importorskip("fastformer.kernels.common").plans
+    plans = pytest.importorskip("fastformer.kernels.launch").plans
     plans.clear()
     yield plans
     plans.clear()
@@ -214,8 +214,8 @@ def plans():
 
 def test_many_calls(backend, device, plans, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
-    common = pytest.importorskip("fastformer.kernels.common")
-    monkeypatch.setattr(common, "MOST_PLANS", 2)
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    monkeypatch.setattr(launch, "MOST_PLANS", 2)
     few = backend == "triton" and not HAS_GPU  # some 20 ms each
     size, objects = grown(lambda: Calls(device, most=8 if few else 24), 40 if few else MANY)
     assert size < LEAK / 2 and objects < 1 / 20
@@ -223,7 +223,7 @@ def test_many_calls(backend, device, plans, monkeypatch):
 
 def test_a_remembered_launch_keeps_its_kernel(monkeypatch):
     """Triton 3.9 unloads the code of a compiled kernel that nobody holds."""
-    common = pytest.importorskip("fastformer.kernels.common")
+    launch = pytest.importorskip("fastformer.kernels.launch")
 
     class Compiled(SimpleNamespace):
         pass
@@ -239,16 +239,16 @@ def test_a_remembered_launch_keeps_its_kernel(monkeypatch):
 
     ran = []
     active = SimpleNamespace(get_current_stream=None, get_current_device=lambda: 0)
-    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
-    launch = common.Launch(Kernel(), 1, (), {}, 4, 1)
-    launch(torch.ones(1))
+    monkeypatch.setattr(launch.triton.runtime.driver, "_active", active)
+    remembered = launch.Launch(Kernel(), 1, (), {}, 4, 1)
+    remembered(torch.ones(1))
     assert sum(type(x) is Compiled for x in gc.get_objects()) == 1
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_remembered_launch_calls_hooks(monkeypatch, hook):
     """A profiler's, which Triton calls: the launch goes through Triton while there is one."""
-    common = pytest.importorskip("fastformer.kernels.common")
+    launch = pytest.importorskip("fastformer.kernels.launch")
     ways = []
 
     def start(*arguments, **options):
@@ -257,14 +257,14 @@ def test_a_remembered_launch_calls_hooks(monkeypatch, hook):
         return SimpleNamespace(run=run, function=1, packed_metadata=())
 
     active = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
-    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(launch.triton.runtime.driver, "_active", active)
     kernel = SimpleNamespace(arg_names=("X",))
-    launch = common.Launch(kernel, 1, (), {}, 4, 1)
-    launch._kernel = {(1,): start}
-    hooks = getattr(common.triton.knobs.runtime, hook)
+    remembered = launch.Launch(kernel, 1, (), {}, 4, 1)
+    remembered._kernel = {(1,): start}
+    hooks = getattr(launch.triton.knobs.runtime, hook)
     for calls in ([], [], [print], []):
         monkeypatch.setattr(hooks, "calls", calls)
-        launch(torch.ones(1))
+        remembered(torch.ones(1))
     assert ways == ["Triton", "driver", "Triton", "driver"]
 
 
@@ -280,9 +280,9 @@ def idle(monkeypatch):
 
 @interpreted_only
 def test_many_launches(device, plans, idle, monkeypatch):
-    from fastformer.kernels import common
+    from fastformer.kernels import launch
 
-    monkeypatch.setattr(common, "MOST_PLANS", 2)
+    monkeypatch.setattr(launch, "MOST_PLANS", 2)
     with use_backend("triton"):
         size, objects = grown(lambda: Calls(device), MANY)
     assert size < LEAK / 2 and objects < 1 / 20
@@ -307,7 +307,7 @@ def test_a_leak_is_seen(device):
 @interpreted_only
 def test_many_plans(device, plans, idle):
     """They stop at a number, however many shapes there are, and take some 4 KB each."""
-    from fastformer.kernels import common
+    from fastformer.kernels import launch
 
     most, made, ops = 0, set(), ["scaled_dot_product_attention"]
     calls = Calls(device, most=100, wanted=0)
@@ -317,9 +317,9 @@ def test_many_plans(device, plans, idle):
         for _ in range(10 * MANY // 100):
             calls.run(100, ops)
             most, made = max(most, len(plans)), made | {hash(key) for key in plans}
-    assert len(made) > 2 * common.MOST_PLANS > 0
-    assert most <= common.MOST_PLANS
-    assert memory() - before < common.MOST_PLANS * (8 << 10)
+    assert len(made) > 2 * launch.MOST_PLANS > 0
+    assert most <= launch.MOST_PLANS
+    assert memory() - before < launch.MOST_PLANS * (8 << 10)
 
 
 def test_many_reasons(monkeypatch):
@@ -409,10 +409,10 @@ def test_a_fork_while_a_kernel_runs():
     """A data loader's worker, say: no thread of the child would give the lock back."""
     code = """
 import os, signal, threading, time, torch, fastformer as ff
-from fastformer.kernels import common
+from fastformer.kernels import launch
 x, begun = torch.ones(2, 8), threading.Event()
 def work():
-    with common.on_device(x):
+    with launch.on_device(x):
         begun.set()
         time.sleep(0.5)
 threading.Thread(target=work).start()
@@ -649,8 +649,8 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
     """They come as they are, and at once."""
-    common = pytest.importorskip("fastformer.kernels.common")
-    monkeypatch.setattr(common, "INTERPRETED", False)
+    registration = pytest.importorskip("fastformer.kernels.registration")
+    monkeypatch.setattr(registration, "INTERPRETED", False)
     calls = []
 
     def launcher(x):
@@ -658,7 +658,7 @@ def test_the_cache_is_not_blamed_for_other_errors(error, monkeypatch, recwarn):
         raise error
 
     with pytest.raises(type(error)) as raised:
-        common._whatever_the_cache(launcher)(1)
+        registration.retried_with_an_empty_cache(launcher)(1)
     assert raised.value is error and not recwarn.list and calls == [1]
 
 
@@ -667,64 +667,64 @@ def test_a_kernel_that_cannot_be_loaded(own, monkeypatch, recwarn):
     """One that asks for more than the GPU has is not compiled again, one whose code is refused is:
     the cache may hold another kernel's. What is loaded stays, others may be running it.
     """
-    common = pytest.importorskip("fastformer.kernels.common")
+    registration = pytest.importorskip("fastformer.kernels.registration")
     from triton.compiler import CompiledKernel
     from triton.runtime.errors import OutOfResources
 
     error = OutOfResources(1, 0, "registers") if own else RuntimeError("image is invalid")
-    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(registration, "INTERPRETED", False)
     loaded, compiled = SimpleNamespace(module=1), object.__new__(CompiledKernel)
     compiled.module = compiled._run = compiled.src = compiled.metadata = None
     active = SimpleNamespace(
         get_current_device=lambda: 0, launcher_cls=mock.Mock(side_effect=error)
     )
-    kernel = object.__new__(common.JITFunction)
+    kernel = object.__new__(registration.JITFunction)
     kernel.device_caches = {0: ({"good": loaded, "bad": compiled}, {}, None, None, None)}
-    monkeypatch.setitem(globals(), "kernel", kernel)
-    calls, former = [], common.triton.knobs.cache.dir
-    monkeypatch.setattr(common.triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(registration, "kernel", kernel, raising=False)  # one of the package's
+    calls, former = [], registration.triton.knobs.cache.dir
+    monkeypatch.setattr(registration.triton.runtime.driver, "_active", active)
 
     def launcher():
-        calls.append((common.triton.knobs.cache.dir, list(kernel.device_caches[0][0])))
+        calls.append((registration.triton.knobs.cache.dir, list(kernel.device_caches[0][0])))
         compiled.run()
 
     with pytest.raises(type(error)) as raised:
-        common._whatever_the_cache(launcher)()
+        registration.retried_with_an_empty_cache(launcher)()
     assert raised.value is error and not recwarn.list
     assert calls[0] == (former, ["good", "bad"])
     assert [names for _, names in calls[1:]] == ([] if own else [["good"]])
-    assert former == common.triton.knobs.cache.dir
+    assert former == registration.triton.knobs.cache.dir
 
 
 def test_two_threads_with_a_broken_cache(monkeypatch, tmp_path):
     """Both name the directory, and compile elsewhere; the process goes on with it."""
-    common = pytest.importorskip("fastformer.kernels.common")
+    registration = pytest.importorskip("fastformer.kernels.registration")
     from triton.runtime.cache import FileCacheManager
 
-    monkeypatch.setattr(common, "INTERPRETED", False)
+    monkeypatch.setattr(registration, "INTERPRETED", False)
     (tmp_path / "file").write_text("")
     broken = FileCacheManager("key")
     broken.cache_dir = str(tmp_path / "file")
-    both, former = threading.Barrier(2), common.triton.knobs.cache.dir
+    both, former = threading.Barrier(2), registration.triton.knobs.cache.dir
 
     def work(late):
         def launcher():
-            tried.append(common.triton.knobs.cache.dir)
+            tried.append(registration.triton.knobs.cache.dir)
             if len(tried) == 1:
                 both.wait()
                 time.sleep(late)
                 broken.put("", "name")
             time.sleep(0.2 + late)
-            return common.triton.knobs.cache.dir
+            return registration.triton.knobs.cache.dir
 
         tried = []
-        return common._whatever_the_cache(launcher)()
+        return registration.retried_with_an_empty_cache(launcher)()
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert together(work, [0, 0.1]) == [common._spare_cache()] * 2
+        assert together(work, [0, 0.1]) == [registration._spare_cache()] * 2
     assert [f"cache {former} fails" in str(w.message) for w in told] == [True] * 2
-    assert common.triton.knobs.cache.dir == former
+    assert registration.triton.knobs.cache.dir == former
 
 
 CALL = """

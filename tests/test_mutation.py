@@ -33,11 +33,12 @@ def test_every_mutant_can_be_planted(mutation):
         assert planted != original, mutant
         compile(planted, str(mutant), "exec")
     covered = {m.kernel for m in mutation.MUTANTS}
-    assert covered <= set(mutation.COVERED_BY) == {Path(f).stem for f in mutation.DRAWN_FROM}
-    assert covered >= {p.stem for p in (ROOT / "kernels").glob("*.py")} - {
-        "__init__",
-        "interpreter",
-    }
+    assert covered <= set(mutation.COVERED_BY)
+    assert set(mutation.COVERED_BY) == {mutation.kernel_of(f) for f in mutation.DRAWN_FROM}
+    files = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*.py")}
+    not_changed = {"kernels/__init__.py", "kernels/interpreter.py", "kernels/registration.py"}
+    assert {f for f in mutation.DRAWN_FROM if f.startswith("kernels/")} == files - not_changed
+    assert covered >= {mutation.kernel_of(f) for f in files - not_changed}
     for names in mutation.COVERED_BY.values():
         assert all((ROOT / "tests" / name).exists() for name in names)
     for file, functions in mutation.NOT_DRAWN.items():
@@ -177,14 +178,14 @@ def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
 
     def run(self, tests, limit):
         changed = {
-            path.name
-            for path in (ROOT / "kernels").glob("*.py")
-            if path.read_text() != (self.folder / "kernels" / path.name).read_text()
+            file
+            for file in mutation.DRAWN_FROM
+            if (ROOT / file).read_text() != (self.folder / file).read_text()
         }
         if not changed:
             clean.append(tests)
             return 0, ""
-        assert changed == {"embedding.py"}
+        assert changed == {"kernels/embedding.py"}
         return status, output
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)

@@ -1,0 +1,175 @@
+"""What the launchers share: launches that are remembered, layouts, and facts about the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .common import INTERPRETED
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, or a copy of it where its last dimension is strided."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+class Launch:
+    """A kernel with all its arguments but the pointers.
+
+    The first call goes through Triton, which compiles. The others hand the compiled kernel to the
+    driver and skip Triton's look at every argument, most of what a launch costs on the host: a
+    `Launch` is for tensors of one dtype and one alignment each, on one device. It keeps the
+    compiled kernel, without which Triton 3.9 unloads the code.
+    """
+
+    __slots__ = ("_arguments", "_blocks", "_compiled", "_kernel", "_options", "_stream")
+
+    def __init__(
+        self,
+        kernel: Any,
+        blocks: int,
+        scalars: tuple[Any, ...],
+        constants: dict[str, Any],
+        warps: int,
+        stages: int,
+    ) -> None:
+        names = kernel.arg_names
+        constant = (constants[name] for name in names[len(names) - len(constants) :])
+        self._kernel, self._blocks, self._arguments = kernel, blocks, (*scalars, *constant)
+        self._options = dict(num_warps=warps, num_stages=stages)
+        self._compiled: Any = None
+        self._stream: Any = None
+
+    def __call__(self, *pointers: Tensor) -> None:
+        compiled, runtime = self._compiled, triton.knobs.runtime
+        if compiled is not None and not (
+            runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        ):
+            _, run, function, metadata, device = compiled
+            run(
+                self._blocks, 1, 1, self._stream(device), function, metadata, None, None, None,
+                *pointers, *self._arguments,
+            )  # fmt: skip
+        elif self._blocks:
+            start = self._kernel[(self._blocks,)]
+            kernel = start(*pointers, *self._arguments, **self._options)
+            if kernel is not None:  # the interpreter has none
+                active = triton.runtime.driver.active
+                self._stream = active.get_current_stream
+                device = active.get_current_device()
+                handles = kernel.run, kernel.function, kernel.packed_metadata
+                self._compiled = kernel, *handles, device
+
+
+MOST_PLANS = 4096
+plans: dict[Any, Any] = {}
+
+
+def remembered(key: Any, plan: Any) -> Any:
+    """Keeps what a call with this key launches, for the next one."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def layout(x: Tensor | None) -> Any:
+    """What of a tensor a launch depends on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU, which is asked once."""
+    return _capability(device)
+
+
+# As torch.compiler.assume_constant_result does: dynamo calls it, where it would trace a cache.
+compute_capability.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """The row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
+
+    sm_86 stands for the parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
+    """
+    if INTERPRETED:
+        return "interpreter"
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return name if name == "gfx942" else "other"
+    return {
+        (8, 0): "sm_80",
+        (8, 6): "sm_86",
+        (8, 9): "sm_86",
+        (9, 0): "sm_90",
+        (10, 0): "sm_100",
+        (12, 0): "sm_86",
+        (12, 1): "sm_86",
+    }.get(compute_capability(device), "other")
+
+
+def allow_tf32() -> bool:
+    """Whether torch multiplies float32 by tf32 on a GPU. (`allow_tf32` raises once the setting was
+    made by `fp32_precision`, which says what holds however it was made.)
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def dot_precision(arch: str) -> str:
+    """How float32 is multiplied: by three tf32 products, or by one where torch allows tf32."""
+    if arch == "interpreter" or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if allow_tf32() else "tf32x3"
+
+
+# Triton's interpreter keeps the program that runs in globals: one thread at a time.
+_one_thread = threading.RLock()
+_here = _one_thread if INTERPRETED else contextlib.nullcontext()
+if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thread to free it
+    os.register_at_fork(
+        before=_one_thread.acquire,
+        after_in_parent=_one_thread.release,
+        after_in_child=_one_thread.release,
+    )
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to the tensor's own device, whatever the current one is."""
+    if INTERPRETED or not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _here
+    return torch.cuda.device(x.device)
+
+
+def unsupported_dtype(x: Tensor) -> str | None:
+    """Why no kernel can run on x, or None."""
+    if INTERPRETED:
+        from . import interpreter
+
+        if x.dtype == torch.bfloat16 and not interpreter.repaired:
+            return (
+                "Triton's interpreter computes bfloat16 on bit patterns; "
+                "fastformer.kernels.interpreter.repair() mends it"
+            )
+        return None
+    if x.dtype == torch.float64:
+        return "the kernels run float64 in Triton's interpreter only"
+    if torch.version.hip is None and compute_capability(x.device) < (8, 0):
+        return "the kernels need compute capability 8.0 or newer"
+    return None

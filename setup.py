@@ -5,6 +5,10 @@ pyproject.toml.
 from setuptools import setup
 
 setup(
-    packages=["fastformer", "fastformer.kernels"],
-    package_dir={"fastformer": "fastformer", "fastformer.kernels": "kernels"},
+    packages=["fastformer", "fastformer.kernels", "fastformer.kernels.attention"],
+    package_dir={
+        "fastformer": "fastformer",
+        "fastformer.kernels": "kernels",
+        "fastformer.kernels.attention": "kernels/attention",
+    },
 )

@@ -20,7 +20,7 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
 sys.path.insert(0, str(ROOT))
 
 import torch
-from fastformer.kernels import attention
+from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.launch import Launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget

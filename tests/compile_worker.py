@@ -1,7 +1,7 @@
 """Compiles what a call of an op launches, for a GPU that need not be there. One JSON line each:
 a case in, facts out.
 
-The launchers of kernels/*.py run on meta tensors. Triton's own run() derives signature, constants
+The launchers of kernels/ run on meta tensors. Triton's own run() derives signature, constants
 and alignment from their arguments and compiles for the target that a stand-in driver names, without
 launching: nothing here repeats what the package launches. compile_gate.py starts this file as a
 process of its own, because a compile can die in an assert and because Triton's interpreter, once
@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import triton
-from fastformer.kernels import attention, cross_entropy, embedding, feed_forward, launch, layer_norm
+from fastformer.kernels import cross_entropy, embedding, feed_forward, launch, layer_norm
+from fastformer.kernels.attention import launchers as attention
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -177,7 +178,7 @@ class Recorder:
         blocks = {name: given[name] for name in ("BM", "BN", "BK", "BLOCK") if name in given}
         self.records.append(
             dict(
-                kernel=function.fn.__name__.lstrip("_"),
+                kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
                 hash=kernel.hash,
                 blocks=blocks,
                 warps=kernel.metadata.num_warps,

@@ -188,7 +188,7 @@ def spread():
 @pytest.fixture
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     from fastformer.kernels import launch
 
     def tiles(*blocks):
@@ -207,9 +207,10 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import attention, cross_entropy, embedding, launch
+        from fastformer.kernels import cross_entropy, embedding, launch
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels import layer_norm as norm
+        from fastformer.kernels.attention import launchers as attention
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))

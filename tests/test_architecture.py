@@ -69,7 +69,7 @@ def test_imports_go_one_way(path):
             assert not (name == "kernels" and eager), f"{path.stem} imports kernels at once"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.stem)
 def test_kernels_know_torch_and_triton_only(path):
     tree = ast.parse(path.read_text())
     allowed = {"torch", "triton", "numpy"}
@@ -93,7 +93,8 @@ def _in_standard_library(name):
 def test_every_op_has_its_files():
     for op in backends.OPERATIONS:
         stem = backends._kernel_files[op]
-        for place in ("kernels/{}.py", "tests/test_{}.py", "benchmarks/bench_{}.py"):
+        assert (ROOT / f"kernels/{stem}.py").is_file() or (ROOT / f"kernels/{stem}").is_dir(), stem
+        for place in ("tests/test_{}.py", "benchmarks/bench_{}.py"):
             assert (ROOT / place.format(stem)).is_file(), place.format(stem)
 
 

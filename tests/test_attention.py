@@ -463,7 +463,7 @@ def test_offsets_past_int32(backend, device, spread, far, dim):
 
 def test_a_length_past_the_keys(device):
     """It is not checked on a GPU: clamped, it never reads out of bounds."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     x = qkv(b=1, h=1, sq=20, sk=20, d=16, device=device)
     for name in ("key", "value"):
         buffer = torch.full((1, 1, 40, 16), float("nan"), device=device)
@@ -569,7 +569,7 @@ def test_strided_lengths_and_slopes(backend, device):
 
 def test_plans_are_told_apart(device, monkeypatch):
     """A launch that is remembered serves calls alike in all that it depends on, and no other."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     made = []
     for name in ("_Forward", "_Backward"):
         plan = getattr(attention, name)
@@ -616,7 +616,7 @@ def test_plans_are_told_apart(device, monkeypatch):
 
 def test_every_field_of_a_key(device, monkeypatch):
     """Calls that differ in a single one, each of which is one plan more."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     keys = []
 
     def remembered(key, plan):
@@ -691,7 +691,7 @@ def test_every_field_of_a_key(device, monkeypatch):
 
 
 def test_devices_are_told_apart(monkeypatch):
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     calls = []
     signature = attention._signature
     monkeypatch.setattr(attention, "_signature", lambda *a: calls.append(a) or signature(*a))
@@ -708,7 +708,7 @@ def test_devices_are_told_apart(monkeypatch):
 @pytest.mark.parametrize("step, wide", [(2**31 - 1, False), (2**31, True)])
 def test_where_int32_ends(step, wide):
     """Offsets in a head that reach 2^31 elements are counted in 64 bits, smaller ones in 32."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     x = torch.empty(2**33, dtype=torch.int8, device="meta")
     assert attention._spans_int32(x.as_strided((3, 3, 2, 1), (7, 5, step, 1))) == wide
     assert attention._spans_int32(x.as_strided((3, 3, 1, 2), (7, 5, 1, step))) == wide
@@ -716,7 +716,7 @@ def test_where_int32_ends(step, wide):
 
 def test_every_field_of_a_key_of_the_backward(device):
     """Gradients of other strides, of lse or not, and of other inputs, one after the other."""
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     x = qkv(b=1, h=2, sq=16, sk=16, d=8, device=device)
     gradients = torch.randn(2, 1, 16, 2, 12, device=device)
     given = [gradients[0, ..., n : n + 8].transpose(1, 2) for n in (0, 1)]
@@ -757,7 +757,7 @@ def test_saved_tensors_that_have_moved(backend, device, monkeypatch):
     gradients are the same, and each is a launch of its own, but another time at the same place is
     not.
     """
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     made, plan = [], attention._Backward
     monkeypatch.setattr(attention, "_Backward", lambda *a: made.append(a) or plan(*a))
     attention.plans.clear()
@@ -902,7 +902,7 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     """What the launchers allocate, every feature on; a bias gradient of that size alone. Nothing is
     launched: the interpreter copies what it is given.
     """
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
     monkeypatch.setattr(attention.Launch, "__call__", lambda self, *pointers: None)
     s, seed = 300, torch.zeros(1, dtype=torch.int64, device=device)
     q, k, v = qkv(b=1, h=1, sq=s, sk=s, d=16, device=device).values()
@@ -1545,7 +1545,7 @@ def test_tiles_that_are_kept_away_from():
     keys in two stages (triton#10573), and 3.7 where 4 warps multiply several times by wgmma
     (triton#11366).
     """
-    attention = pytest.importorskip("fastformer.kernels.attention")
+    attention = pytest.importorskip("fastformer.kernels.attention.configurations")
     for dtype, head_block, full, arch, kernel in itertools.product(
         (torch.float32, torch.bfloat16), (16, 32), (False, True),
         {arch for _, _, arch in attention.CONFIGURATIONS}, ("forward", "dkdv", "dq", "dbias"),

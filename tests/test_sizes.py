@@ -11,7 +11,7 @@ import fastformer as ff
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from fastformer.kernels.attention import _row as attention_row
+from fastformer.kernels.attention.scores import first_row
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
@@ -233,7 +233,7 @@ def test_feed_forward_past_int32(last_program, in_bounds, random):
 
 
 def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
-    from fastformer.kernels import attention
+    from fastformer.kernels.attention import launchers as attention
 
     q, do, k, v, bias = random(8), random(8), random(1, 1, FEATURES, 8), random(8), random(1)
     options = dict.fromkeys(
@@ -262,7 +262,7 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
 @triton.jit
 def _places(OUT, plane, h, q0, q_rows):
     for packed in tl.static_range(2):
-        tl.store(OUT + packed, attention_row(plane, h, q0, q_rows, packed))
+        tl.store(OUT + packed, first_row(plane, h, q0, q_rows, packed))
 
 
 def test_statistics_past_int32(device):

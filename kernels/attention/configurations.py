@@ -1,0 +1,125 @@
+"""The tiles of the attention kernels, by architecture, dtype and head dim."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..launch import next_power_of_2
+
+
+class Tiles(NamedTuple):
+    """One kernel's configuration: BM queries x BN keys."""
+
+    BM: int
+    BN: int
+    warps: int
+    stages: int
+
+
+# Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to
+# 32, 64, 128 and 256. Registers, spills and shared memory of each stand in tests/compile_table.md.
+_Row = tuple[int, int, int, int]
+_TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
+    ("forward", 16): {
+        "sm_90 sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "sm_80 sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
+        "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
+    },
+    ("forward", 32): {
+        "sm_90": ((64, 32, 8, 2), (64, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86 sm_100": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+    ("dkdv", 16): {
+        "sm_90": ((32, 128, 8, 2), (64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2)),
+        "sm_100": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 8, 2)),
+        "sm_80": ((32, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "sm_86": ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+        "gfx942": ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    ("dkdv", 32): {
+        "sm_90 sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "other": ((16, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+    ("dq", 16): {
+        "sm_90": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        "sm_80": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)),
+    },
+    ("dq", 32): {
+        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 8, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "sm_80 sm_86": ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (32, 16, 4, 1)),
+        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    },
+    ("dbias", 16): {
+        "sm_90 sm_100": ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+        "sm_80 sm_86": ((32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
+        "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    ("dbias", 32): {
+        "sm_90 sm_100": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    # In the place of those above where a mask or a bias of queries and keys is read.
+    ("forward full", 16): {
+        "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
+    },
+    ("dkdv full", 32): {
+        "sm_90": ((32, 64, 8, 1), (32, 32, 8, 1), (16, 16, 8, 2), (16, 16, 8, 2)),
+        "sm_86": ((32, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 2), (16, 16, 8, 2)),
+        "sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+    ("dq full", 16): {
+        "sm_90": ((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "sm_86": ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2)),
+        "sm_100": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    ("dq full", 32): {
+        "sm_90": ((64, 32, 8, 1), (64, 32, 4, 1), (16, 32, 4, 2), (16, 16, 8, 2)),
+        "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+}
+CONFIGURATIONS = {
+    (*key, arch): tuple(Tiles(*row) for row in rows)
+    for key, table in _TABLES.items()
+    for names, rows in table.items()
+    for arch in names.split()
+}
+
+
+def configuration(
+    kernel: str,
+    arch: str,
+    dtype: torch.dtype,
+    head_block: int,
+    q_length: int,
+    k_length: int,
+    full: bool,
+) -> Tiles:
+    """The tiles of a kernel: a function of architecture, dtype, padded head dim, lengths, and
+    whether a mask or a bias of queries and keys is read.
+    """
+    if arch == "interpreter":  # few programs, no larger than the work: an operation's cost is fixed
+        BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
+        return Tiles(BM, BN, 4, 1)
+    if kernel == "delta":  # 16 elements a thread
+        return Tiles(2048 // head_block, 0, 4, 1)
+    bits = 32 if dtype == torch.float32 else 16
+    arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
+    row = CONFIGURATIONS[kernel, bits, arch]
+    if full:
+        row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
+    return row[max(0, (head_block - 1).bit_length() - 5)]

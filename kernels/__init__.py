@@ -1,7 +1,8 @@
 """The Triton kernels. Each file holds one op, or a few that share their kernels: forward, backward,
 launchers, registration, `supports`.
 
-    attention.py        softmax(scale q k^T + bias) v with masks, lengths, bands, dropout; packed
+    attention/          softmax(scale q k^T + bias) v with masks, lengths, bands, dropout; packed:
+                        configurations, scores, forward, backward, launchers
     layer_norm.py       LayerNorm, both variance forms; RMSNorm; residual + dropout + LayerNorm
     feed_forward.py     the FFN: first GEMM with bias, activation and dropout in its epilogue; gated
     embedding.py        embedding, scale, positions and dropout

@@ -113,7 +113,7 @@ def environment(tmp_path):
     return {**inherited, **given, **own}
 
 
-def until(found, process, seconds=600):
+def until(found, process, seconds):
     deadline = time.monotonic() + seconds
     while not found():
         assert process.poll() is None and time.monotonic() < deadline
@@ -152,7 +152,7 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
         [*command, "--out", str(tmp_path / "first")], cwd=ROOT, env=environment
     )
     try:
-        until((tmp_path / "reached").exists, first)
+        until((tmp_path / "reached").exists, first, 7200 if everything else 900)
         first.send_signal(signal.SIGTERM)
         assert first.wait(300) == 143
     finally:

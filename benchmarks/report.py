@@ -54,8 +54,8 @@ HEADLINES = [
 START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
 PICTURE = "benchmarks/results/headline.png"
 UNMEASURED = (
-    "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. With an "
-    "H100 or H200 and ten minutes you can change that: [docs/first_run.md](docs/first_run.md)."
+    "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
+    "an H100 or H200 and ten minutes, [docs/first_run.md](docs/first_run.md) says how to measure it."
 )
 STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.stand_in's: its times mean nothing
 
@@ -355,8 +355,8 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 
 def readme_block(results: Results) -> str:
-    """The figures that the README shows: of kernels on a GPU, or that there are none; what is
-    known without one, from the committed ledger, mutation report and compile table.
+    """The figures that the README shows: the speed on a GPU, or that it was not measured; and what
+    is known without a GPU, from the committed accuracy ledger, mutation report and compile table.
     """
     return "\n".join(
         [speed_block(results), "", *accuracy_table(), "", *compile_table(), "", mutation_line()]
@@ -369,8 +369,9 @@ def accuracy_table() -> list[str]:
         rows = [row for row in csv.DictReader(file) if row["condition"] == "benign"]
     dtypes = ("float32", "float16", "bfloat16")
     lines = [
-        "Largest relative error against float64, output and every gradient, kernel / eager PyTorch "
-        "in the same dtype ([all of it](benchmarks/results/accuracy.md); inf: eager overflows):",
+        "**Accuracy.** Each cell holds the largest relative error against float64, over the output "
+        "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
+        "eager PyTorch overflows. [accuracy.md](benchmarks/results/accuracy.md) lists every case.",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",
@@ -396,10 +397,16 @@ def compile_table() -> list[str]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         kernels.setdefault(cells[0].split()[0], []).append(cells)
     lines = [
-        "What the compilers make of the shipped configurations "
-        "([each kernel](tests/compile_table.md)):",
+        "**Compiled code.** The shipped configurations are compiled ahead of time: all of them for "
+        "sm_90, and a selection for the other architectures. A kernel spills when its values do "
+        "not fit the registers and the compiler moves some of them to slow local memory; the "
+        "fourth column is the largest spill of a kernel, in bytes per thread, loads and stores "
+        "together. The tensor-core instructions of Hopper (wgmma) do not overlap where the "
+        "compiler serialises them. `other` stands for GPUs without a configuration of their own. "
+        "[compile_table.md](tests/compile_table.md) lists every kernel.",
         "",
-        "| architecture | kernels | that spill | most bytes a thread | wgmma serialised |",
+        "| architecture | kernels | kernels that spill | largest spill | kernels with serialised "
+        "wgmma |",
         "|---|---|---|---|---|",
     ]
     for name, mine in kernels.items():
@@ -418,14 +425,15 @@ def mutation_line() -> str:
     killed = sum(verdict.verdict == "killed" for verdict in verdicts)
     left = sum(not verdict.good() for verdict in verdicts)
     line = (
-        f"Of {len(mutation.MUTANTS)} bugs planted in the kernels {len(verdicts)} were tried: the "
-        f"tests see {killed}, {len(verdicts) - killed - left} change no result, {left} go unseen "
-        "([each](benchmarks/results/mutation.md))."
+        f"**Planted bugs.** Of {len(mutation.MUTANTS)} bugs that were planted in the kernels by "
+        f"hand, {len(verdicts)} were tried: the tests see {killed}, "
+        f"{len(verdicts) - killed - left} change no result and {left} go unseen "
+        "([mutation.md](benchmarks/results/mutation.md))."
     )
     drawn = mutation.Draw.load(RESULTS / "mutation_draw")
     if drawn is None:
         return line
-    return f"{line} {drawn.line()[:-1]} ([each](benchmarks/results/mutation_draw.md))."
+    return f"{line} {drawn.line()[:-1]} ([mutation_draw.md](benchmarks/results/mutation_draw.md))."
 
 
 def speed_block(results: Results) -> str:

@@ -139,7 +139,7 @@ def test_the_readme_says_what_is_measured_and_what_is_not(benchmarks, results, t
     source.write_text(json.dumps({"rows": results.rows}))
     report.main([str(source), "--readme", str(readme)])
     text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
     assert "| attention causal d=64 S=2048 forward, triton | 16 | 0.5 |" in text
     assert "S=512" not in text and "Measured on Imaginary 1, driver 1.0" in text
     assert f"![attention causal d=64 forward]({report.PICTURE})" in text

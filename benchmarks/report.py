@@ -55,7 +55,8 @@ START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end
 PICTURE = "benchmarks/results/headline.png"
 UNMEASURED = (
     "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
-    "an H100 or H200 and ten minutes, [docs/first_run.md](docs/first_run.md) says how to measure it."
+    "an H100 or H200 and ten minutes, "
+    "[docs/first_run.md](docs/first_run.md) says how to measure it."
 )
 STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.stand_in's: its times mean nothing
 

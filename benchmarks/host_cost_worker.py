@@ -26,6 +26,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fastformer.description import Attention, pack
+
 BATCH, HEADS, LENGTH, DIM = 8, 8, 128, 64
 DROPOUT, SCALE = 0.1, DIM**-0.5
 
@@ -73,10 +75,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def ours(mode: str) -> Any:
     """From the implementation of the op to the launcher."""
     q, k, v, lengths, seed = inputs()
-    options = (
-        q, k, v, None, DROPOUT, False, SCALE, False, None, lengths, None, "top_left", None, None,
-        None, seed,
-    )  # fmt: skip
+    described = Attention(None, DROPOUT, False, SCALE, key_lengths=lengths, dropout_seed=seed)
+    options = pack([q, k, v, described])
     gradient = torch.randn_like(attention.forward(*options, False)[0])
     needs = [True, True, True, False, False]
     if mode == "forward":

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer import reference
+from fastformer.description import Attention, pack, unpack
 
 
 class _Pair:
@@ -60,6 +61,9 @@ class _Pair:
         expected += [outputs[i] for i in self.from_outputs]
         assert sources == expected, f"{op}_backward: inputs in the op's order, then outputs"
         self.grads = [self.arguments.index(name) for name in grads]
+        # The fields of the description of attention, which a schema has one by one.
+        described = Attention._fields[0] in self.arguments
+        self.fields = [n for n in self.arguments if described and n in Attention._fields]
 
 
 _pairs: dict[str, _Pair] = {}
@@ -126,6 +130,8 @@ def _through_reference(
     names = [pair.arguments[i] for i in pair.grads]
     inputs = [arguments[n].view_as(arguments[n]) if need else None for n, need in zip(names, needs)]
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})
+    if pair.fields:
+        arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
     with reference.written_out():
         outputs = getattr(reference, pair.op)(**arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -150,7 +156,7 @@ def _has_tangent(values: Sequence[Any]) -> bool:
 def apply(op: str, arguments: dict[str, Any]) -> Any:
     """Runs a kernel with its gradient. `arguments` in the order of the op's schema."""
     pair = _pairs[op]
-    values = list(arguments.values())
+    values = pack(arguments.values())
     if _has_tangent(values):
         with reference.written_out():
             return getattr(reference, op)(**arguments)

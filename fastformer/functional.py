@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fastformer import backends, reference
+from fastformer.description import Attention
 from fastformer.reference import ACTIVATIONS
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
@@ -300,25 +301,27 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         _require_lengths(key_lengths, query, key.shape[2])
     p = _require_probability("dropout_p", dropout_p)
+    attention = Attention(
+        attn_mask,
+        p,
+        _require_flag("is_causal", is_causal),
+        scale,
+        bias,
+        None if key_lengths is None else key_lengths.contiguous(),
+        _window(window),
+        _require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        _slopes(alibi_slopes, query),
+        _softcap(softcap),
+        _sinks(sinks, query),
+        _seed(dropout_seed, p, query.device),
+    )
     result = _run(
         "scaled_dot_product_attention",
         query,
         query=query,
         key=key,
         value=value,
-        attn_mask=attn_mask,
-        dropout_p=p,
-        is_causal=_require_flag("is_causal", is_causal),
-        scale=scale,
-        enable_gqa=enable_gqa,
-        bias=bias,
-        key_lengths=None if key_lengths is None else key_lengths.contiguous(),
-        window=_window(window),
-        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        alibi_slopes=_slopes(alibi_slopes, query),
-        softcap=_softcap(softcap),
-        sinks=_sinks(sinks, query),
-        dropout_seed=_seed(dropout_seed, p, query.device),
+        attention=attention,
         return_lse=_require_flag("return_lse", return_lse),
     )
     if not three:
@@ -393,24 +396,21 @@ def packed_attention(
             f"expected that of cu_seqlens_q, {_shape(cu_seqlens_q)}"
         )
     p = _require_probability("dropout_p", dropout_p)
-    return _run(
-        "packed_attention",
-        query,
-        query=query,
-        key=key,
-        value=value,
+    attention = Attention(
+        None,
+        p,
+        _require_flag("is_causal", is_causal),
+        scale,
+        window=_window(window),
+        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        sinks=_sinks(sinks, q),
+        dropout_seed=_seed(dropout_seed, p, query.device),
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
         max_q=max_q,
         max_k=max_k,
-        dropout_p=p,
-        is_causal=_require_flag("is_causal", is_causal),
-        scale=scale,
-        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        window=_window(window),
-        sinks=_sinks(sinks, q),
-        dropout_seed=_seed(dropout_seed, p, query.device),
     )
+    return _run("packed_attention", query, query=query, key=key, value=value, attention=attention)
 
 
 def attention_weights(
@@ -463,23 +463,20 @@ def attention_weights(
         _require_lengths(key_lengths, query, key.shape[2])
     for name, x, n in (("rows", rows, query.shape[2]), ("heads", heads, query.shape[1])):
         _require_index(name, x, n, query)
-    return reference.attention_weights(
-        query,
-        key,
+    attention = Attention(
         attn_mask,
+        0.0,
         _require_flag("is_causal", is_causal),
         scale,
-        enable_gqa,
-        bias=bias,
-        key_lengths=None if key_lengths is None else key_lengths.contiguous(),
-        window=_window(window),
-        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        alibi_slopes=_slopes(alibi_slopes, query),
-        softcap=_softcap(softcap),
-        sinks=_sinks(sinks, query),
-        rows=rows,
-        heads=heads,
+        bias,
+        None if key_lengths is None else key_lengths.contiguous(),
+        _window(window),
+        _require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        _slopes(alibi_slopes, query),
+        _softcap(softcap),
+        _sinks(sinks, query),
     )
+    return reference.attention_weights(query, key, attention, rows, heads)
 
 
 def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
@@ -651,8 +648,8 @@ def _require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -
         raise ValueError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
 
 
-def _window(window: Sequence[int | None] | None) -> list[int] | None:
-    """[left, right], -1 for a side without a bound; None where neither has one."""
+def _window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
+    """(left, right), -1 for a side without a bound; None where neither has one."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -665,8 +662,8 @@ def _window(window: Sequence[int | None] | None) -> list[int] | None:
         if side < 0:
             hint = " (None for no bound, which is -1 in flash-attn)" if side == -1 else ""
             raise ValueError(f"window is {window!r}; expected sides that are not negative{hint}")
-    sides = [-1 if side is None else min(side, 2**30) for side in window]
-    return None if sides == [-1, -1] else sides
+    left, right = (-1 if side is None else min(side, 2**30) for side in window)
+    return None if left == right == -1 else (left, right)
 
 
 def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from fastformer.description import Attention
 
 # Philox4x32 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with 7 rounds.
 PHILOX_ROUNDS = 7
@@ -223,14 +225,7 @@ MASKED_OUT = -2.3586574359122396e38
 
 
 def _visible(
-    key: Tensor,
-    i: Tensor,
-    shift: int | Tensor,
-    attn_mask: Tensor | None,
-    bias: Tensor | None,
-    is_causal: bool,
-    key_lengths: Tensor | None,
-    window: Sequence[int] | None,
+    key: Tensor, i: Tensor, shift: int | Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None]:
     """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None
     is all. i: the queries, [Sq, 1], of which a band needs to know; shift: what its diagonal is
@@ -238,14 +233,15 @@ def _visible(
     """
     k_length = key.shape[-2]
     visible, keys = None, None
-    left, right = (-1, -1) if window is None else window
-    if is_causal:
+    bias, key_lengths = attention.bias, attention.key_lengths
+    left, right = (-1, -1) if attention.window is None else attention.window
+    if attention.is_causal:
         right = 0
     if key_lengths is not None or left >= 0 or right >= 0:
         j = torch.arange(k_length, device=key.device)
     if key_lengths is not None:
         visible = keys = j < key_lengths.view(-1, 1, 1, 1)
-    for mask in (attn_mask, None if bias is None else _left_by(bias.detach())):
+    for mask in (attention.attn_mask, None if bias is None else _left_by(bias.detach())):
         if mask is None:
             continue
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
@@ -269,25 +265,22 @@ def _left_by(bias: Tensor) -> Tensor | None:
     return ~(bias < least)  # NaN stays
 
 
-def _shift(
-    query: Tensor, key: Tensor, causal_alignment: str, key_lengths: Tensor | None
-) -> int | Tensor:
+def _shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
     """What the diagonal is moved by: nothing, or so that the last query stands at the last key."""
-    if causal_alignment == "top_left":
+    if attention.causal_alignment == "top_left":
         return 0
-    if key_lengths is None:
+    if attention.key_lengths is None:
         return key.shape[-2] - query.shape[-2]
-    return (key_lengths.long() - query.shape[-2]).view(-1, 1, 1, 1)
+    return (attention.key_lengths.long() - query.shape[-2]).view(-1, 1, 1, 1)
 
 
-def _added(
-    bias: Tensor | None, alibi_slopes: Tensor | None, i: Tensor, shift: int | Tensor, key: Tensor
-) -> Tensor | None:
+def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) -> Tensor | None:
     """What is added to the scores, or None: bias - slope |i + shift - j|."""
-    if alibi_slopes is None:
+    bias, slopes = attention.bias, attention.alibi_slopes
+    if slopes is None:
         return bias
     distance = (i + shift - torch.arange(key.shape[-2], device=key.device)).abs()
-    slopes = alibi_slopes[..., None, None].to(
+    slopes = slopes[..., None, None].to(
         torch.float64 if key.dtype == torch.float64 else torch.float32
     )
     alibi = slopes * -distance
@@ -318,15 +311,14 @@ def _grouped(key: Tensor, heads: int) -> Tensor:
 def _scores(
     query: Tensor,
     key: Tensor,
-    scale: float,
-    softcap: float | None,
+    attention: Attention,
     added: Tensor | None,
     visible: Tensor | None,
-    sinks: Tensor | None,
 ) -> Tensor:
     """All but infinite where hidden, and with the sinks as a last column where there are any. In
     the dtype of the query, or where something is added in float32 at least."""
-    scores = (query * scale) @ key.transpose(-2, -1)
+    softcap, sinks = attention.softcap, attention.sinks
+    scores = (query * attention.scale) @ key.transpose(-2, -1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if added is not None or sinks is not None:
@@ -361,35 +353,20 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    bias: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    window: Sequence[int] | None = None,
-    causal_alignment: str = "top_left",
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
 ) -> Any:
-    batch, heads, q_length, dim = query.shape
-    scale = max(1, dim) ** -0.5 if scale is None else scale
+    batch, heads, q_length, _ = query.shape
+    scale, dropout_p, sinks = attention.scale, attention.dropout_p, attention.sinks
+    is_causal, bias = attention.is_causal, attention.bias
     key, value = _grouped(key, heads), _grouped(value, heads)
     fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
-    fast = fast and not _formula.always and softcap is None and not return_lse
+    fast = fast and not _formula.always and attention.softcap is None and not return_lse
     fast = fast and sinks is None
     fast = fast and query.numel() > 0 and value.numel() > 0
     fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
-    plain = all(x is None for x in (attn_mask, bias, key_lengths, window, alibi_slopes))
-    plain = plain and not (is_causal and causal_alignment == "bottom_right")
+    extras = attention.attn_mask, bias, attention.key_lengths, attention.window
+    plain = all(x is None for x in (*extras, attention.alibi_slopes))
+    plain = plain and not (is_causal and attention.causal_alignment == "bottom_right")
     if fast and plain:
         # A row shorter than a vector: that op drops NaN from its maximum, but not under a mask.
         short, mask = key.shape[2] < 16 or (is_causal and q_length < 16), None
@@ -403,12 +380,12 @@ def scaled_dot_product_attention(
             )
 
     i = torch.arange(q_length, device=query.device).view(-1, 1)
-    shift = _shift(query, key, causal_alignment, key_lengths)
-    visible, keys = _visible(key, i, shift, attn_mask, bias, is_causal, key_lengths, window)
+    shift = _shift(query, key, attention)
+    visible, keys = _visible(key, i, shift, attention)
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    mask, added = visible, _added(bias, alibi_slopes, i, shift, key)
+    mask, added = visible, _added(attention, i, shift, key)
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
         mask = torch.atleast_2d(mask)  # torch's op takes no fewer
@@ -419,11 +396,11 @@ def scaled_dot_product_attention(
     if fast:
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     else:
-        scores = _scores(query, key, scale, softcap, added, visible, sinks)
+        scores = _scores(query, key, attention, added, visible)
         weights = _softmax(scores, query.dtype, sinks)
         if dropout_p > 0:
-            assert dropout_seed is not None
-            drop = dropped(dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
+            assert attention.dropout_seed is not None
+            drop = dropped(attention.dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
             weights = torch.where(drop.view(weights.shape), 0.0, weights)
         out = weights @ value
         if dropout_p > 0:
@@ -441,23 +418,10 @@ def scaled_dot_product_attention(
     return out, lse
 
 
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    causal_alignment: str = "top_left",
-    window: Sequence[int] | None = None,
-    sinks: Tensor | None = None,
-    dropout_seed: Tensor | None = None,
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+    cu_seqlens_q, cu_seqlens_k = attention.cu_seqlens_q, attention.cu_seqlens_k
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None
+    max_q, max_k = attention.max_q, attention.max_k
     rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
     batch = cu_seqlens_q.shape[0] - 1
     q, k, v = (
@@ -466,17 +430,14 @@ def packed_attention(
     )
     queries, keys = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     mask = None
-    if is_causal or window is not None:  # the diagonal of each sequence is its own
+    if attention.is_causal or attention.window is not None:  # a diagonal for each sequence
         shift: int | Tensor = 0
-        if causal_alignment == "bottom_right":
+        if attention.causal_alignment == "bottom_right":
             shift = (keys - queries).long().view(-1, 1, 1, 1)
         i = torch.arange(max_q, device=query.device).view(-1, 1)
-        mask, _ = _visible(k, i, shift, None, None, is_causal, None, window)
-    out = scaled_dot_product_attention(
-        q, k, v, mask, dropout_p, False, scale, True, key_lengths=keys, sinks=sinks,
-        dropout_seed=dropout_seed,
-    )  # fmt: skip
-    return out.transpose(1, 2)[rows]
+        mask, _ = _visible(k, i, shift, attention)
+    padded = attention._replace(attn_mask=mask, is_causal=False, window=None, key_lengths=keys)
+    return scaled_dot_product_attention(q, k, v, padded).transpose(1, 2)[rows]
 
 
 def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -489,39 +450,30 @@ def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def attention_weights(
     query: Tensor,
     key: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    bias: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    window: Sequence[int] | None = None,
-    causal_alignment: str = "top_left",
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    attention: Attention,
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
-    shift = _shift(query, key, causal_alignment, key_lengths)
+    shift = _shift(query, key, attention)
     every_i = torch.arange(query.shape[2], device=query.device)
     every_h = torch.arange(query.shape[1], device=query.device)
     i = every_i if rows is None else every_i[rows]
     h = every_h if heads is None else every_h[heads]
     key = key[:, h // max(1, query.shape[1] // max(1, key.shape[1]))]
     query = query[:, h][:, :, i]
-    mask, bias = (_chosen(x, h, i) for x in (attn_mask, bias))
-    slopes = None if alibi_slopes is None else alibi_slopes[..., h]
-    scale = max(1, query.shape[-1]) ** -0.5 if scale is None else scale
+    slopes, sinks = attention.alibi_slopes, attention.sinks
+    attention = attention._replace(
+        attn_mask=_chosen(attention.attn_mask, h, i),
+        bias=_chosen(attention.bias, h, i),
+        alibi_slopes=None if slopes is None else slopes[..., h],
+        sinks=None if sinks is None else sinks[h],
+    )
     i = i.view(-1, 1)
-    visible, keys = _visible(key, i, shift, mask, bias, is_causal, key_lengths, window)
+    visible, keys = _visible(key, i, shift, attention)
     if keys is not None and not _finite(key):
         key = key.masked_fill(~keys.transpose(-2, -1), 0.0)
-    sinks = None if sinks is None else sinks[h]
-    added = _added(bias, slopes, i, shift, key)
-    scores = _scores(query, key, scale, softcap, added, visible, sinks)
-    weights = _softmax(scores, query.dtype, sinks)
+    scores = _scores(query, key, attention, _added(attention, i, shift, key), visible)
+    weights = _softmax(scores, query.dtype, attention.sinks)
     return weights if visible is None else weights.masked_fill(~visible, 0.0)
 
 

@@ -36,6 +36,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import sass
+from fastformer.description import Attention, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
@@ -228,21 +229,24 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        arguments = (
-            query, key, value, offsets, offsets, length, length, dropout_p, case["causal"],
-            d**-0.5, alignment, window, sinks, seed,
+        described = Attention(
+            None, dropout_p, case["causal"], d**-0.5, window=window, causal_alignment=alignment,
+            sinks=sinks, dropout_seed=seed, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+            max_q=length, max_k=length,
         )  # fmt: skip
+        arguments = pack([query, key, value, described])
         output, lse = attention.packed_forward(*arguments)
         gradient = torch.empty_like(output)
         needs = [True] * 3 + [case["sinks"]]
         attention.packed_backward(gradient, *arguments, output, lse, needs)
         return
-    arguments = (
-        query, key, value, mask, dropout_p, case["causal"], d**-0.5, True, bias,
+    described = Attention(
+        mask, dropout_p, case["causal"], d**-0.5, bias,
         empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
         empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], sinks,
         seed,
     )  # fmt: skip
+    arguments = pack([query, key, value, described])
     saved = attention.forward(*arguments, False)
     needs = [True, True, True, bias is not None, case["sinks"]]
     gradient = empty(*saved[0].shape, dtype=dtype)

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import functional, use_backend
+from fastformer.description import Attention, pack
 
 B, H, SQ, SK, D = 2, 2, 65, 127, 40
 LOW = [torch.float16, torch.bfloat16]
@@ -471,8 +472,8 @@ def test_a_length_past_the_keys(device):
     outs = []
     for length in (20, 30):
         lengths = torch.tensor([length], device=device)
-        rest = (None, 0.0, False, 0.25, False, None, lengths, None, "top_left", *[None] * 4)
-        outs.append(attention.forward(*x.values(), *rest, False)[0])
+        described = Attention(None, 0.0, False, 0.25, key_lengths=lengths)
+        outs.append(attention.forward(*pack([*x.values(), described, False]))[0])
     assert torch.equal(*outs)
 
 
@@ -911,8 +912,8 @@ def test_nothing_of_size_sq_sk(device, monkeypatch, bias_shape):
     lengths = torch.tensor([s - 3], device=device)
     slopes = torch.ones(1, device=device)
     sinks = torch.zeros(1, device=device)
-    rest = (bias, lengths, [50, 50], "bottom_right", slopes, 3.0, sinks, seed)
-    arguments = (q, k, v, mask, 0.1, True, 0.2, False, *rest)
+    rest = (bias, lengths, (50, 50), "bottom_right", slopes, 3.0, sinks, seed)
+    arguments = pack([q, k, v, Attention(mask, 0.1, True, 0.2, *rest)])
     with Largest(mask) as largest:
         saved = attention.forward(*arguments, True)
         needs = [True] * 3 + [bias is not None, True]

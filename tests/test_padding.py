@@ -5,6 +5,7 @@ import torch
 
 import fastformer as ff
 from fastformer import functional, use_backend
+from fastformer.description import Attention, pack
 
 
 def packed(device, lengths_q=(5, 0, 33, 17), lengths_k=(9, 4, 40, 0), h=2, g=1, d=16, **options):
@@ -143,8 +144,7 @@ def test_bad_offsets_stay_inside(device):
     x, constants = packed(device, (5, 20), (5, 20), g=2)
     bad = torch.tensor([-3, 40, 10_000_000], dtype=torch.int32, device=device)
     offsets = {**constants, "cu_seqlens_q": bad, "cu_seqlens_k": bad}
-    rest = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0, "causal_alignment": "top_left"}
-    arguments = [*x.values(), *offsets.values(), *rest.values(), None, None, None]
+    arguments = pack([*x.values(), Attention(None, 0.0, False, 1.0, **offsets)])
     out, lse = attention.packed_forward(*arguments)
     assert out.shape == (25, 2, 24) and lse.shape == (2, 25)
     attention.packed_backward(torch.ones_like(out), *arguments, out, lse, [True] * 3 + [False])

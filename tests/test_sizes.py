@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fastformer as ff
+from fastformer.description import Attention, pack
 
 pytest.importorskip("triton")
 import triton
@@ -236,25 +237,20 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
     from fastformer.kernels.attention import launchers as attention
 
     q, do, k, v, bias = random(8), random(8), random(1, 1, FEATURES, 8), random(8), random(1)
-    options = dict.fromkeys(
-        ["attn_mask", "key_lengths", "window", "alibi_slopes", "softcap", "dropout_seed"]
-    )
-    options |= dict(dropout_p=0.0, is_causal=False, scale=0.3, enable_gqa=False, sinks=None)
 
     def call(rows):
-        given = dict(query=q.expand(1, 1, rows, 8), key=k, value=v.expand(k.shape))
-        return options | given | dict(bias=bias.expand(rows, FEATURES), causal_alignment="top_left")
+        described = Attention(None, 0.0, False, 0.3, bias.expand(rows, FEATURES))
+        return pack([q.expand(1, 1, rows, 8), k, v.expand(k.shape), described])
 
-    saved = attention.forward(**call(16), return_lse=False)
+    saved = attention.forward(*call(16), False)
     saved = [x[:, :, :1] for x in saved]  # of each row
 
     def run(rows):
-        names = "output", "lse", "statistics"
-        whole = {n: x.expand(1, 1, rows, *x.shape[3:]) for n, x in zip(names, saved, strict=True)}
-        whole |= {n: x.contiguous() for n, x in whole.items() if n != "output"}
-        grads = dict(grad_output=do.expand(1, 1, rows, 8), grad_lse=None)
+        output, *statistics = (x.expand(1, 1, rows, *x.shape[3:]) for x in saved)
+        whole = output, *(x.contiguous() for x in statistics)
         needs = [False, False, False, True, False]
-        return [attention.backward(**grads, **call(rows), **whole, needs=needs)[3]]
+        grads = do.expand(1, 1, rows, 8), None
+        return [attention.backward(*grads, *call(rows), *whole, needs)[3]]
 
     same_in_the_end(run)
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.description import PACKED_SCHEMA, SCHEMA
+
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
     Launch,
@@ -373,28 +375,23 @@ def _run_backward(
         return plan.run(grad_output, grad_lse, output, lse, statistics, query, key, value, tensors)
 
 
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
-    "float scale, bool enable_gqa, Tensor? bias, Tensor? key_lengths, int[]? window, "
-    "str causal_alignment, Tensor? alibi_slopes, float? softcap, Tensor? sinks, "
-    "Tensor? dropout_seed"
-)
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
 def _fake(query, key, value, *rest):
-    bias, alibi_slopes = rest[5], rest[9]
+    bias, alibi_slopes = rest[4], rest[8]
     apart = bias is not None or alibi_slopes is not None
     return _outputs(unit_stride(query), value, apart)
 
 
 @register(
-    f"scaled_dot_product_attention({_ARGUMENTS}, bool return_lse) "
+    f"scaled_dot_product_attention({_ARGUMENTS}, {SCHEMA}, bool return_lse) "
     "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake,
 )
 def forward(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, bias, key_lengths,
-    window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, return_lse,
+    query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths, window,
+    causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, return_lse,
 ):  # fmt: skip
     """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq], statistics [B,H,Sq,2] or [0])."""
     return _run_forward(
@@ -405,7 +402,7 @@ def forward(
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
-    bias, sinks, needs = rest[5], rest[11], rest[-1]
+    bias, sinks, needs = rest[4], rest[10], rest[-1]
     key_grad = _bias_grad(needs[3], bias, key.shape[2]) == "key"
     needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2, *needs[3:])
     grads = [_heads_like(x, x.shape[1], x.shape[3]) for x in map(unit_stride, (query, key, value))]
@@ -415,15 +412,15 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
 
 @register(
     "scaled_dot_product_attention_backward(Tensor grad_output, Tensor? grad_lse, "
-    f"{_ARGUMENTS}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
+    f"{_ARGUMENTS}, {SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
     "Tensor grad_sinks)",
     _fake_backward,
 )
 def backward(
-    grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-    bias, key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, output,
-    lse, statistics, needs,
+    grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, bias,
+    key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, output, lse,
+    statistics, needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
     grads = _run_backward(
@@ -435,12 +432,6 @@ def backward(
 
 
 # ------------------------------------------------------------------------------------------ packed
-
-_PACKED_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, float scale, "
-    "str causal_alignment, int[]? window, Tensor? sinks, Tensor? dropout_seed"
-)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -458,12 +449,13 @@ def _fake_packed(query, key, value, *_):
 
 
 @register(
-    f"packed_attention({_PACKED_ARGUMENTS}) -> (Tensor output, Tensor lse)",
+    f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}) -> (Tensor output, Tensor lse)",
     _fake_packed,
 )
 def packed_forward(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal, scale,
-    causal_alignment, window, sinks, dropout_seed,
+    query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths, window,
+    causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k,
+    max_q, max_k,
 ):  # fmt: skip
     """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
@@ -477,7 +469,7 @@ def packed_forward(
 
 
 def _fake_packed_backward(grad_output, query, key, value, *rest):
-    sinks, needs = rest[9], rest[-1]
+    sinks, needs = rest[10], rest[-1]
     needs = (needs[0], *(needs[1] or needs[2],) * 2, needs[3])
     grads = [
         _tokens_first(_heads_like(x, x.shape[1], x.shape[3]))
@@ -488,14 +480,15 @@ def _fake_packed_backward(grad_output, query, key, value, *rest):
 
 
 @register(
-    f"packed_attention_backward(Tensor grad_output, {_PACKED_ARGUMENTS}, Tensor output, "
+    f"packed_attention_backward(Tensor grad_output, {_ARGUMENTS}, {PACKED_SCHEMA}, Tensor output, "
     "Tensor lse, bool[] needs) "
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
     _fake_packed_backward,
 )
 def packed_backward(
-    grad_output, query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, dropout_p, is_causal,
-    scale, causal_alignment, window, sinks, dropout_seed, output, lse, needs,
+    grad_output, query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths,
+    window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, cu_seqlens_q,
+    cu_seqlens_k, max_q, max_k, output, lse, needs,
 ):  # fmt: skip
     """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
     query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from fastformer.kernels.attention import launchers as attention
-from fastformer.kernels.launch import Launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -103,16 +102,12 @@ def stock(mode: str) -> Any:
     needs = (True, True, True, False)
     backward = attention._Backward(gradient, None, output, needs, q, k, v, tensors, options)
 
-    def start(launch: Launch, *given: Tensor) -> None:
-        kernel, blocks = launch._kernel, launch._blocks
-        kernel[(blocks,)](*given, *launch._arguments, **launch._options)
-
     @torch.library.custom_op("host_cost::forward", mutates_args=())
     def run_forward(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, seed: Tensor
     ) -> tuple[Tensor, Tensor]:
         output, lse = attention._outputs(q, v)
-        start(plan.forward, q, k, v, output, lse, *pointers)
+        plan.forward.through_triton(q, k, v, output, lse, *pointers)
         return output, lse
 
     @torch.library.custom_op("host_cost::backward", mutates_args=())
@@ -121,10 +116,10 @@ def stock(mode: str) -> Any:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (attention._heads_like(x, HEADS, DIM) for x in (q, k, v))
         delta = torch.empty_like(lse)
-        start(backward.launch["delta"], output, gradient, lse, delta)
+        backward.launch["delta"].through_triton(output, gradient, lse, delta)
         rest = lse, delta, *pointers
-        start(backward.launch["dkdv"], q, k, v, gradient, dk, dv, delta, *rest)
-        start(backward.launch["dq"], q, k, v, gradient, dq, *rest)
+        backward.launch["dkdv"].through_triton(q, k, v, gradient, dk, dv, delta, *rest)
+        backward.launch["dq"].through_triton(q, k, v, gradient, dq, *rest)
         return dq, dk, dv
 
     if mode == "forward":

@@ -6,13 +6,17 @@ import contextlib
 import functools
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from .common import INTERPRETED
+
+Group = TypeVar("Group", bound="tuple[Any, ...]")  # a NamedTuple
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -24,52 +28,82 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def constants(group: Group) -> Group:
+    """Marks each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group."""
+    return type(group)(*map(tl.constexpr, group))
+
+
+def _ungrouped(argument: Any) -> Any:
+    return tuple(map(_ungrouped, argument)) if isinstance(argument, tuple) else argument
+
+
 class Launch:
-    """A kernel with all its arguments but the pointers.
+    """A kernel with its grid and all its arguments but the pointers.
 
     The first call goes through Triton, which compiles. The others hand the compiled kernel to the
     driver and skip Triton's look at every argument, most of what a launch costs on the host: a
     `Launch` is for tensors of one dtype and one alignment each, on one device. It keeps the
     compiled kernel, without which Triton 3.9 unloads the code.
+
+    Triton's launcher reads a group of arguments by position, a plain tuple faster than a
+    NamedTuple, most of all in Triton 3.6. So only the calls through Triton are given the names.
+
+    Args:
+        kernel: A kernel whose first parameters are its pointers.
+        grid: The number of programs along one to three axes; nothing is launched where one is 0.
+        arguments: The values of the kernel's other parameters, by name. A NamedTuple is a group,
+            whose fields the kernel reads by name: see `constants` for those of compile time.
+        warps: The warps of a program.
+        stages: The stages of Triton's software pipeline.
+        groups: The NamedTuples of groups of pointers, by parameter. A call passes plain tuples.
     """
 
-    __slots__ = ("_arguments", "_blocks", "_compiled", "_kernel", "_options", "_stream")
+    __slots__ = ("_arguments", "_compiled", "_grid", "_groups", "_kernel", "_options", "_plain",
+                 "_stream")  # fmt: skip
 
     def __init__(
         self,
         kernel: Any,
-        blocks: int,
-        scalars: tuple[Any, ...],
-        constants: dict[str, Any],
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Any],
         warps: int,
         stages: int,
+        groups: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         names = kernel.arg_names
-        constant = (constants[name] for name in names[len(names) - len(constants) :])
-        self._kernel, self._blocks, self._arguments = kernel, blocks, (*scalars, *constant)
+        pointers = names[: len(names) - len(arguments)]
+        self._arguments = tuple(arguments[name] for name in names[len(pointers) :])
+        self._plain = _ungrouped(self._arguments)
+        self._groups = [(groups or {}).get(name) for name in pointers]
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._options = dict(num_warps=warps, num_stages=stages)
         self._compiled: Any = None
         self._stream: Any = None
 
-    def __call__(self, *pointers: Tensor) -> None:
+    def __call__(self, *pointers: Any) -> None:
+        """Launches the kernel on the current stream; a group of pointers is a plain tuple."""
         compiled, runtime = self._compiled, triton.knobs.runtime
         if compiled is not None and not (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         ):
             _, run, function, metadata, device = compiled
             run(
-                self._blocks, 1, 1, self._stream(device), function, metadata, None, None, None,
-                *pointers, *self._arguments,
+                *self._grid, self._stream(device), function, metadata, None, None, None,
+                *pointers, *self._plain,
             )  # fmt: skip
-        elif self._blocks:
-            start = self._kernel[(self._blocks,)]
-            kernel = start(*pointers, *self._arguments, **self._options)
+        elif all(self._grid):
+            kernel = self.through_triton(*pointers)
             if kernel is not None:  # the interpreter has none
                 active = triton.runtime.driver.active
                 self._stream = active.get_current_stream
                 device = active.get_current_device()
                 handles = kernel.run, kernel.function, kernel.packed_metadata
                 self._compiled = kernel, *handles, device
+
+    def through_triton(self, *pointers: Any) -> Any:
+        """Launches the kernel as Triton does, and returns what it has compiled."""
+        named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
+        return self._kernel[self._grid](*named, *self._arguments, **self._options)
 
 
 MOST_PLANS = 4096

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 import triton
+import triton.language as tl
 from fastformer.kernels import cross_entropy, embedding, feed_forward, launch, layer_norm
 from fastformer.kernels.attention import launchers as attention
 from triton.backends.compiler import GPUTarget
@@ -134,6 +136,15 @@ def read_products(kernel: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- recording launches
 
 
+def named(names: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(name, value) of each argument, of a group's fields one by one."""
+    for name, value in zip(names, values):
+        if isinstance(value, tuple):
+            yield from named(value._fields, value)
+        else:
+            yield name, value.value if isinstance(value, tl.constexpr) else value
+
+
 class Recorder:
     """Stands in for the launch: compiles, and notes what was compiled."""
 
@@ -175,7 +186,7 @@ class Recorder:
         return kernel
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
-        given = dict(zip(function.arg_names, args)) | options
+        given = dict(named(function.arg_names, args))
         blocks = {name: given[name] for name in ("BM", "BN", "BK", "BLOCK") if name in given}
         self.records.append(
             dict(
@@ -196,7 +207,7 @@ class Recorder:
         """Elements of memory behind the largest tensor that is not the mask or the bias given."""
         return max(
             a.untyped_storage().nbytes() // a.element_size()
-            for a in args
+            for _, a in named(range(len(args)), args)
             if isinstance(a, torch.Tensor) and a.untyped_storage()._cdata not in self.large
         )
 

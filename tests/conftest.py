@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fastformer import reference, use_backend
 
@@ -242,7 +243,8 @@ def in_bounds(monkeypatch):
     bounds = {}
 
     def arguments(self, given, named, former=executor._init_args_hst):
-        views = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor) and x.numel()]
+        leaves = tree_leaves((given, named))  # of groups too
+        views = [x for x in leaves if isinstance(x, torch.Tensor) and x.numel()]
         spans = [sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1 for x in views]
         bounds["low"] = np.array([x.data_ptr() for x in views], np.uint64)
         sizes = np.array([n * x.element_size() for n, x in zip(spans, views)], np.uint64)

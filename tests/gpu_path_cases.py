@@ -95,17 +95,27 @@ def watched(call: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:
     return moved
 
 
+class Memory(NamedTuple):
+    X: Any
+    Y: Any
+
+
 class Sizes(NamedTuple):
     n: Any
     step: Any
 
 
+class Tile(NamedTuple):
+    block: Any
+
+
 @triton.jit
-def scaled(X, Y, sizes, factor, BLOCK: tl.constexpr):
+def scaled(memory, sizes, factor, tile: tl.constexpr):
     """y = factor x, a block for each program. A kernel to launch as it must not be."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0) * tile.block + tl.arange(0, tile.block)
     o = i * sizes.step
-    tl.store(Y + o, tl.load(X + o, mask=i < sizes.n) * factor, mask=i < sizes.n)
+    x = tl.load(memory.X + o, mask=i < sizes.n)
+    tl.store(memory.Y + o, x * factor, mask=i < sizes.n)
 
 
 # ------------------------------------------------------------------------------------------ cases

@@ -23,7 +23,7 @@ import os
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import gpu_path_cases as cases
 import torch
 import triton
 import triton.language as tl
+from fastformer.kernels.launch import constants
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -57,20 +58,28 @@ ELEMENTS = {
 
 
 def leaves(
-    kinds: tuple[Any, ...], given: tuple[Any, ...], path: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], str, Any]]:
-    """(path, type, argument) of each argument, of a tuple's members one by one: in the order in
-    which the driver gets them.
+    names: Sequence[str],
+    kinds: tuple[Any, ...],
+    given: tuple[Any, ...],
+    path: tuple[int, ...] = (),
+    before: str = "",
+) -> Iterator[tuple[tuple[int, ...], str, str, Any]]:
+    """(path, name, type, argument) of each argument, of a group's fields one by one: in the order
+    in which the driver gets them. The names of the fields are those that were compiled: what is
+    given may be a plain tuple.
     """
     assert len(kinds) == len(given), f"{len(given)} arguments at {path}; {len(kinds)} are compiled"
-    for i, (kind, argument) in enumerate(zip(kinds, given)):
+    for i, (name, kind, argument) in enumerate(zip(names, kinds, given)):
         if isinstance(kind, tuple):
-            yield from leaves(kind, argument, (*path, i))
+            yield from leaves(kind._fields, kind, argument, (*path, i), f"{before}{name}.")
         else:
-            yield (*path, i), kind, argument
+            yield (*path, i), before + name, kind, argument
 
 
 def plain(constant: Any) -> Any:
+    """A constant without Triton's wrapper; of a group, a tuple of its fields'."""
+    if isinstance(constant, tuple):
+        return tuple(map(plain, constant))
     return constant.value if isinstance(constant, tl.constexpr) else constant
 
 
@@ -137,12 +146,12 @@ class Launches:
 
         values: dict[tuple[int, ...], Any] = {}
         parameters = iter(launch.parameters)
-        for path, kind, given in leaves(tuple(source.signature.values()), launch.arguments):
-            name = ".".join([source.fn.arg_names[path[0]], *map(str, path[1:])])
+        kinds = tuple(source.signature.values())
+        for path, name, kind, given in leaves(source.fn.arg_names, kinds, launch.arguments):
             if kind == "constexpr":
-                value, given = plain(source.constants[path]), plain(given)
+                values[path] = source.constants[path]
+                value, given = plain(values[path]), plain(given)
                 check(value == given, f"{name} is compiled as {value}, given {given}")
-                values[path] = value
                 continue
             pointer, raw = kind[0] == "*", next(parameters, b"")
             form = "<Q" if pointer else "<" + SCALARS[kind]
@@ -175,10 +184,7 @@ class Launches:
             for i, (kind, argument) in enumerate(zip(kinds, given)):
                 here = (*path, i)
                 if isinstance(kind, tuple):
-                    members = rebuilt(kind, argument, here)
-                    items.append(
-                        type(argument)(*members) if hasattr(argument, "_fields") else members
-                    )
+                    items.append(type(kind)(*rebuilt(kind, argument, here)))
                 else:
                     value = values[here]
                     items.append(memory.place(argument) if kind[0] == "*" else value)
@@ -319,11 +325,17 @@ class Worker:
         def arguments(
             x: Tensor = x, n: int = 32, step: int = 1, block: int = 32
         ) -> tuple[Any, ...]:
-            return x, y, cases.Sizes(n, step), 2.5, block
+            """As a remembered launch has them: without names."""
+            return (x, y), (n, step), 2.5, (block,)
 
-        kernel = cases.scaled[(1,)](*arguments())
+        def compiled(block: int) -> Any:
+            memory, sizes, factor, _ = arguments()
+            named = cases.Memory(*memory), cases.Sizes(*sizes), factor, cases.Tile(block)
+            return cases.scaled[(1,)](*named[:-1], constants(named[-1]))
+
+        kernel = compiled(32)
         assert torch.equal(y, 2.5 * x) and not self.launches.problems, "the right launch is wrong"
-        other = cases.scaled[(1,)](*arguments(block=64))
+        other = compiled(64)
         warps, clusters, shared = kernel.packed_metadata
         call = {
             "grid": (1, 1, 1), "stream": self.gpu.stream, "function": kernel.function,

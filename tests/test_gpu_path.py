@@ -169,13 +169,13 @@ def test_nothing(gpu, what, dim):
 
 
 WRONG = {
-    "alignment": "X = .* is compiled as a multiple of 16",
-    "divisibility": r"sizes\.0 = 31 is compiled as a multiple of 16",
-    "one": r"sizes\.1 is compiled as 1, given 2",
-    "constant": "BLOCK is compiled as 32, given 64",
-    "order": r"sizes\.1 is compiled as 1, given 32",
-    "dtype": "X is compiled for torch.float32, given torch.float16",
-    "size": r"sizes\.0 is 32, given 4294967328|OverflowError",
+    "alignment": r"memory\.X = .* is compiled as a multiple of 16",
+    "divisibility": r"sizes\.n = 31 is compiled as a multiple of 16",
+    "one": r"sizes\.step is compiled as 1, given 2",
+    "constant": r"tile is compiled as \(32,\), given \(64,\)",
+    "order": r"sizes\.step is compiled as 1, given 32",
+    "dtype": r"memory\.X is compiled for torch.float32, given torch.float16",
+    "size": r"sizes\.n is 32, given 4294967328|OverflowError",
     "stream": "stream .*, expected",
     "function": "another kernel's function",
     "warps": "invalid argument",

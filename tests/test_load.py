@@ -240,7 +240,7 @@ def test_a_remembered_launch_keeps_its_kernel(monkeypatch):
     ran = []
     active = SimpleNamespace(get_current_stream=None, get_current_device=lambda: 0)
     monkeypatch.setattr(launch.triton.runtime.driver, "_active", active)
-    remembered = launch.Launch(Kernel(), 1, (), {}, 4, 1)
+    remembered = launch.Launch(Kernel(), (1,), {}, 4, 1)
     remembered(torch.ones(1))
     assert sum(type(x) is Compiled for x in gc.get_objects()) == 1
 
@@ -259,8 +259,8 @@ def test_a_remembered_launch_calls_hooks(monkeypatch, hook):
     active = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
     monkeypatch.setattr(launch.triton.runtime.driver, "_active", active)
     kernel = SimpleNamespace(arg_names=("X",))
-    remembered = launch.Launch(kernel, 1, (), {}, 4, 1)
-    remembered._kernel = {(1,): start}
+    remembered = launch.Launch(kernel, (1,), {}, 4, 1)
+    remembered._kernel = {(1, 1, 1): start}
     hooks = getattr(launch.triton.knobs.runtime, hook)
     for calls in ([], [], [print], []):
         monkeypatch.setattr(hooks, "calls", calls)

@@ -135,9 +135,9 @@ class _Plan:
         tiles = self.tiles(name)
         constants = self.constants | dict(BM=tiles.BM, BN=tiles.BN) | constants
         scalars = (*strides, *self.scalars)
-        self.launch[name] = Launch(
-            kernel, blocks(tiles), scalars, constants, tiles.warps, tiles.stages
-        )
+        names = kernel.arg_names[-len(constants) - len(scalars) :]
+        arguments = dict(zip(names, scalars)) | constants
+        self.launch[name] = Launch(kernel, (blocks(tiles),), arguments, tiles.warps, tiles.stages)
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         """Of batch, head and row; a packed tensor has rows only, for the kernels."""
@@ -217,12 +217,14 @@ class _Backward(_Plan):
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
         tiles = self.tiles("delta")
+        strides = *output.stride()[:3], *grad_output.stride()[:3]
         delta = {name: self.constants[name] for name in ("DV", "BDV", "WIDE", "ACC")}
         self.launch["delta"] = Launch(
             delta_kernel,
-            triton.cdiv(rows, tiles.BM) * batch * heads,
-            (*output.stride()[:3], *grad_output.stride()[:3], heads, rows),
-            delta | dict(BM=tiles.BM, HAS_DLSE=grad_lse is not None),
+            (triton.cdiv(rows, tiles.BM) * batch * heads,),
+            dict(zip(delta_kernel.arg_names[4:], (*strides, heads, rows)))
+            | delta
+            | dict(BM=tiles.BM, HAS_DLSE=grad_lse is not None),
             tiles.warps,
             tiles.stages,
         )

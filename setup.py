@@ -5,7 +5,12 @@ pyproject.toml.
 from setuptools import setup
 
 setup(
-    packages=["fastformer", "fastformer.kernels", "fastformer.kernels.attention"],
+    packages=[
+        "fastformer",
+        "fastformer.replacements",
+        "fastformer.kernels",
+        "fastformer.kernels.attention",
+    ],
     package_dir={
         "fastformer": "fastformer",
         "fastformer.kernels": "kernels",

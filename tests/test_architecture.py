@@ -34,6 +34,13 @@ LAYERS = [
 ]
 
 
+FILES = sorted((ROOT / "fastformer").rglob("*.py"))
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT / "fastformer").with_suffix(""))
+
+
 def layer(name):
     return next(i for i, names in enumerate(LAYERS) if name in names)
 
@@ -59,12 +66,15 @@ def imports(path):
                 yield parts[1], id(node) not in inside
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "fastformer").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_go_one_way(path):
-    if path.stem == "__init__":
+    if path == ROOT / "fastformer/__init__.py":
         return
-    mine = layer(path.stem)
+    name_here = path.relative_to(ROOT / "fastformer").parts[0].removesuffix(".py")
+    mine = layer(name_here)
     for name, eager in imports(path):
+        if name == name_here:  # the files of a folder
+            continue
         if any(name in names for names in LAYERS):
             assert layer(name) > mine, f"{path.stem} imports {name}"
             assert not (name == "kernels" and eager), f"{path.stem} imports kernels at once"
@@ -94,6 +104,17 @@ def _in_standard_library(name):
     return name in sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_are_short(path):
+    """At most 80 lines each, without the docstring."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            assert lines <= 80, f"{node.name} has {lines} lines"
+
+
 def test_every_op_has_its_files():
     for op in backends.OPERATIONS:
         stem = backends._kernel_files[op]
@@ -119,7 +140,7 @@ def test_kernels_are_imported_under_fastformer():
 
 def test_only_backends_choose():
     """Nothing else asks where a tensor lies in order to pick a backend, or names the kernels."""
-    for path in (ROOT / "fastformer").glob("*.py"):
+    for path in FILES:
         if path.stem not in ("backends", "cli", "copy_task", "environment"):
             assert "fastformer.kernels" not in _code(path), path.stem
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import patch, replacements, use_backend
+from fastformer import patch, use_backend
+from fastformer.replacements.base import running
 
 N, L, S, E, H = 2, 5, 7, 16, 2
 INF = float("-inf")
@@ -1019,7 +1020,7 @@ def test_names_that_collide():
     """An attribute of the user's that is called like one of ours; a class that forbids deriving."""
 
     class Own(nn.TransformerEncoderLayer):
-        def _feed(self, x):
+        def _feed_forward_sublayer(self, x):
             return x
 
     class Called(nn.MultiheadAttention):
@@ -1031,10 +1032,10 @@ def test_names_that_collide():
             pass
 
     attention = nn.MultiheadAttention(E, H)
-    attention._seen = 0
+    attention._visibility = 0
     for module, why in (
-        (Own(E, H, 24), "its attribute _feed stands in the way"),
-        (attention, "its attribute _seen stands in the way"),
+        (Own(E, H, 24), "it has an attribute _feed_forward_sublayer, which"),
+        (attention, "it has an attribute _visibility, which"),
         (Called(E, H), "it has its own __call__"),
         (Closed(E), "a class derived from it raises TypeError"),
     ):
@@ -1062,12 +1063,12 @@ def test_nothing_half_replaced(monkeypatch):
     """An error in the middle of the swap takes back what was done."""
     model = nn.Transformer(E, H, 1, 1, 24)
     before = attributes(model)
-    made = patch._class
+    made = patch.class_for
 
     def fails_late(kind, original):
         return made(kind, original) if original is not nn.TransformerDecoder else dict
 
-    monkeypatch.setattr(patch, "_class", fails_late)
+    monkeypatch.setattr(patch, "class_for", fails_late)
     with pytest.raises(TypeError):
         ff.accelerate(model)
     assert attributes(model) == before
@@ -1462,7 +1463,7 @@ def test_explain_leaves_nothing_behind():
 
     with pytest.raises(KeyError):
         ff.explain(Raises(), 1)
-    assert replacements._explaining.modules is None
+    assert running.modules is None
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert ff.backends._state.watch is None

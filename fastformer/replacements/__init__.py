@@ -1,0 +1,58 @@
+"""The forwards that `accelerate` gives to the modules of torch and of the Annotated Transformer.
+
+A module is replaced by a change of its class: the new class derives from the original one and from
+a class of this package, which overrides `forward` under the original signature and calls the ops of
+`fastformer.functional`. A call that the ops cannot run falls back to the original forward, and is
+counted on the module.
+
+    KINDS        what replaces a class of torch, and the classes derived from it
+    ANNOTATED    what replaces a class that looks like one of the Annotated Transformer
+
+    base.py      the class of a replaced module, fallbacks, and what `explain` records
+    attention.py nn.MultiheadAttention
+    layers.py    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    stacks.py    nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer; padding is dropped
+    norms.py     nn.LayerNorm, nn.RMSNorm
+    annotated.py the attention, norm and feed-forward of the Annotated Transformer
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fastformer.replacements.annotated import (
+    AnnotatedModule,
+    FusedAnnotatedAttention,
+    FusedAnnotatedFeedForward,
+    FusedAnnotatedNorm,
+)
+from fastformer.replacements.attention import FusedMultiheadAttention
+from fastformer.replacements.base import Accelerated
+from fastformer.replacements.layers import (
+    FusedTransformerDecoderLayer,
+    FusedTransformerEncoderLayer,
+)
+from fastformer.replacements.norms import FusedLayerNorm, FusedRMSNorm
+from fastformer.replacements.stacks import (
+    FusedTransformer,
+    FusedTransformerDecoder,
+    FusedTransformerEncoder,
+)
+
+__all__ = ["ANNOTATED", "KINDS"]
+
+KINDS: dict[type[nn.Module], type[Accelerated]] = {
+    nn.MultiheadAttention: FusedMultiheadAttention,
+    nn.TransformerEncoderLayer: FusedTransformerEncoderLayer,
+    nn.TransformerDecoderLayer: FusedTransformerDecoderLayer,
+    nn.TransformerEncoder: FusedTransformerEncoder,
+    nn.TransformerDecoder: FusedTransformerDecoder,
+    nn.Transformer: FusedTransformer,
+    nn.LayerNorm: FusedLayerNorm,
+    nn.RMSNorm: FusedRMSNorm,
+}
+ANNOTATED: tuple[type[AnnotatedModule], ...] = (
+    FusedAnnotatedAttention,
+    FusedAnnotatedNorm,
+    FusedAnnotatedFeedForward,
+)

@@ -1,0 +1,139 @@
+"""The attention, norm and feed-forward of the Annotated Transformer on the ops.
+
+Everybody has such a class in a file of their own. `accelerate` recognizes it by its parts, and
+compares a trial run of both forwards before it replaces it.
+
+Source: Huang et al. 2018, "The Annotated Transformer" (harvardnlp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.modules import MultiHeadedAttention, PositionwiseFeedForward
+from fastformer.replacements.base import Accelerated, ops_of, tensor_obstacle
+from fastformer.stream import is_unmodified
+
+
+class AnnotatedModule(Accelerated):
+    """A kind that replaces a class by its parts, whatever the name of that class is."""
+
+    _arguments: ClassVar[tuple[str, ...]]  # of its forward
+
+    @staticmethod
+    def _matches(module: nn.Module) -> bool:
+        """Whether a module has the parts of this kind, and no others."""
+        raise NotImplementedError
+
+    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
+        """Yield the arguments of each trial run; random(*shape) draws a tensor."""
+        raise NotImplementedError
+
+
+class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
+    _arguments = ("query", "key", "value", "mask")
+    keep_attention = False
+    attn = None  # for an original class that does not set it
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        reason = tensor_obstacle(query, key, value, mask)
+        if reason is None and self.d_k > functional.MAX_HEAD_DIM:
+            reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
+        if type(self.dropout) is not nn.Dropout or not is_unmodified(self.dropout):
+            reason = "its dropout has hooks or was replaced"
+        if reason is None and mask is not None and mask.dim() != 3:
+            reason = f"the mask has {mask.dim()} dimensions, not three"
+        if reason is not None:
+            return self._original_forward(reason, query, key, value, mask)
+        if mask is not None and mask.is_floating_point():
+            mask = mask != 0  # the original masks out zeros, whatever else the mask holds
+        with ops_of(self):
+            return MultiHeadedAttention.forward(self, query, key, value, mask)
+
+    @staticmethod
+    def _matches(module: nn.Module) -> bool:
+        linears, h, d_k = (getattr(module, name, None) for name in ("linears", "h", "d_k"))
+        if not isinstance(linears, nn.ModuleList) or len(linears) != 4:
+            return False
+        if not (isinstance(h, int) and isinstance(d_k, int)):
+            return False
+        if not _has_only(module, "linears", "dropout"):
+            return False
+        sizes = {(x.in_features, x.out_features) for x in linears if isinstance(x, nn.Linear)}
+        dropout = getattr(module, "dropout", None)
+        return sizes == {(h * d_k, h * d_k)} and isinstance(dropout, nn.Dropout)
+
+    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
+        query, memory = random(2, 130, self.h * self.d_k), random(2, 150, self.h * self.d_k)
+        lengths = torch.tensor([[[150]], [[70]]], device=query.device)
+        padding = torch.arange(150, device=query.device) < lengths
+        causal = torch.ones(1, 130, 130, dtype=torch.bool, device=query.device).tril()
+        yield query, memory, memory, None
+        yield query, memory, memory, padding
+        yield query, query, query, causal
+
+
+class FusedAnnotatedNorm(AnnotatedModule):
+    _arguments = ("x",)
+    a_2: nn.Parameter
+    b_2: nn.Parameter
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        reason = tensor_obstacle(x, self.a_2, self.b_2)
+        if x.dtype != self.a_2.dtype:  # the original returns the wider dtype of the two
+            reason = f"the input is {x.dtype}, the weight {self.a_2.dtype}"
+        if reason is not None:
+            return self._original_forward(reason, x)
+        with ops_of(self):
+            shape = self.a_2.shape
+            return functional.layer_norm(x, shape, self.a_2, self.b_2, self.eps, unbiased=True)
+
+    @staticmethod
+    def _matches(module: nn.Module) -> bool:
+        a, b, eps = (getattr(module, name, None) for name in ("a_2", "b_2", "eps"))
+        if not (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
+            return False
+        if not _has_only(module, "a_2", "b_2"):
+            return False
+        return a.dim() == 1 and a.shape == b.shape and len(a) > 1 and isinstance(eps, float)
+
+    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
+        x = random(2, 3, len(self.a_2))
+        yield (x * 0.01 + 1,)  # a small spread, which shows where eps is added
+        yield (x,)
+
+
+class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
+    _arguments = ("x",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reason = tensor_obstacle(x)
+        if reason is not None:
+            return self._original_forward(reason, x)
+        with ops_of(self):
+            return PositionwiseFeedForward.forward(self, x)
+
+    @staticmethod
+    def _matches(module: nn.Module) -> bool:
+        w_1, w_2, dropout = (getattr(module, name, None) for name in ("w_1", "w_2", "dropout"))
+        if not (isinstance(w_1, nn.Linear) and isinstance(w_2, nn.Linear)):
+            return False
+        if not _has_only(module, "w_1", "w_2", "dropout"):
+            return False
+        return isinstance(dropout, nn.Dropout) and w_1.out_features == w_2.in_features
+
+    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
+        yield (random(2, 3, self.w_1.in_features),)
+
+
+def _has_only(module: nn.Module, *names: str) -> bool:
+    """Whether the parameters, buffers and modules of the module are the named ones."""
+    return {*module._parameters, *module._buffers, *module._modules} == set(names)

@@ -1,0 +1,298 @@
+"""nn.MultiheadAttention on the ops.
+
+Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.padding import Packing
+from fastformer.replacements.base import (
+    Accelerated,
+    ops_of,
+    record_fallback,
+    tensor_obstacle,
+    weight_obstacle,
+)
+
+NEEDS_WEIGHTS = (
+    "need_weights=True, the default, takes plain PyTorch; where the weights are thrown away, "
+    "need_weights=False, or accelerate(model, need_weights=False), takes the fused op"
+)
+
+
+class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
+    _internal = ("forward", "merge_masks")
+    _returns_weights = True  # if the caller asks; False by accelerate(need_weights=False)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        need_weights = need_weights and self._returns_weights
+        reason = tensor_obstacle(query, key, value, key_padding_mask, attn_mask)
+        reason = reason or self._obstacle()
+        options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        if reason is not None:
+            return self._original_forward(reason, query, key, value, *options)
+        try:
+            self._require_inputs(query, key, value)
+            visibility = self._visibility(query, key, attn_mask, key_padding_mask, is_causal)
+        except (TypeError, ValueError) as refusal:
+            return self._original_forward_or(refusal, query, key, value, *options)
+        with ops_of(self):
+            if not need_weights:
+                return self._attend(query, key, value, visibility), None
+            out, weights = self._attend_with_weights(query, key, value, visibility)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return out, weights if query.dim() == 3 else weights.squeeze(0)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
+        """Return the output [N, L, E], [L, N, E] or [L, E], as the query has its dimensions.
+
+        In a packed batch query, key, value and output are [tokens, E].
+        """
+        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
+        p = self.dropout if self.training else 0.0
+        if seen.packing is not None:
+            at, longest = seen.packing.cu_seqlens, seen.packing.longest
+            out = functional.packed_attention(
+                q, k, v, at, at, longest, longest, dropout_p=p, is_causal=seen.is_causal
+            ).flatten(-2)
+        else:
+            k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
+            mask, bias, causal = seen[:3]
+            q = self._heads_first(q)
+            out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal, bias=bias)
+            out = self._heads_last(out, query.dim() == 3)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+
+    def _attend_with_weights(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
+        record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
+        q, k, v = (self._heads_first(x) for x in self._projected(query, key, value))
+        k, v, seen = self._with_appended_keys(k, v, seen)
+        weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
+        weights = F.dropout(weights, self.dropout, self.training)
+        out = self._heads_last(weights @ v.to(weights.dtype), query.dim() == 3)
+        return F.linear(out, self.out_proj.weight, self.out_proj.bias), weights
+
+    # ------------------------------------------------------------------ whether and on what it runs
+
+    def _obstacle(self) -> str | None:
+        """Why the op cannot replace the forward of this module, or None."""
+        if self.head_dim > functional.MAX_HEAD_DIM:
+            return f"the head dim is {self.head_dim}; the op takes up to {functional.MAX_HEAD_DIM}"
+        packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        return weight_obstacle(
+            (packed, self.in_proj_bias),
+            (self.k_proj_weight, self.v_proj_weight),
+            (self.bias_k, self.bias_v),
+            (self.out_proj.weight, self.out_proj.bias),
+        )
+
+    def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.dim() not in (2, 3):
+            raise ValueError(
+                f"query has shape {functional._shape(query)}; "
+                f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
+            )
+        features = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
+            if x.dim() != query.dim() or x.shape[-1] != n:
+                raise ValueError(
+                    f"{name} has shape {functional._shape(x)}; "
+                    f"expected {query.dim()} dimensions, as query, the last of them {n}"
+                )
+        batch = 0 if self.batch_first else 1
+        same = key.shape[:-1] == value.shape[:-1]
+        if not same or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
+            q, k, v = (functional._shape(x) for x in (query, key, value))
+            raise ValueError(
+                f"query {q}, key {k}, value {v}; expected one batch, and as many values as keys"
+            )
+
+    def _visibility(
+        self,
+        query: Tensor,
+        key: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
+    ) -> Visibility:
+        """Translate torch's two masks; raise ValueError or TypeError for a mask that is wrong.
+
+        query: [N, L, E], [L, N, E] or [L, E]; key likewise. attn_mask: [L, S] or [N H, L, S].
+        key_padding_mask: [N, S] or [S]. names: of the two masks, for the messages.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError(
+                f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
+                "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
+            )
+        _require_mask_dtypes(names, (attn_mask, key_padding_mask))
+        batched = query.dim() == 3
+        at = 1 if batched and self.batch_first else 0
+        batch = query.shape[1 - at] if batched else 1
+        scores = (batch, self.num_heads, query.shape[at], key.shape[at])  # [N, H, L, S]
+        hidden_keys = _padding_of_scores(names[1], key_padding_mask, scores, batched)
+        hidden = _mask_of_scores(names[0], attn_mask, scores)
+        # A causal hint says nothing about keys that are appended to the others: read the mask then.
+        is_causal = is_causal and not self._appends_keys()
+        visible, bias = _joined(None if is_causal else hidden, hidden_keys, query.dtype)
+        padding = None
+        if hidden_keys is not None and attn_mask is None and bias is None:
+            padding = hidden_keys.view(batch, scores[3])
+        return Visibility(visible, bias, is_causal, padding=padding)
+
+    # ---------------------------------------------------------------------- queries, keys, values
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Project query, key and value [.., E] to [.., H, D]: those of one input in one GEMM."""
+        groups = [(query, 1), (key, 1), (value, 1)]
+        if key is value and self.in_proj_weight is not None:
+            groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+        sizes, bias = [n * self.embed_dim for _, n in groups], self.in_proj_bias
+        weights: Sequence[Tensor]
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        else:
+            weights = self.in_proj_weight.split(sizes)
+        biases = [None] * len(groups) if bias is None else bias.split(sizes)
+        out: list[Tensor] = []
+        for (x, n), w, b in zip(groups, weights, biases):
+            heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
+            out += heads.unbind(-3)
+        return out
+
+    def _heads_first(self, x: Tensor) -> Tensor:
+        """Return [N, H, L, D] from [N, L, H, D], [L, N, H, D] or [L, H, D]."""
+        if x.dim() == 3:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _heads_last(self, x: Tensor, batched: bool) -> Tensor:
+        """Return [N, L, E], [L, N, E] or, not batched, [L, E] from [N, H, L, D]."""
+        if not batched:
+            return x.squeeze(0).transpose(0, 1).flatten(1)
+        return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
+
+    def _appends_keys(self) -> bool:
+        return self.bias_k is not None or self.add_zero_attn
+
+    def _with_appended_keys(
+        self, k: Tensor, v: Tensor, seen: Visibility
+    ) -> tuple[Tensor, Tensor, Visibility]:
+        """Append the learned key and value, and the zero ones, to k and v [N, H, S, D].
+
+        Every query sees them.
+        """
+        ends: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            ends.append((self.bias_k, self.bias_v))
+        if self.add_zero_attn:
+            ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
+        mask, bias = seen.attn_mask, seen.bias
+        for end in ends:
+            shape = (len(k), self.num_heads, 1, self.head_dim)
+            last_k, last_v = (x.view(1, *shape[1:]).expand(shape) for x in end)
+            k, v = torch.cat([k, last_k.to(k.dtype)], 2), torch.cat([v, last_v.to(v.dtype)], 2)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+            bias = None if bias is None else F.pad(bias, (0, 1))
+        return k, v, seen._replace(attn_mask=mask, bias=bias)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+class Visibility(NamedTuple):
+    """Which keys each query sees, as `scaled_dot_product_attention` takes it.
+
+    attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
+    [N, H, L, S]. packing: of a batch without its padding. padding: key_padding_mask [N, S], True
+    for a masked key, if attn_mask holds that and nothing else.
+    """
+
+    attn_mask: Tensor | None = None
+    bias: Tensor | None = None
+    is_causal: bool = False
+    packing: Packing | None = None
+    padding: Tensor | None = None
+
+
+def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
+    for name, mask in zip(names, masks):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(
+                f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is masked "
+                "out, or a floating dtype, to be added to the scores"
+            )
+
+
+def _padding_of_scores(
+    name: str, key_padding_mask: Tensor | None, scores: tuple[int, ...], batched: bool
+) -> Tensor | None:
+    """Return key_padding_mask [N, S] or [S] as [N, 1, 1, S], for `scores` of [N, H, L, S]."""
+    if key_padding_mask is None:
+        return None
+    batch, keys = scores[0], scores[3]
+    expected = [batch, keys] if batched else [keys]
+    if list(key_padding_mask.shape) != expected:
+        raise ValueError(
+            f"{name} has shape {functional._shape(key_padding_mask)}; "
+            f"expected {'[N, S]' if batched else '[S]'} = {expected}"
+        )
+    return key_padding_mask.view(batch, 1, 1, keys)
+
+
+def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]) -> Tensor | None:
+    """Return attn_mask [L, S] or [N H, L, S] so that it broadcasts to `scores`, [N, H, L, S]."""
+    batch, heads, length, keys = scores
+    if attn_mask is None or attn_mask.shape == (length, keys):
+        return attn_mask
+    if attn_mask.shape == (batch * heads, length, keys):
+        return attn_mask.unflatten(0, (batch, heads))
+    raise ValueError(
+        f"{name} has shape {functional._shape(attn_mask)}; expected [L, S] = "
+        f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
+    )
+
+
+def _joined(
+    mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return (which keys are visible, what is added to the scores) from torch's two masks.
+
+    mask and padding: boolean, True for a key that is masked out, or floats that are added; both
+    broadcast to [N, H, L, S]. dtype: of the query.
+    """
+    visible, bias = None, None
+    for hidden in (mask, padding):
+        if hidden is None:
+            continue
+        if hidden.dtype == torch.bool and visible is None:
+            visible = ~hidden
+            continue
+        if hidden.dtype == torch.bool:  # the second boolean mask: a bias of the keys
+            hidden = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
+        elif hidden.dtype != torch.float32:
+            hidden = hidden.to(dtype)
+        bias = hidden if bias is None else bias + hidden
+    return visible, bias

@@ -1,0 +1,150 @@
+"""What all replacements share: the class of a replaced module, its fallbacks, and its records.
+
+Functions named `.._obstacle` return why the ops cannot run something, or None if they can.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any, ClassVar, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fastformer import backends
+
+
+class Accelerated(nn.Module):
+    """A module that `accelerate` gave a class of its own.
+
+    A kind derives from this class and overrides `forward`. The class of a replaced module derives
+    from the kind and from the module's original class, so that `isinstance` and the other methods
+    of the original keep working.
+    """
+
+    _kind: ClassVar[type[Accelerated]]
+    _original: ClassVar[type[nn.Module]]
+    _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that ours replace
+    _fallbacks: Counter[str]  # of the instance, from its first fallback on
+
+    def _original_forward(self, reason: str, *args: Any) -> Any:
+        """Count a fallback for the reason, and call the forward of the original class."""
+        record_fallback(self, type(self).__name__, reason)
+        return self._original.forward(self, *args)
+
+    def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
+        """Call the forward of the original class with arguments that ours refuses.
+
+        If it refuses them too, raise our refusal, whose message names the argument.
+        """
+        name = str(refusal).split(" ", 1)[0]
+        try:
+            return self._original_forward(f"{name}: torch takes what the op does not", *args)
+        except Exception:
+            raise refusal from None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Copy and pickle by the kind and the original: the class itself has no name to import."""
+        made = super().__reduce_ex__(protocol)
+        if not isinstance(made, tuple) or made[1] != (type(self),):
+            return made
+        return _new_instance, (self._kind, self._original), *made[2:]
+
+
+_classes: dict[tuple[type[Accelerated], type[nn.Module]], type[Accelerated]] = {}
+
+
+def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accelerated]:
+    """Return the class of the modules of class `original` that the kind replaces."""
+    if (kind, original) in _classes:
+        return _classes[kind, original]
+    # The class keeps the name of the original: tools know torch's modules by it.
+    names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
+    if hasattr(kind, "after_sum"):  # the residual stream looks for it in the class itself
+        names["after_sum"] = kind.after_sum
+    made = type(original.__name__, (kind, original), names)
+    return _classes.setdefault((kind, original), made)
+
+
+def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Module:
+    cls = class_for(kind, original)
+    return cls.__new__(cls)
+
+
+# ------------------------------------------------------------------------------ fallbacks, records
+
+
+class _RunningModules(threading.local):
+    """modules: the replaced modules that run, the innermost last; None outside of `explain`."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] | None = None
+
+
+running = _RunningModules()
+
+
+class ops_of(backends.telling):
+    """A context in which the ops that run, and their fallbacks, count as those of `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(lambda op, reason: _count_fallback(module, f"{op}: {reason}"))
+        self._module = module
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if running.modules is not None:
+            running.modules.append(self._module)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if running.modules is not None:
+            running.modules.pop()
+
+
+def _count_fallback(module: nn.Module, reason: str) -> None:
+    """Count a call that does not run on the fused ops; a traced call is not counted."""
+    if not torch.compiler.is_compiling():
+        module.__dict__.setdefault("_fallbacks", Counter())[reason] += 1
+
+
+def record_fallback(module: nn.Module, op: str, reason: str) -> None:
+    """Count a fallback of the module, and let `explain` record that torch ran."""
+    _count_fallback(module, reason)
+    if backends._state.watch is not None:
+        backends._state.watch(backends.Choice(op, "torch", reason))
+
+
+# --------------------------------------------------------------------------------------- obstacles
+
+
+def tensor_obstacle(*tensors: Tensor | None) -> str | None:
+    """Why a kernel cannot read one of the tensors, or None; an entry that is None is skipped."""
+    tracing = torch.compiler.is_compiling()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
+            return f"an input or a parameter is a {type(x).__name__}"
+        if x.is_nested:
+            return "an input is a nested tensor"
+        if not tracing and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return "a transform of torch.func is active"
+    return None
+
+
+def weight_obstacle(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
+    """Why the ops cannot read one of the weights, each paired with its bias, or None."""
+    for weight, bias in pairs:
+        if weight is not None and bias is not None and weight.dtype != bias.dtype:
+            return f"a weight is {weight.dtype}, its bias {bias.dtype}"
+    return tensor_obstacle(*(x for pair in pairs for x in pair))
+
+
+def parameter_obstacle(*modules: nn.Module) -> str | None:
+    """Why the ops cannot read the weight and the bias of one of the modules, or None."""
+    return weight_obstacle(
+        *((getattr(m, "weight", None), getattr(m, "bias", None)) for m in modules)
+    )

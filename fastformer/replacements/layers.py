@@ -1,0 +1,320 @@
+"""nn.TransformerEncoderLayer and nn.TransformerDecoderLayer on the ops.
+
+A layer runs its sublayers on one residual stream, so that each dropout, sum and norm is one kernel;
+a stack of layers (stacks.py) hands its stream from layer to layer.
+
+Shapes: N batch, L queries, S keys, E features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import backends, functional, reference
+from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
+from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
+from fastformer.replacements.norms import FusedLayerNorm
+from fastformer.stream import ResidualStream, apply_feed_forward, is_unmodified
+
+
+class OnStream(Accelerated):
+    """A layer, or a stack of them, that runs on one residual stream."""
+
+    _through: Callable[..., None]  # (stream, *context): run on the stream
+
+    def _obstacle(self) -> str | None:
+        """Why it cannot run on one stream, or None."""
+        raise NotImplementedError
+
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
+        """Return what the module returns after `_through` has run."""
+        raise NotImplementedError
+
+    def _forward_on_stream(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        hints: tuple[bool | None, ...],
+        read_masks: Callable[[], tuple[object, ...]],
+    ) -> Tensor:
+        """Run on a stream that starts as the first tensor, or fall back to the original forward.
+
+        tensors and hints: the arguments of `forward`, in order. read_masks: returns the context of
+        `_through`, or raises TypeError or ValueError.
+        """
+        reason = tensor_obstacle(*tensors) or self._obstacle()
+        if reason is not None:
+            return self._original_forward(reason, *tensors, *hints)
+        try:
+            context = read_masks()
+        except (TypeError, ValueError) as refusal:
+            return self._original_forward_or(refusal, *tensors, *hints)
+        assert tensors[0] is not None
+        stream = ResidualStream(tensors[0])
+        self._through(stream, *context)
+        return self._stream_output(stream)
+
+
+class Layer(OnStream):
+    """What an encoder layer and a decoder layer share."""
+
+    _attentions: ClassVar[tuple[str, ...]]  # the names of its attentions
+    linear1: nn.Linear
+    linear2: nn.Linear
+    dropout: nn.Dropout
+    activation: Callable[[Tensor], Tensor]
+
+    def _obstacle(self) -> str | None:
+        first = attention_of(self, self._attentions[0])
+        for name in self._attentions:
+            attention = attention_of(self, name)
+            if not isinstance(attention, FusedMultiheadAttention):
+                return f"{name} is a {type(attention).__name__} that was not replaced"
+            if not is_unmodified(attention):
+                return f"{name} has hooks"
+            if attention.batch_first != first.batch_first:
+                return "one attention has batch_first, another has not"
+            reason = attention._obstacle()
+            if reason is not None:
+                return f"{name}: {reason}"
+        names = ("norm1", "norm2", "norm3")
+        norms = (getattr(self, name) for name in names if name in self._modules)
+        return parameter_obstacle(self.linear1, self.linear2, *norms)
+
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
+        return stream.value().contiguous()
+
+    def _attention_sublayer(
+        self, name: str, visibility: Visibility, memory: Tensor | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return x -> attention(x, memory, memory); without a memory, of x itself."""
+        attention = attention_of(self, name)
+
+        def attend(x: Tensor) -> Tensor:
+            keys = x if memory is None else memory
+            with ops_of(attention):
+                return attention._attend(x, keys, keys, visibility)
+
+        return attend
+
+    def _feed_forward_sublayer(self, x: Tensor) -> Tensor:
+        activation = _op_activation(self.activation)
+        return apply_feed_forward(x, self.linear1, activation, self.dropout, self.linear2)
+
+
+def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
+    """Return an attention of a layer that has no obstacle: it was replaced as well."""
+    return getattr(layer, name)
+
+
+def _op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
+    """Return the name that `feed_forward` has for the function; if it has none, the function."""
+    if isinstance(function, nn.Module) and not is_unmodified(function):
+        return function
+    if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
+        return "relu"
+    if function is F.silu or type(function) is nn.SiLU:
+        return "silu"
+    if type(function) is nn.GELU:
+        return "gelu" if function.approximate == "none" else "gelu_tanh"
+    return "gelu" if function is F.gelu else function
+
+
+# ---------------------------------------------------------------------------------------- encoder
+
+
+class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
+    _internal = ("forward", "_sa_block", "_ff_block")
+    _attentions = ("self_attn",)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        masks = (src_mask, src_key_padding_mask)
+        names = ("src_mask", "src_key_padding_mask")
+        return self._forward_on_stream(
+            (src, *masks),
+            (is_causal,),
+            lambda: (encoder_visibility(self, src, masks, is_causal, names),),
+        )
+
+    def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
+        parameters = self._one_op_parameters(stream, visibility)
+        if parameters is not None:
+            self._run_as_one_op(stream, visibility, parameters)
+            return
+        attend = self._attention_sublayer("self_attn", visibility)
+        with ops_of(self):
+            first = self.norm_first
+            stream.add_sublayer(attend, self.norm1, self.dropout1, first)
+            stream.add_sublayer(self._feed_forward_sublayer, self.norm2, self.dropout2, first)
+
+    def _run_as_one_op(
+        self, stream: ResidualStream, visibility: Visibility, parameters: list[Tensor]
+    ) -> None:
+        """Run torch's op of a whole layer, which has less to do around its GEMMs on a CPU."""
+        attention, x = self.self_attn, stream.x  # x: [N, L, E], [L, N, E] or [L, E]
+        sizes = (attention.embed_dim, attention.num_heads)
+        form = (_op_activation(self.activation) == "gelu", self.norm_first, self.norm1.eps)
+        mask = () if visibility.padding is None else (visibility.padding, 1)
+        batched, turned = x.dim() == 3, x.dim() == 3 and not attention.batch_first
+        x = x.transpose(0, 1) if turned else x if batched else x.unsqueeze(0)
+        layer: Callable[..., Tensor] = torch._transformer_encoder_layer_fwd
+        x = layer(x, *sizes, *parameters[:4], *form, *parameters[4:], *mask)
+        stream.x = x.transpose(0, 1) if turned else x if batched else x.squeeze(0)
+        if backends._state.watch is not None:
+            why = "without gradients, on a CPU, torch has the layer as one op"
+            backends._state.watch(backends.Choice(type(self).__name__, "torch", why))
+
+    def _one_op_parameters(
+        self, stream: ResidualStream, visibility: Visibility
+    ) -> list[Tensor] | None:
+        """Return the parameters for torch's op of a whole layer, or None where it must not run.
+
+        The op computes what the parts do at inference on a CPU, without a mask and with padding
+        that leaves each query a key.
+        """
+        if self.training or not _allows_one_op(stream, visibility):
+            return None
+        if not self._computes_as_one_op():
+            return None
+        parameters, dtype = layer_parameters(self), stream.x.dtype
+        usable = [w for w in parameters if w is not None and w.dtype == dtype]
+        hidden = visibility.padding
+        if len(usable) < len(parameters) or (hidden is not None and hidden.all(1).any()):
+            return None
+        return usable
+
+    def _computes_as_one_op(self) -> bool:
+        """Whether torch's op of a whole layer computes what the parts of this one do."""
+        dropouts = (self.dropout, self.dropout1, self.dropout2)
+        linears = (self.linear1, self.linear2)
+        return (
+            {*map(type, dropouts)} == {nn.Dropout}
+            and {*map(type, linears)} == {nn.Linear}
+            and isinstance(self.norm1, FusedLayerNorm)
+            and isinstance(self.norm2, FusedLayerNorm)
+            and not any(dropout.training for dropout in dropouts)
+            and is_unmodified(self.norm1, self.norm2, *linears, *dropouts)
+            and _op_activation(self.activation) in ("relu", "gelu")
+            and self.norm1.eps == self.norm2.eps
+            and not attention_of(self, "self_attn")._appends_keys()
+            and self.self_attn.num_heads % 2 == 0
+        )
+
+
+def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
+    """Whether torch's op of a whole layer runs such a call, with padding as the only mask."""
+    x = stream.x
+    return not (
+        x.device.type != "cpu"
+        or torch.is_grad_enabled()
+        or backends.current_backend() == "triton"
+        or not reference.eager(x)
+        or not x.numel()
+        or stream.pending is not None
+        or functional._autocast_dtype(x) is not None
+        or not torch.backends.mha.get_fastpath_enabled()
+        or visibility.is_causal
+        or visibility.bias is not None
+        or visibility.packing is not None
+        or (visibility.attn_mask is not None and visibility.padding is None)
+    )
+
+
+def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
+    """Return the parameters in the order of torch's op of a whole layer."""
+    attention = layer.self_attn
+    parameters: list[Tensor | None] = [attention.in_proj_weight, attention.in_proj_bias]
+    for part in (attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2):
+        parameters += [part.weight, part.bias]
+    return parameters
+
+
+def encoder_visibility(
+    layer: Layer,
+    src: Tensor,
+    masks: tuple[Tensor | None, Tensor | None],
+    is_causal: bool,
+    names: tuple[str, str],
+) -> Visibility:
+    """Check src [N, L, E], [L, N, E] or [L, E] and read torch's two masks of that layer."""
+    attention = attention_of(layer, "self_attn")
+    attention._require_inputs(src, src, src)
+    return attention._visibility(src, src, *masks, is_causal, names)
+
+
+# ---------------------------------------------------------------------------------------- decoder
+
+
+class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
+    _internal = ("forward", "_sa_block", "_mha_block", "_ff_block")
+    _attentions = ("self_attn", "multihead_attn")
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        hints = (tgt_is_causal, memory_is_causal)
+        return self._forward_on_stream(
+            (tgt, memory, *masks),
+            hints,
+            lambda: decoder_context(self, tgt, memory, masks, hints),
+        )
+
+    def _through(
+        self,
+        stream: ResidualStream,
+        visibility: Visibility,
+        memory: Tensor,
+        memory_visibility: Visibility,
+    ) -> None:
+        attend = self._attention_sublayer("self_attn", visibility)
+        attend_to_memory = self._attention_sublayer("multihead_attn", memory_visibility, memory)
+        with ops_of(self):
+            first = self.norm_first
+            stream.add_sublayer(attend, self.norm1, self.dropout1, first)
+            stream.add_sublayer(attend_to_memory, self.norm2, self.dropout2, first)
+            stream.add_sublayer(self._feed_forward_sublayer, self.norm3, self.dropout3, first)
+
+
+def decoder_context(
+    layer: Layer,
+    tgt: Tensor,
+    memory: Tensor,
+    masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    hints: tuple[bool, bool],
+) -> tuple[Visibility, Tensor, Visibility]:
+    """Check tgt and memory, and read torch's four masks; return what `_through` of a layer takes.
+
+    masks: tgt_mask, memory_mask, and the key padding masks of tgt and memory. hints: tgt_is_causal
+    and memory_is_causal.
+    """
+    tgt_mask, memory_mask, tgt_padding, memory_padding = masks
+    own, cross = attention_of(layer, "self_attn"), attention_of(layer, "multihead_attn")
+    own._require_inputs(tgt, tgt, tgt)
+    cross._require_inputs(tgt, memory, memory)
+    names = ("tgt_mask", "tgt_key_padding_mask")
+    visibility = own._visibility(tgt, tgt, tgt_mask, tgt_padding, hints[0], names)
+    names = ("memory_mask", "memory_key_padding_mask")
+    return (
+        visibility,
+        memory,
+        cross._visibility(tgt, memory, memory_mask, memory_padding, hints[1], names),
+    )

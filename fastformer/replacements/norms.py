@@ -1,0 +1,61 @@
+"""nn.LayerNorm and nn.RMSNorm on the ops."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.replacements.base import Accelerated, ops_of, weight_obstacle
+
+
+class FusedLayerNorm(Accelerated, nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        reason = _norm_obstacle(input, self.weight, self.bias, self.eps)
+        if reason is not None:
+            return self._original_forward(reason, input)
+        with ops_of(self):
+            return functional.layer_norm(
+                _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
+            )
+
+    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
+
+        x and residual: [..., *normalized_shape].
+        """
+        if _norm_obstacle(residual, self.weight, self.bias, self.eps) is not None:
+            total = residual + F.dropout(x, dropout_p)
+            return self.forward(total), total
+        inputs = _autocast_input(x), _autocast_input(residual)
+        normalized, total = functional.dropout_add_layer_norm(
+            *inputs, self.weight, self.bias, dropout_p, self.eps
+        )
+        return normalized, total.to(torch.promote_types(x.dtype, residual.dtype))
+
+
+class FusedRMSNorm(Accelerated, nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        reason = _norm_obstacle(x, self.weight, None, self.eps)
+        if reason is not None:
+            return self._original_forward(reason, x)
+        with ops_of(self):
+            shape = self.normalized_shape
+            return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)
+
+
+def _autocast_input(x: Tensor) -> Tensor:
+    """Return x [...] as torch.autocast gives it to a norm: on a GPU in float32."""
+    low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if low and functional._autocast_dtype(x) is not None else x
+
+
+def _norm_obstacle(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
+) -> str | None:
+    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+        return f"the input is {x.dtype}, the weight {weight.dtype}"
+    if eps is not None and eps < 0:
+        return f"eps is {eps}"
+    return weight_obstacle((weight, bias), (x, None))

@@ -1,0 +1,278 @@
+"""nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer on the ops.
+
+The layers run on one residual stream. An encoder also computes no padding where nothing can see it:
+the tokens are packed before its layers, and padded after them.
+
+Shapes: N batch, L queries, S keys, E features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import reference
+from fastformer.padding import Packing, _packing_of, pad, unpad
+from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
+from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
+from fastformer.replacements.layers import (
+    FusedTransformerDecoderLayer,
+    FusedTransformerEncoderLayer,
+    Layer,
+    OnStream,
+    attention_of,
+    decoder_context,
+    encoder_visibility,
+    layer_parameters,
+)
+from fastformer.stream import ResidualStream, is_unmodified
+
+# An encoder drops its padding if that is at least this share of the batch, and this many tokens:
+# below, packing and padding cost more than they save.
+_LEAST_SHARE, _LEAST_TOKENS = 0.1, 16
+
+
+class Stack(OnStream):
+    """What an encoder and a decoder share."""
+
+    _layer: ClassVar[type[Layer]]
+    layers: nn.ModuleList
+    norm: nn.Module | None
+
+    def _layers(self) -> Sequence[Layer]:
+        return self.layers  # type: ignore[return-value]
+
+    def _obstacle(self) -> str | None:
+        layers = self._layers()
+        if len(layers) == 0:
+            return "it has no layers"
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, self._layer):
+                return f"layers.{i} is a {type(layer).__name__} that was not replaced"
+            if not is_unmodified(layer):
+                return f"layers.{i} has hooks"
+            reason = layer._obstacle()
+            if reason is not None:
+                return f"layers.{i}: {reason}"
+            for name in layer._attentions:
+                if _mask_form(layer, name) != _mask_form(layers[0], name):
+                    return f"layers.{i} has another form of {name} than layers.0"
+        return None if self.norm is None else parameter_obstacle(self.norm)
+
+    def _through(self, stream: ResidualStream, *context: object) -> None:
+        for layer in self._layers():
+            layer._through(stream, *context)
+
+    def _stream_output(self, stream: ResidualStream) -> Tensor:
+        with ops_of(self):
+            out = stream.value() if self.norm is None else stream.normalize(self.norm)
+        return out.contiguous()
+
+
+def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
+    """What two layers must have in common to share one reading of the masks."""
+    attention: FusedMultiheadAttention = attention_of(layer, name)
+    return attention.batch_first, attention.num_heads, attention._appends_keys()
+
+
+def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
+    """Return the hint; without one, whether the mask [L, L] is causal, if it may be read."""
+    if hint is not None or mask is None:
+        return bool(hint)
+    if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    masked_out = True if mask.dtype == torch.bool else float("-inf")
+    return _may_read(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
+
+
+def _may_read(x: Tensor) -> bool:
+    """Whether the contents of x may decide what runs."""
+    return reference.eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# ---------------------------------------------------------------------------------------- encoder
+
+
+class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
+    _layer = FusedTransformerEncoderLayer
+    _drops_padding: bool  # accelerate(drop_padding=...)
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+        *,
+        _unseen: bool = False,
+    ) -> Tensor:
+        """Run the layers on one stream; `_unseen`: nobody reads the output at the padding."""
+        padding = src_key_padding_mask
+        reason = tensor_obstacle(src, mask, padding) or self._obstacle()
+        # [N, S], True at the padding, if the output there is to be zeros or nobody sees it.
+        hidden = self._padding_to_zero(src, padding)
+        if reason is not None:
+            out = self._original_forward(reason, src, mask, padding, is_causal)
+            return out if hidden is None or out.is_nested else self._blanked(out, hidden)
+        first, names = self._layers()[0], ("mask", "src_key_padding_mask")
+        causal = _is_causal(mask, is_causal)
+        try:
+            seen = encoder_visibility(first, src, (mask, padding), causal, names)
+        except (TypeError, ValueError) as refusal:
+            return self._original_forward_or(refusal, src, mask, padding, is_causal)
+        if hidden is None and padding is not None:
+            masked = padding if padding.dtype == torch.bool else padding != 0
+            if _unseen or self._converts_to_nested(src, mask, masked):
+                hidden = masked
+        appends = attention_of(first, "self_attn")._appends_keys()
+        if hidden is not None and (mask is None or seen.is_causal) and not appends:
+            packing = _packing_worth_it(hidden)
+            if packing is not None:
+                return self._forward_packed(src, packing, seen.is_causal)
+        stream = ResidualStream(src)
+        self._through(stream, seen)
+        if hidden is not None and not _unseen:
+            hidden = self._batch_as_given(hidden).unsqueeze(-1)
+            stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
+        return self._stream_output(stream)
+
+    def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Return src_key_padding_mask if `accelerate` was told to drop the padding, or None."""
+        if padding is None or not self._drops_padding or src.dim() != 3:
+            return None
+        return padding if padding.dtype == torch.bool else None
+
+    def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
+        """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are no padding."""
+        tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
+        stream = ResidualStream(tokens)
+        self._through(stream, Visibility(is_causal=is_causal, packing=packing))
+        x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
+        return self._stream_output(ResidualStream(self._batch_as_given(x)))
+
+    def _batch_as_given(self, x: Tensor) -> Tensor:
+        """Swap N and S between [N, S, ..] and the order of the caller, if those differ."""
+        batch_first = attention_of(self._layers()[0], "self_attn").batch_first
+        return x if batch_first else x.transpose(0, 1)
+
+    def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
+        """Return the original's output as the final norm gives it from zeros at the padding.
+
+        out: [N, S, E] or [S, N, E]. hidden: [N, S], True at the padding.
+        """
+        hidden = self._batch_as_given(hidden)
+        blank = out.new_zeros(out.shape[-1])
+        blank = blank if self.norm is None else self.norm(blank)
+        return torch.where(hidden.unsqueeze(-1), blank.to(out.dtype), out)
+
+    def _converts_to_nested(self, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
+        """Whether the original forward converts src to a nested tensor, without its padding.
+
+        Then the layers give zeros at the padding. hidden: [N, S], True at the padding.
+        """
+        first = self._layers()[0]
+        assert isinstance(first, FusedTransformerEncoderLayer)
+        if first.training or src.dim() != 3 or mask is not None:
+            return False
+        if not getattr(self, "use_nested_tensor", False):  # which an old pickle lacks
+            return False
+        if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
+            return False
+        if torch.is_grad_enabled():
+            parameters = [w for w in layer_parameters(first) if w is not None]
+            if any(x.requires_grad for x in (src, *parameters)):
+                return False
+        if not getattr(self, "mask_check", True):
+            return True
+        return _may_read(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
+
+
+def _packing_worth_it(hidden: Tensor) -> Packing | None:
+    """Return the packing of the tokens that are not hidden [N, S], if it saves time, or None."""
+    if not _may_read(hidden):
+        return None
+    valid = ~hidden
+    counts = valid.sum(1)
+    longest, kept = (
+        (int(n) for n in torch.stack([counts.max(), counts.sum()])) if len(counts) else (0, 0)
+    )
+    dropped = hidden.numel() - kept
+    worth = kept > 0 and dropped >= max(_LEAST_TOKENS, _LEAST_SHARE * hidden.numel())
+    return _packing_of(valid, longest) if worth else None
+
+
+# ------------------------------------------------------------------------------ decoder, and both
+
+
+class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
+    _layer = FusedTransformerDecoderLayer
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
+
+        def read_masks() -> tuple[Visibility, Tensor, Visibility]:
+            hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
+            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
+
+        hints = (tgt_is_causal, memory_is_causal)
+        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
+
+
+class FusedTransformer(Accelerated, nn.Transformer):
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Call the original forward, or let the encoder drop padding that no decoder sees."""
+        masks = (src_mask, tgt_mask, memory_mask)
+        paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
+        hints = (src_is_causal, tgt_is_causal, memory_is_causal)
+        if not self._hides_padding(src, paddings[0], paddings[2]):
+            return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
+        memory = self.encoder(src, src_mask, paddings[0], src_is_causal, _unseen=True)
+        return self.decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:])
+
+    def _hides_padding(
+        self, src: Tensor, padding: Tensor | None, from_decoder: Tensor | None
+    ) -> bool:
+        """Whether nobody sees what the encoder gives at the padding.
+
+        padding: of src, and from_decoder: memory_key_padding_mask, both [N, S].
+        """
+        if padding is None or from_decoder is None or src.dim() != 3:
+            return False
+        if padding.dtype != torch.bool or from_decoder.dtype != torch.bool:
+            return False
+        encoder, decoder = self.encoder, self.decoder
+        if not (isinstance(encoder, FusedTransformerEncoder) and _may_read(padding)):
+            return False
+        if not isinstance(decoder, FusedTransformerDecoder) or not is_unmodified(encoder, decoder):
+            return False
+        if decoder._obstacle() is not None:
+            return False
+        if padding is from_decoder:
+            return True
+        return padding.shape == from_decoder.shape and not (padding & ~from_decoder).any()

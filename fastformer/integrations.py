@@ -3,12 +3,13 @@
     fastformer.register_transformers()
     model = AutoModel.from_pretrained(..., attn_implementation="fastformer")
 
-transformers asks an attention implementation for two functions: one makes the mask, once in a
-forward for all layers of a kind; the other is the attention of a layer, and gets that mask. What
-the first returns here is a `Mask`: the least that says who sees whom, in a type of its own. The
-second takes that type, or a tensor of the user's that follows the rules of PyTorch's attention;
-what it does not know it refuses by name. A layer without a mask sees everything, as under eager:
-its own `is_causal`, which some models set wrong, is not read.
+transformers asks an attention implementation for two functions. One makes the mask, once in a
+forward for all layers of a kind. The other is the attention of a layer, and is given that mask.
+Here the first function, `mask`, returns a `Mask`: a type of its own that holds no more than it
+needs to tell which keys each query sees. The second, `attention`, takes a `Mask`, or a tensor of
+the user's that follows the rules of PyTorch's attention; it refuses, by name, what it does not
+know. A layer without a mask sees everything, as it does under eager: its own `is_causal`, which
+some models set wrong, is not read.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims.
 """
@@ -16,9 +17,11 @@ Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +31,8 @@ from fastformer import functional, reference
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right
 
-# Keywords with which models call an attention function and that change nothing here: what they say
-# is in the mask already, or is for another implementation or for other parts of the model.
+# Keywords that models pass to an attention function and that change nothing here: what they say is
+# in the mask already, or is meant for another implementation or for other parts of the model.
 KNOWN = {
     "cache_position",
     "deterministic",
@@ -52,9 +55,10 @@ KNOWN = {
     "use_cache",
     "video_grid_thw",
 }
-# Those that tell of packed sequences: the mask has to hold them.
+# Keywords that describe packed sequences: the mask has to hold the sequences.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-# What else some models pass, for the message; any other keyword is refused as well.
+# Keywords that some models pass and `attention` refuses, with their meaning for the message. It
+# refuses any other keyword as well.
 REFUSED = {
     "sinks": "attention sinks of each query",
     "head_mask": "a factor for each head",
@@ -65,18 +69,18 @@ REFUSED = {
 
 
 def register_transformers() -> None:
-    """Makes attn_implementation="fastformer" known to transformers, for every model of the process.
+    """Register attn_implementation="fastformer" in transformers, for every model of the process.
 
-    Registers `attention` in transformers' AttentionInterface and `mask` in its
-    AttentionMaskInterface. It serves models that take their attention from there - padding,
-    causality, sliding windows, grouped heads, cross-attention, position bias, sinks, softcap,
-    dropout and any cache of `generate`. Models that choose an attention class by the name get one
-    that runs their sdpa class on fastformer, or an error that names them. A model that does neither
-    keeps its own attention: `explain(model, ...)` tells which layers do. Which backend runs is
-    chosen as everywhere: `use_backend`. A second call changes nothing.
+    The function registers `attention` in transformers' AttentionInterface and `mask` in its
+    AttentionMaskInterface. Models that take their attention from there run on fastformer with
+    padding, causality, sliding windows, grouped heads, cross-attention, position bias, sinks,
+    softcap, dropout and any cache of `generate`. Models that choose an attention class by the name
+    get one that runs their sdpa class on fastformer, or an error that names them. A model that does
+    neither keeps its own attention: `explain(model, ...)` shows which layers do. `use_backend`
+    chooses the backend, as it does for every op. A second call changes nothing.
 
     Raises:
-        ImportError: there is no transformers, or one that is too old.
+        ImportError: transformers is not installed, or is too old.
 
     Source: the interface is that of huggingface/transformers.
     """
@@ -92,7 +96,9 @@ def register_transformers() -> None:
     if not hasattr(check, "_before_fastformer"):
 
         @functools.wraps(check)
-        def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        def checked(
+            self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+        ) -> str:
             if requested_attention == NAME:
                 _enter_classes(sys.modules[type(self).__module__])
                 if all(vars(type(self)).get(flag) is False for flag in _SUPPORTS):
@@ -103,15 +109,15 @@ def register_transformers() -> None:
         PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
 
 
-# A class that denies all of them in its own body is a part with an attention of its own, the audio
-# tower of Gemma 4 for one; transformers' own sdpa, where nobody asked for it, leaves it to eager.
+# A class that sets all of them to False in its own body is a part with its own attention, such as
+# the audio tower of Gemma 4. By default transformers gives such a part eager.
 _SUPPORTS = [
     f"_supports_{what}" for what in ("sdpa", "flash_attn", "flex_attn", "attention_backend")
 ]
 
 
-def _enter_classes(models: Any) -> None:
-    """Enters the name in the tables from which a file of models takes its attention classes."""
+def _enter_classes(models: ModuleType) -> None:
+    """Add the name to the tables from which a file of models takes its attention classes."""
     for name, table in vars(models).items():
         known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
         if known and "eager" in table and NAME not in table:
@@ -120,11 +126,11 @@ def _enter_classes(models: Any) -> None:
 
 
 def _overridden(sdpa: type) -> type:
-    """A class that calls F.scaled_dot_product_attention itself, calling fastformer's instead."""
+    """Return a class whose calls of F.scaled_dot_product_attention run on fastformer."""
     from fastformer.patch import sdpa_override
 
     class Overridden(sdpa):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> object:
             with sdpa_override():
                 return super().forward(*args, **kwargs)
 
@@ -132,11 +138,12 @@ def _overridden(sdpa: type) -> type:
     return Overridden
 
 
-def _refusal(name: str, table: dict[str, Any]) -> Callable[..., Any]:
+def _refusal(name: str, table: Mapping[str, Any]) -> Callable[..., NoReturn]:
+    """Return what raises in place of a class, in a table whose models have no sdpa class."""
     own, others = table["eager"].__name__, ", ".join(repr(key) for key in table)
     hint = "; with 'sdpa' and fastformer.sdpa_override() around the call it runs on fastformer"
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             f"{own} computes its attention by itself: attn_implementation={NAME!r} is not in "
             f"{name}; take one of {others}" + hint * ("sdpa" in table)
@@ -161,38 +168,38 @@ def attention(
     softcap: float | None = None,
     output_attentions: bool | None = False,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """`scaled_dot_product_attention` as a layer of transformers calls it.
+    """Run `scaled_dot_product_attention` as a layer of transformers calls it.
 
     Args:
         module: the layer, for errors.
-        query: [B, H, Sq, D]; with B = 1 for all sequences of the keys.
+        query: [B, H, Sq, D]; B = 1 serves all sequences of the keys.
         key, value: [B, G, Sk, D] and [B, G, Sk, Dv]; the heads are not repeated.
-        attention_mask: what `mask` returned, or a mask of the user's, which is complete: boolean,
-            True where a key takes part, or floating and added to the scores,
-            [B or 1, H or 1, Sq or 1, Sk].
+        attention_mask: what `mask` returned, or a complete mask of the user's,
+            [B or 1, H or 1, Sq or 1, Sk]: boolean, True keeps a key, or floating and added to the
+            scores.
         dropout: probability that a weight is dropped: 0 in evaluation.
         scaling: the factor on query key^T; 1/sqrt(D) by default.
-        is_causal: True counts where there is no mask.
+        is_causal: True makes a call without a mask causal.
         position_bias: added to the scores, any shape that broadcasts to [B, H, Sq, Sk]. It has a
             gradient.
         softcap: as in `scaled_dot_product_attention`.
-        output_attentions: also gives the weights, before dropout, at the cost of making them.
+        output_attentions: if True, return the weights, before dropout, at the cost of making them.
         s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They have a gradient.
-        kwargs: of what else transformers hands to every implementation, that of which it is known
-            that it changes nothing (`KNOWN`: `sliding_window`, for one, which the mask has).
+        kwargs: other keywords that transformers passes to every implementation. They have to be
+            known to change nothing (`KNOWN`, such as `sliding_window`, which the mask holds).
 
     Returns:
         ([B, Sq, H, Dv], the weights [B, H, Sq, Sk] or None). A query that sees no key gives zeros.
 
     Raises:
-        ValueError: a keyword that is not known and is neither None nor False, named; bounds of
-            packed sequences that the mask does not hold; a mask for other lengths; or what
-            `scaled_dot_product_attention` refuses.
-        TypeError: a mask of another kind, as flex attention's, or of integers.
+        ValueError: a keyword is unknown and neither None nor False; the mask does not hold the
+            packed sequences that a keyword describes; the mask has other lengths;
+            `scaled_dot_product_attention` refuses an argument.
+        TypeError: the mask is of another kind, such as flex attention's, or holds integers.
         RuntimeError: `mask` is not registered under the implementation's name. transformers would
-            then make no masks, without a word.
+            then make no masks, without a message.
     """
     _require_registered(module)
     if query.shape[0] != key.shape[0]:
@@ -236,7 +243,8 @@ def _require_registered(module: nn.Module) -> None:
         )
 
 
-def _require_known(module: nn.Module, given: dict[str, Any], complete: bool) -> None:
+def _require_known(module: nn.Module, given: Mapping[str, object], complete: bool) -> None:
+    """Refuse keywords that `attention` does not know. complete: the mask is [.., Sq, Sk]."""
     for name, x in given.items():
         if x is None or x is False or name in KNOWN:
             continue
@@ -253,9 +261,9 @@ def _require_known(module: nn.Module, given: dict[str, Any], complete: bool) -> 
 
 
 def _read(
-    attention_mask: Any, is_causal: bool, q_length: int, k_length: int
+    attention_mask: object, is_causal: bool, q_length: int, k_length: int
 ) -> tuple[Tensor | None, Tensor | None, _Sides]:
-    """(boolean mask, bias, sides of the band) of what a layer was given."""
+    """Return (boolean mask, bias, sides of the band) from the mask that a layer was given."""
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
     if isinstance(attention_mask, Mask):
@@ -277,8 +285,8 @@ def _read(
         return None, attention_mask, (None, None)
     if attention_mask.dtype != torch.bool:
         raise TypeError(
-            f"attention_mask has dtype {attention_mask.dtype}; expected torch.bool (True takes "
-            "part), or a floating mask that is added to the scores"
+            f"attention_mask has dtype {attention_mask.dtype}; expected torch.bool (True keeps a "
+            "key), or a floating mask that is added to the scores"
         )
     return attention_mask, None, (None, None)
 
@@ -286,22 +294,23 @@ def _read(
 # ------------------------------------------------------------------------------------------ masks
 
 
-class _Refused(ValueError, AttributeError):
-    """An AttributeError too, for hasattr."""
+class _UnsupportedError(ValueError, AttributeError):
+    """A ValueError, and an AttributeError so that hasattr returns False."""
 
 
 class Mask:
-    """Who sees whom in a forward, for `attention` to read. [B, 1, Sq, Sk] by its `shape`.
+    """Which keys each query sees in a forward, for `attention` to read. Its `shape` is
+    [B, 1, Sq, Sk].
 
-    It is no tensor, so that nothing can take it for a mask of another kind: integers, 1 and 0, or
-    what is added to the scores. A model may do with it what PyTorch's boolean masks (True takes
-    part) and no others mean the same by: index it, change its shape or its device, join it by & and
-    |, invert it, put several one after the other, select by it in torch.where. Anything else is
-    refused with the model's name.
+    It is not a tensor, so that no code can take it for a mask of another kind: integers, 1 and 0,
+    or floats that are added to the scores. A model may do with it what means the same for
+    PyTorch's boolean masks (True keeps a key) and no others: index it, change its shape or its
+    device, join it by & and |, invert it, concatenate several, select by it in torch.where.
+    Anything else raises an error that names the model.
 
-    visible: boolean [B or 1, 1, 1 or Sq, Sk], True takes part, or None. left, right: of the keys
-    only those from i - left to i + right, the queries i being counted so that the last stands at
-    the last key; None: no bound.
+    visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all. left, right:
+    query i sees the keys from i - left to i + right alone, if i is counted so that the last query
+    has the position of the last key; None is no bound.
     """
 
     dtype = torch.bool
@@ -312,7 +321,7 @@ class Mask:
         visible: Tensor | None,
         left: int | None,
         right: int | None,
-        device: Any,
+        device: torch.device | str,
         owner: str,
     ) -> None:
         self.shape, self.visible, self.left, self.right = shape, visible, left, right
@@ -325,11 +334,11 @@ class Mask:
     def dim(self) -> int:
         return len(self.shape)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
         return self.shape if dim is None else self.shape[dim]
 
     def complete(self) -> Tensor:
-        """The tensor that it stands for: boolean, of its shape."""
+        """Return the whole mask: a boolean tensor of its shape."""
         if self.left is None and self.right is None and self.visible is not None:
             return self.visible.expand(self.shape)
         q_length, k_length = self.shape[2:]
@@ -347,7 +356,7 @@ class Mask:
         return type(self)(shape, visible, None, None, visible.device, self.owner)
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        """On another device. Another dtype leaves it as it is."""
+        """Return the mask on another device. Another dtype changes nothing."""
         device = kwargs.get("device", args[0] if args else None)
         device = device.device if isinstance(device, Tensor) else device
         if device is None or isinstance(device, torch.dtype):
@@ -368,10 +377,10 @@ class Mask:
                 return self._of(self.complete()[index])
         return self
 
-    def __and__(self, other: Any) -> Mask:
+    def __and__(self, other: object) -> Mask:
         return self._of(self.complete() & _boolean(other, self))
 
-    def __or__(self, other: Any) -> Mask:
+    def __or__(self, other: object) -> Mask:
         return self._of(self.complete() | _boolean(other, self))
 
     __rand__, __ror__ = __and__, __or__
@@ -381,13 +390,13 @@ class Mask:
 
     logical_not = __invert__
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name[:2] == "__":
             raise AttributeError(name)
-        raise _Refused(_refused(self.owner, name))
+        raise _UnsupportedError(_unsupported(self.owner, name))
 
 
-def _refused(owner: str, what: str) -> str:
+def _unsupported(owner: str, what: str) -> str:
     return (
         f"{owner} computes with its attention mask by itself ({what}): it is not supported by "
         f"attn_implementation={NAME!r}, whose masks are read by fastformer's attention alone; take "
@@ -395,63 +404,84 @@ def _refused(owner: str, what: str) -> str:
     )
 
 
-def _boolean(x: Any, mask: Mask) -> Tensor:
+def _boolean(x: object, mask: Mask) -> Tensor:
     x = x.complete() if isinstance(x, Mask) else x
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise _Refused(_refused(mask.owner, "it is joined to what is not boolean"))
+        raise _UnsupportedError(_unsupported(mask.owner, "it is joined to what is not boolean"))
     return x
 
 
-def _shaped(name: str) -> Callable[..., Mask]:
-    def method(self: Mask, *args: Any, **kwargs: Any) -> Mask:
+def _tensor_method(name: str) -> Callable[..., Mask]:
+    """Return a method of Mask that applies the method of that name to the whole mask."""
+
+    def method(self: Mask, *args: object, **kwargs: object) -> Mask:
         return self._of(getattr(self.complete(), name)(*args, **kwargs))
 
     return method
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def method(self: Mask, *args: Any) -> Any:
-        raise _Refused(_refused(self.owner, name))
+def _unsupported_method(name: str) -> Callable[..., NoReturn]:
+    """Return a method of Mask that raises."""
+
+    def method(self: Mask, *args: object) -> NoReturn:
+        raise _UnsupportedError(_unsupported(self.owner, name))
 
     return method
 
 
 for _name in ("expand", "flatten", "index_select", "repeat", "repeat_interleave", "reshape"):
-    setattr(Mask, _name, _shaped(_name))
+    setattr(Mask, _name, _tensor_method(_name))
 for _name in ("squeeze", "transpose", "unsqueeze", "view"):
-    setattr(Mask, _name, _shaped(_name))
+    setattr(Mask, _name, _tensor_method(_name))
 for _name in ("add", "sub", "mul", "truediv", "matmul"):
-    setattr(Mask, f"__{_name}__", _refusing(_name))
-    setattr(Mask, f"__r{_name}__", _refusing(_name))
+    setattr(Mask, f"__{_name}__", _unsupported_method(_name))
+    setattr(Mask, f"__r{_name}__", _unsupported_method(_name))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "bool", "len", "iter", "setitem"):
-    setattr(Mask, f"__{_name}__", _refusing(_name))
+    setattr(Mask, f"__{_name}__", _unsupported_method(_name))
 
 
-class _Guarded(Mask):
-    """A Mask that PyTorch's functions know. Not in a graph, whose tracer takes every call that has
-    it among its arguments, a checkpoint for one, for such a function.
+class _FunctionMask(Mask):
+    """A Mask that PyTorch's functions take.
+
+    A graph has a plain Mask instead: the tracer would take every call with such an argument, for
+    example a checkpoint, for a function of PyTorch.
     """
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Mask | Tensor | tuple[Tensor, ...]:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Mask)]
         if func is torch.cat and args and all(isinstance(x, Mask) for x in args[0]):
             parts = [x.complete() for x in args[0]]
-            return args[0][0]._of(torch.cat(parts, *args[1:], **(kwargs or {})))
+            return args[0][0]._of(torch.cat(parts, *args[1:], **kwargs))
         if func is torch.where and args and isinstance(args[0], Mask):
-            return torch.where(args[0].complete(), *args[1:], **(kwargs or {}))
-        if masks and name in ("__and__", "bitwise_and", "logical_and"):
-            return masks[0] & next(x for x in args if x is not masks[0])
-        if masks and name in ("__or__", "bitwise_or", "logical_or"):
-            return masks[0] | next(x for x in args if x is not masks[0])
-        if masks and name in ("bitwise_not", "logical_not"):
+            return torch.where(args[0].complete(), *args[1:], **kwargs)
+        masks = _masks_in((*args, *kwargs.values()))
+        if masks and name in _JOINS:
+            return _JOINS[name](masks[0], next(x for x in args if x is not masks[0]))
+        if masks and name in _INVERSIONS:
             return ~masks[0]
-        within = [x for many in args if isinstance(many, (list, tuple)) for x in many]
-        masks += [x for x in within if isinstance(x, Mask)]
-        raise _Refused(_refused(masks[0].owner if masks else "the model", name))
+        for sequence in args:
+            if isinstance(sequence, (list, tuple)):
+                masks += _masks_in(sequence)
+        raise _UnsupportedError(_unsupported(masks[0].owner if masks else "the model", name))
+
+
+_JOINS = {
+    **dict.fromkeys(("__and__", "bitwise_and", "logical_and"), operator.and_),
+    **dict.fromkeys(("__or__", "bitwise_or", "logical_or"), operator.or_),
+}
+_INVERSIONS = ("bitwise_not", "logical_not")
+
+
+def _masks_in(values: Iterable[object]) -> list[Mask]:
+    return [x for x in values if isinstance(x, Mask)]
 
 
 def mask(
@@ -460,83 +490,90 @@ def mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    mask_function: Callable[..., object] | None = None,
     attention_mask: Mask | Tensor | None = None,
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
-    config: Any = None,
+    config: object = None,
     **kwargs: Any,
 ) -> Mask:
-    """Who sees whom in a forward.
+    """Return which keys each query sees in a forward.
 
-    A `Mask` with the padding and a band, either or none of them, where the pattern is transformers'
-    own causal, bidirectional or sliding one and the last query stands at the last key; one that
-    holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa for any other: packed sequences,
-    chunks, patterns joined by `and` and `or`, a static cache that is longer than what it holds; in
-    a graph, windows too. Only on a CPU does it look whether there is padding at all: on a GPU that
-    would wait for the device, and in a graph it cannot be.
+    The `Mask` holds the padding and a band, or either or neither of them, if the pattern is
+    transformers' own causal, bidirectional or sliding one and the last query has the position of
+    the last key. For any other pattern it holds the complete mask [B, 1, Sq, Sk] of transformers'
+    sdpa: packed sequences, chunks, patterns joined by `and` and `or`, a static cache that is longer
+    than its contents; in a graph, windows too. Only on a CPU does the function look whether there
+    is padding at all: on a GPU the look would wait for the device, and in a graph it is impossible.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
         q_offset, kv_offset: the positions of the first query and of the first key.
         mask_function: (b, h, i, j) -> whether position i sees position j; causal by default.
-        attention_mask: boolean [B, kv_offset + Sk], more or fewer, False at padding; None: none.
-            A `Mask` is returned as it is.
+        attention_mask: boolean [B, n], False at padding, where n may differ from kv_offset + Sk;
+            None is no padding. A `Mask` is returned as it is.
         allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
-            them is False always, according to the pattern.
+            them is always False, according to the pattern.
         config: of the model, for the name in errors.
-        kwargs: what else `sdpa_mask` takes.
+        kwargs: the other arguments of `sdpa_mask`.
 
     Source: `sdpa_mask` of huggingface/transformers.
     """
-    from transformers.masking_utils import (
-        bidirectional_mask_function,
-        causal_mask_function,
-        sdpa_mask,
-    )
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if isinstance(attention_mask, Mask):
         return attention_mask
     owner = getattr(config, "model_type", None) or "the model"
-    kind = Mask if torch.compiler.is_compiling() else _Guarded
+    kind = Mask if torch.compiler.is_compiling() else _FunctionMask
     shape, device = (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu")
-    if mask_function is None:
-        mask_function = causal_mask_function
-    sides = _sides(mask_function, causal_mask_function, bidirectional_mask_function)
-    free = sides == (None, None)
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    known = attention_mask is None or (
-        attention_mask.dtype == torch.bool
-        and attention_mask.dim() == 2
-        and attention_mask.shape[1] >= kv_offset + kv_length
-    )
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    keys = slice(kv_offset, kv_offset + kv_length)
+    sides = _sides(mask_function)
+    aligned = isinstance(q_offset, int) and q_offset + q_length == keys.stop
+    banded = sides == (None, None) or (sides is not None and aligned)
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
-    if sides is None or not (skip and known and (free or aligned)):
+    if not (banded and skip and _is_padding_mask(attention_mask, keys.stop)):
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         full = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
         return kind(shape, full, None, None, device, owner)
-
-    padding = None
-    if attention_mask is not None:
-        padding = attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
-        if reference.readable(padding) and padding.all():
-            padding = None
+    assert sides is not None
     left, right = sides
-    if left is not None and left >= kv_length - 1:  # a bound that no key is beyond
+    if left is not None and left >= kv_length - 1:  # no key is beyond the bound
         left = None
     if right is not None and right >= q_length - 1:
         right = None
-    return kind(shape, padding, left, right, device, owner)
+    return kind(shape, _padding(attention_mask, keys), left, right, device, owner)
 
 
-def _sides(mask_function: Callable[..., Any], causal: Any, bidirectional: Any) -> _Sides | None:
-    """How far a query sees to the left and to the right, in one of transformers' own patterns."""
+def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:
+    """Whether attention_mask is None or boolean [B, n] with n of `positions` or more."""
+    return attention_mask is None or (
+        attention_mask.dtype == torch.bool
+        and attention_mask.dim() == 2
+        and attention_mask.shape[1] >= positions
+    )
+
+
+def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
+    """Return [B, 1, 1, Sk] from boolean [B, n], or None if it is known to hold no padding."""
+    if attention_mask is None:
+        return None
+    padding = attention_mask[:, None, None, keys]
+    return None if reference.readable(padding) and padding.all() else padding
+
+
+def _sides(mask_function: Callable[..., object]) -> _Sides | None:
+    """Return how far a query sees to the left and to the right; None for an unknown pattern."""
+    from transformers import masking_utils
+
+    causal = masking_utils.causal_mask_function
+    bidirectional = masking_utils.bidirectional_mask_function
     if mask_function is causal:
         return None, 0
     if mask_function is bidirectional:
         return None, None
-    if torch.compiler.is_compiling():  # which does not look into functions
+    if torch.compiler.is_compiling():  # dynamo does not trace a look into a function
         return None
     overlay, base = (*_captured(mask_function, "mask_functions", ()), None, None)[:2]
     window = _captured(overlay, "sliding_window", None)
@@ -549,6 +586,6 @@ def _sides(mask_function: Callable[..., Any], causal: Any, bidirectional: Any) -
 
 
 def _captured(function: Any, name: str, default: Any) -> Any:
-    """What an inner function holds of the function around it."""
+    """Return the variable of that name that an inner function captured, or the default."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else default

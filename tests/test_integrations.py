@@ -621,7 +621,7 @@ def test_other_masks_are_complete():
 
 def made(left=None, right=0, padding=None, guarded=True):
     """A Mask of 3 queries and 4 keys."""
-    kind = integrations._Guarded if guarded else integrations.Mask
+    kind = integrations._FunctionMask if guarded else integrations.Mask
     return kind((B, 1, 3, 4), padding, left, right, "cpu", "some_model")
 
 

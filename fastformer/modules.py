@@ -1,11 +1,12 @@
 """The layers of the standard Transformer, named as in the Annotated Transformer and the tutorials.
 
-Where an op of `fastformer.functional` computes a layer, the layer holds the parameters and calls
-it: the backend is chosen there, and what it raises is listed there.
+A layer that an op of `fastformer.functional` computes holds the parameters and calls that op. The
+op chooses the backend, and its docstring lists the errors.
 
-Masks are boolean or integer, and what is not zero takes part; or floats that are 0 and 1 alone. Any
-other float is a ValueError, on a GPU and in a compiled graph an assertion, which waits for nothing:
-a mask that is to be added to the scores, 0 and -inf, would mean the opposite. That is `bias=`.
+Masks are boolean or integer, where a value that is not zero keeps the key, or they are floats that
+are 0 or 1. Any other float raises a ValueError; on a GPU and in a compiled graph it fails an
+assertion on the device, which the call does not wait for. A mask that is added to the scores, of 0
+and -inf, would mean the opposite: pass it as `bias`.
 
 Shapes: B batch, T queries (target length), S keys (source length), d d_model, h heads, d_k = d / h.
 """
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------- shared
+# ----------------------------------------------------------------------------------------- checks
 
 
 def require_size(least: int = 1, **sizes: int) -> None:
@@ -50,14 +51,14 @@ def require_size(least: int = 1, **sizes: int) -> None:
             raise ValueError(f"{name} is {n}; expected less than 2^31")
 
 
-def require_callable(expected: str = "a module", **functions: Any) -> None:
+def require_callable(expected: str = "a module", **functions: object) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
 
 
 def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
-    """An x [..., features] that a linear layer takes as it is: its device, its dtype."""
+    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
     _require_tensor(name, x)
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
@@ -85,10 +86,16 @@ def _dropout(p: float) -> nn.Dropout:
     return nn.Dropout(functional._require_probability("dropout", p))
 
 
-class AliasedModule(nn.Module):
-    """Also loads a state dict with other names for the module's parts; saving uses ours."""
+# ----------------------------------------------------------------------------------- shared parts
 
-    spellings: ClassVar[dict[str, str]] = {}  # other name -> ours
+
+class AliasedModule(nn.Module):
+    """A module that loads state dicts with other names for its parts, and saves them under its own.
+
+    `spellings` maps each other name to the module's own.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # torch passes a copy of the caller's dict, and reads the children's part of it afterwards.
@@ -96,15 +103,15 @@ class AliasedModule(nn.Module):
             for other, ours in self.spellings.items():
                 if (key + ".").startswith(prefix + other + "."):
                     name = prefix + ours + key[len(prefix + other) :]
-                    if name not in state_dict:  # else both are there: the other one is reported
+                    if name not in state_dict:  # else the other name stays, and is reported
                         state_dict[name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def clones(module: nn.Module, N: int) -> nn.ModuleList:
-    """A ModuleList of N independent deep copies.
+    """Return a ModuleList of N independent deep copies.
 
-    Raises ValueError for a negative N, TypeError for a module that is none.
+    Raises ValueError if N is negative, TypeError if `module` is not a module.
     """
     require_size(0, N=N)
     if not isinstance(module, nn.Module):
@@ -123,11 +130,12 @@ class Embeddings(nn.Module):
         vocab: number of tokens.
         padding_idx: the token whose row is zero and gets no gradient.
 
-    x: [B, S] integers (any shape) -> [B, S, d_model].
+    forward(x): x [B, S] integers (any shape) -> [B, S, d_model].
 
     Raises:
-        TypeError: ids that are not integers.
-        ValueError: an id outside [0, vocab) (looked at on a CPU; on a GPU with FASTFORMER_CHECK=1).
+        TypeError: the ids are not integers.
+        ValueError: an id is outside [0, vocab) (checked on a CPU; on a GPU with
+            FASTFORMER_CHECK=1).
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
     """
@@ -146,7 +154,7 @@ class Embeddings(nn.Module):
 
 
 def _sinusoid(max_len: int, d_model: int) -> Tensor:
-    """[1, max_len, d_model] in float64: in float32 the angles near 5000 are off by 2e-4."""
+    """Return pe [1, max_len, d_model] in float64: in float32 angles near 5000 are off by 2e-4."""
     position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64)
     angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
@@ -156,19 +164,20 @@ def _sinusoid(max_len: int, d_model: int) -> Tensor:
 class PositionalEncoding(nn.Module):
     """dropout(x + pe[:, :S]), pe[p, 2i] = sin(p / 10000^(2i/d)), pe[p, 2i+1] = cos of the same.
 
-    pe[p + k] is pe[p] turned by angles that depend on k alone: offsets are linear maps.
+    pe[p + k] is pe[p] rotated by angles that depend on k alone: an offset is a linear map.
 
     Args:
         d_model: features, even or odd.
-        dropout: probability that an element of the sum is dropped.
+        dropout: probability that an element of the sum is dropped, in training.
         max_len: the longest input.
-        learned: pe is a parameter that starts from the sinusoid; else a buffer.
+        learned: if True, pe is a parameter that starts as the sinusoid; if False, a buffer.
 
-    x: [B, S, d_model] -> the same, in the dtype of x. pe: [1, max_len, d_model], in the state dict.
+    forward(x): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. The state dict holds pe,
+    [1, max_len, d_model].
 
     Raises:
-        ValueError: S beyond max_len, or another shape.
-        TypeError: an x that is not floating.
+        ValueError: S is greater than max_len, or x has another shape.
+        TypeError: x is not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
     """
@@ -205,7 +214,7 @@ class PositionalEncoding(nn.Module):
 
 
 def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
-    """The mask as booleans, checked to broadcast to the `shape` of the weights."""
+    """Return the mask as booleans, and require that it broadcasts to `shape`, the weights'."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
         given = functional._shape(mask)
@@ -215,15 +224,17 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        return _of_ones(mask)
+        return _boolean_from_float(mask)
     if mask.dtype not in functional._INTEGERS:
         raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
     return mask != 0
 
 
-def _of_ones(mask: Tensor) -> Tensor:
-    """A float mask as booleans. One that is to be added to the scores (0 keeps, -inf leaves out)
-    would mean the opposite: only 0 and 1 are taken.
+def _boolean_from_float(mask: Tensor) -> Tensor:
+    """Return a float mask of 0 and 1 as booleans, and refuse any other.
+
+    A mask that is added to the scores, in which 0 keeps a key and -inf masks it out, would mean the
+    opposite.
     """
     kept = mask == 1
     known = kept | (mask == 0)
@@ -241,7 +252,10 @@ def _of_ones(mask: Tensor) -> Tensor:
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(query key^T / sqrt(d_k)), masked scores at -1e9: a fully masked row is uniform."""
+    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9.
+
+    The weights of a query whose keys are all masked out are uniform.
+    """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
         _require_tensor("mask", mask)
@@ -258,7 +272,7 @@ def attention(
     mask: Tensor | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query key^T / sqrt(d_k)) value, in plain PyTorch, with the weights.
+    """Compute softmax(query key^T / sqrt(d_k)) value in plain PyTorch, with the weights.
 
     `scaled_dot_product_attention` is the fast form, which never stores the weights.
 
@@ -266,18 +280,18 @@ def attention(
         query: [..., T, d_k], a floating dtype, any leading dimensions.
         key: [..., S, d_k].
         value: [..., S, d_v].
-        mask: booleans, integers, or floats that are 0 or 1; broadcasts to [..., T, S]; a score is
-            set to -1e9 where it is zero.
-        dropout: applied to the weights, e.g. an nn.Dropout.
+        mask: booleans, integers, or floats that are 0 or 1, that broadcast to [..., T, S]; where it
+            is zero, the score is set to -1e9.
+        dropout: a function that is applied to the weights, for example an nn.Dropout.
 
     Returns:
-        The output [..., T, d_v], and the weights [..., T, S], after dropout. A query that sees no
-        key weighs all keys alike.
+        The output [..., T, d_v], and the weights [..., T, S], after dropout. A query whose keys are
+        all masked out gives all keys the same weight.
 
     Raises:
-        ValueError: shapes that do not fit, a mask that does not broadcast to the weights, a float
-            mask that holds something else than 0 and 1, several devices.
-        TypeError: dtypes that differ or are not floating, a dropout that cannot be called.
+        ValueError: the shapes do not fit, the mask does not broadcast to the weights, a float mask
+            holds other values than 0 and 1, the tensors are on several devices.
+        TypeError: the dtypes differ or are not floating, dropout cannot be called.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the -1e9:
     harvardnlp/annotated-transformer.
@@ -325,24 +339,25 @@ class MultiHeadedAttention(AliasedModule):
         d_model: features of query, key, value and output.
         dropout: probability that an attention weight is dropped, in training.
 
-    query: [B, T, d_model]; key, value: [B, S, d_model] -> [B, T, d_model].
-    mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S], shared
-    by the heads; also [T, S] where B is not T (else it could be [B, S]), and four dimensions that
-    broadcast to [B, h, T, S]. A query that sees no key gives linears[3].bias.
-    bias, key_lengths, is_causal, window, causal_alignment, alibi_slopes, softcap: as in
-    `scaled_dot_product_attention`, with h heads.
+    forward(query, key, value, mask): query [B, T, d_model]; key and value [B, S, d_model] ->
+    [B, T, d_model]. mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or
+    [1, T, S], shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
+    dimensions that broadcast to [B, h, T, S]. A query that sees no key gives `linears[3].bias`.
+    Further keywords, as in `scaled_dot_product_attention` with h heads: bias, key_lengths,
+    is_causal, window, causal_alignment, alibi_slopes, softcap.
 
-    In a batch without its padding query, key and value are [tokens, d_model] and mask is its
-    `Packing`; is_causal, window and causal_alignment can stand beside it.
+    In a packed batch query, key and value are [tokens, d_model] and mask is its `Packing`; the call
+    may also have is_causal, window and causal_alignment.
 
-    With `keep_attention = True` (False by default: the fused op never forms them) `attn` holds the
-    weights of the last call, [B, h, T, S], detached, without dropout, zeros where no key is seen.
+    If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
+    without dropout, zeros for a query that sees no key. It is False by default: the fused op never
+    forms the weights.
 
     Raises:
-        ValueError: h that does not divide d_model; shapes that do not fit; a mask of two dimensions
-            that could be [B, S] or [T, S]; a float mask that holds something else than 0 and 1, as
-            what is added to the scores is `bias`; several devices.
-        TypeError: dtypes that differ, or are not floating, or not that of the parameters.
+        ValueError: h does not divide d_model; the shapes do not fit; a mask of two dimensions could
+            be [B, S] or [T, S]; a float mask holds other values than 0 and 1 (what is added to the
+            scores is `bias`); the tensors are on several devices.
+        TypeError: the dtypes differ, are not floating, or are not that of the parameters.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
     """
@@ -383,12 +398,13 @@ class MultiHeadedAttention(AliasedModule):
     ) -> Tensor:
         inputs = {"query": query, "key": key, "value": value}
         band = dict(is_causal=is_causal, window=window, causal_alignment=causal_alignment)
-        scores = dict(bias=bias, alibi_slopes=alibi_slopes, softcap=softcap)
+        scores = dict(
+            bias=bias, alibi_slopes=alibi_slopes, softcap=softcap, key_lengths=key_lengths
+        )
         if isinstance(mask, Packing):
-            others = {**scores, "key_lengths": key_lengths}
-            given = [name for name, x in others.items() if x is not None]
+            given = [name for name, x in scores.items() if x is not None]
             if given:
-                raise ValueError(f"{given[0]} is given beside a Packing; expected None")
+                raise ValueError(f"{given[0]} is given together with a Packing; expected None")
             return self._packed(inputs, mask, band)
         for name, x in inputs.items():
             _require_features(name, x, self.h * self.d_k)
@@ -400,7 +416,7 @@ class MultiHeadedAttention(AliasedModule):
             _require_tensor("mask", mask)
             _require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
-        options: dict[str, Any] = {**band, **scores, "key_lengths": key_lengths}
+        options: dict[str, Any] = {**band, **scores}
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, dropout_probability(self.dropout), **options
         )
@@ -437,8 +453,9 @@ class MultiHeadedAttention(AliasedModule):
         return self.linears[3](out.flatten(1))
 
     def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """query, key and value through their linear layers, [.., h, d_k]: those of one input in one
-        GEMM, with their weights side by side.
+        """Project query, key and value [.., d_model] to [.., h, d_k].
+
+        The projections of one input are one GEMM, with their weights concatenated.
         """
         query, key, value = inputs.values()
         layers: list[Any] = list(self.linears)[:3]
@@ -465,7 +482,7 @@ class MultiHeadedAttention(AliasedModule):
 
     @staticmethod
     def _over_heads(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-        """The mask as booleans that broadcast to `shape`, [B, h, T, S]."""
+        """Return the mask as booleans that broadcast to `shape`, [B, h, T, S]."""
         b, _, t, s = shape
         if mask.dim() == 3:
             return _boolean_mask(mask, (b, t, s)).unsqueeze(1)
@@ -499,11 +516,11 @@ class PositionwiseFeedForward(AliasedModule):
         d_ff: hidden features.
         dropout: probability that a hidden element is dropped, in training.
 
-    x: [..., d_model] -> the same.
+    forward(x): x [..., d_model] -> [..., d_model].
 
     Raises:
-        ValueError: another width, several devices.
-        TypeError: a dtype that is not that of the parameters.
+        ValueError: x has another width, or is on another device than the parameters.
+        TypeError: the dtype of x is not that of the parameters.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
     """
@@ -525,14 +542,14 @@ class PositionwiseFeedForward(AliasedModule):
 class LayerNorm(AliasedModule):
     """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
 
-    With `unbiased=True` weight * (x - mean) / (std + eps) + bias, std with N - 1, as the tutorials
-    compute it: what weights trained there expect.
+    With `unbiased=True` it is weight * (x - mean) / (std + eps) + bias, with N - 1 in std, as in
+    the tutorials: weights that were trained there expect this form.
 
     Args:
         features: the size of the last dimension; 2 or more with `unbiased`.
         eps: added to the variance (to std with `unbiased`).
 
-    x: [..., features] -> the same, in the dtype of x.
+    forward(x): x [..., features] -> [..., features], in the dtype of x.
 
     Raises ValueError and TypeError as `layer_norm` does.
 
@@ -563,7 +580,10 @@ class LayerNorm(AliasedModule):
         )
 
     def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """(self(sum), sum), sum = residual + dropout(x), in one kernel."""
+        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
+
+        x and residual: [..., features].
+        """
         return functional.dropout_add_layer_norm(
             x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
         )
@@ -572,8 +592,8 @@ class LayerNorm(AliasedModule):
         return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
 
 
-def require_norm_input(name: str, x: Tensor, norm: Any) -> None:
-    """Floats on the device of a norm, and of its features."""
+def require_norm_input(name: str, x: Tensor, norm: nn.Module | None) -> None:
+    """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
     functional._require_floating(**{name: x})
     if type(norm) is not LayerNorm or not is_unmodified(norm):
         return
@@ -590,11 +610,11 @@ class SublayerConnection(nn.Module):
     Args:
         size: features.
         dropout: probability that an element of the sublayer's output is dropped, in training.
-        norm_first: the form to use; the paper's is False.
+        norm_first: which of the two forms; the paper has False.
 
-    forward(x, sublayer): x [..., size], and a callable that keeps its shape -> [..., size].
+    forward(x, sublayer): x [..., size] and a callable that keeps its shape -> [..., size].
 
-    Raises ValueError and TypeError as `layer_norm` does; TypeError for a sublayer that cannot be
+    Raises ValueError and TypeError as `layer_norm` does, and TypeError if sublayer cannot be
     called.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:

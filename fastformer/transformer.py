@@ -1,6 +1,7 @@
 """The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
 
-Masks are boolean or integer, what is not zero takes part, or floats that are 0 or 1.
+Masks are boolean or integer, where a value that is not zero keeps the key, or floats that are 0
+or 1.
 
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
@@ -53,9 +54,9 @@ __all__ = [
 
 
 def subsequent_mask(size: int) -> Tensor:
-    """The causal mask, boolean [1, size, size]: True on and below the diagonal, i sees j <= i.
+    """Return the causal mask, boolean [1, size, size]: True where j <= i, so that i sees j.
 
-    Raises ValueError for a negative size, TypeError for one that is no int.
+    Raises ValueError if size is negative, TypeError if it is not an int.
     """
     require_size(0, size=size)
     return torch.ones(1, size, size, dtype=torch.bool).tril()
@@ -68,12 +69,16 @@ def _stack(
     x: Tensor,
     *context: Any,
 ) -> Tensor:
-    """norm(the layers one after the other); a layer's last sum is taken with the norm after it."""
+    """Return norm(the layers, one after the other), of x [B, S, d] or [tokens, d].
+
+    The layers share one residual stream: the last sum of a layer is in one kernel with the norm
+    that follows. context: the other arguments of a layer's forward.
+    """
     stream = ResidualStream(x)
     for layer in layers:
         if type(layer) is kind and is_unmodified(layer):
             layer._through(stream, *context)
-        else:  # of another class, or with hooks: called as it is
+        else:  # it is of another class or has hooks
             stream = ResidualStream(layer(stream.value(), *context))
     return stream.normalize(norm)
 
@@ -81,7 +86,7 @@ def _stack(
 def _add(
     stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
 ) -> None:
-    """x = connection(x, sublayer), of the stream's x and a SublayerConnection."""
+    """Apply a SublayerConnection to the stream: x = connection(x, sublayer)."""
     if type(connection) is SublayerConnection and is_unmodified(connection):
         stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
     else:
@@ -99,12 +104,12 @@ class EncoderLayer(nn.Module):
 
     Args:
         size: features, d_model.
-        self_attn: a module called with (query, key, value, mask).
-        feed_forward: a module called with x.
-        dropout: of the two sublayers' outputs.
+        self_attn: a module that is called with (query, key, value, mask).
+        feed_forward: a module that is called with x.
+        dropout: probability that an element of a sublayer's output is dropped, in training.
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
-    Or without padding, x [tokens, size] and mask its `Packing`.
+    In a packed batch x is [tokens, size] and mask its `Packing`.
 
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
@@ -137,9 +142,9 @@ class DecoderLayer(nn.Module):
 
     Args:
         size: features, d_model.
-        self_attn, src_attn: modules called with (query, key, value, mask).
-        feed_forward: a module called with x.
-        dropout: of the three sublayers' outputs.
+        self_attn, src_attn: modules that are called with (query, key, value, mask).
+        feed_forward: a module that is called with x.
+        dropout: probability that an element of a sublayer's output is dropped, in training.
 
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
@@ -189,8 +194,8 @@ class DecoderLayer(nn.Module):
 class Encoder(nn.Module):
     """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
 
-    forward(x, mask) as in EncoderLayer. Raises ValueError for a negative N, TypeError for a layer
-    that is none.
+    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative, TypeError if
+    `layer` is not a module with a `size`.
     """
 
     def __init__(self, layer: EncoderLayer, N: int) -> None:
@@ -207,8 +212,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
 
-    forward(x, memory, src_mask, tgt_mask) as in DecoderLayer. Raises ValueError for a negative N,
-    TypeError for a layer that is none.
+    forward(x, memory, src_mask, tgt_mask) is that of DecoderLayer. Raises ValueError if N is
+    negative, TypeError if `layer` is not a module with a `size`.
     """
 
     def __init__(self, layer: DecoderLayer, N: int) -> None:
@@ -226,10 +231,12 @@ class Decoder(nn.Module):
 
 
 class Generator(AliasedModule):
-    """log_softmax(proj(x)): [..., d_model] -> log-probabilities [..., vocab].
+    """log_softmax(proj(x)).
 
-    Raises ValueError for another width or device, TypeError for a dtype that is not that of the
-    parameters.
+    forward(x): x [..., d_model] -> log-probabilities [..., vocab].
+
+    Raises ValueError if x has another width or device than the parameters, TypeError if it has
+    another dtype.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
     """
@@ -247,10 +254,10 @@ class Generator(AliasedModule):
 
 
 class EncoderDecoder(nn.Module):
-    """An encoder and a decoder with their embeddings; the generator is held and called by the user.
+    """An encoder and a decoder with their embeddings, and a generator that the user calls.
 
     forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
-    DecoderLayer -> [B, T, d_model], what `generator` takes.
+    DecoderLayer -> [B, T, d_model], the input of `generator`.
 
     Raises ValueError and TypeError as its parts do.
     """
@@ -283,20 +290,22 @@ class EncoderDecoder(nn.Module):
         return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
-        """src [B, S] -> memory [B, S, d_model]."""
+        """Return the memory [B, S, d_model] of src [B, S]."""
         _require_tensor("src", src)
         return self.encoder(_embedded(self.src_embed, src), src_mask)
 
     def decode(
         self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
     ) -> Tensor:
-        """memory [B, S, d_model], tgt [B, T] -> [B, T, d_model]."""
+        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T]."""
         _require_tensor("tgt", tgt)
         return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
 
 
 def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
-    """embed(tokens); Embeddings then PositionalEncoding in one kernel."""
+    """Return embed(tokens) for tokens [B, S]: in one kernel if embed is Embeddings, then
+    PositionalEncoding.
+    """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
         return embed(tokens)
@@ -326,7 +335,7 @@ def make_model(
     h: int = 8,
     dropout: float = 0.1,
 ) -> EncoderDecoder:
-    """The whole Transformer, xavier_uniform_ on every parameter with more than one dimension.
+    """Build the whole Transformer, with xavier_uniform_ on parameters of two or more dimensions.
 
     Args:
         src_vocab, tgt_vocab: numbers of tokens.
@@ -337,8 +346,9 @@ def make_model(
         dropout: probability of every dropout, attention's included.
 
     Raises:
-        ValueError: a size below 1 (N below 0), d_model % h != 0, dropout outside [0, 1].
-        TypeError: a size that is not an int.
+        ValueError: a size is below 1 (N below 0), h does not divide d_model, dropout is outside
+            [0, 1].
+        TypeError: a size is not an int.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
     initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep

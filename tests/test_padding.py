@@ -290,7 +290,7 @@ def test_bad_padding(call, error, words):
 def test_bad_packed_modules():
     m = ff.MultiHeadedAttention(2, 16)
     tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match="bias is given beside a Packing"):
+    with pytest.raises(ValueError, match="bias is given together with a Packing"):
         m(tokens, tokens, tokens, packing, bias=torch.zeros(4, 4))
     with pytest.raises(ValueError, match="expected the 6 tokens of the packing"):
         m(tokens, tokens[1:], tokens, packing)

@@ -32,7 +32,13 @@ from fastformer.modules import LayerNorm, MultiHeadedAttention, PositionwiseFeed
 from fastformer.replacements import ANNOTATED, KINDS
 from fastformer.replacements.annotated import AnnotatedModule
 from fastformer.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.replacements.base import Accelerated, class_for, running, tensor_obstacle
+from fastformer.replacements.base import (
+    Accelerated,
+    class_for,
+    record_torch,
+    running,
+    tensor_obstacle,
+)
 from fastformer.replacements.layers import Layer
 from fastformer.replacements.stacks import FusedTransformerEncoder
 
@@ -559,9 +565,7 @@ def _sdpa(
     )
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     if reason is not None:
-        if backends._state.watch is not None:
-            choice = backends.Choice("scaled_dot_product_attention", "torch", reason)
-            backends._state.watch(choice)
+        record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # a head for all
     with backends.telling(obstacle=_ignore):

@@ -110,12 +110,14 @@ def is_unmodified(*modules: nn.Module) -> bool:
 
     A hook, a forward that is set on the instance or `module.compile()` make it False.
     """
-    return not any(
-        m._compiled_call_impl is not None
-        or m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or "forward" in m.__dict__
-        for m in modules
-    )
+    for m in modules:  # every layer of a model asks: a generator would take twice the time
+        if (
+            m._compiled_call_impl is not None
+            or m._forward_hooks
+            or m._forward_pre_hooks
+            or m._backward_hooks
+            or m._backward_pre_hooks
+            or "forward" in m.__dict__
+        ):
+            return False
+    return True

@@ -113,6 +113,11 @@ def _count_fallback(module: nn.Module, reason: str) -> None:
 def record_fallback(module: nn.Module, op: str, reason: str) -> None:
     """Count a fallback of the module, and let `explain` record that torch ran."""
     _count_fallback(module, reason)
+    record_torch(op, reason)
+
+
+def record_torch(op: str, reason: str) -> None:
+    """Let `explain` record that torch ran `op` itself, and why."""
     if backends._state.watch is not None:
         backends._state.watch(backends.Choice(op, "torch", reason))
 

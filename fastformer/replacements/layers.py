@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from fastformer import backends, functional, reference
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
+from fastformer.replacements.base import (
+    Accelerated,
+    ops_of,
+    parameter_obstacle,
+    record_torch,
+    tensor_obstacle,
+)
 from fastformer.replacements.norms import FusedLayerNorm
 from fastformer.stream import ResidualStream, apply_feed_forward, is_unmodified
 
@@ -170,9 +176,8 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         layer: Callable[..., Tensor] = torch._transformer_encoder_layer_fwd
         x = layer(x, *sizes, *parameters[:4], *form, *parameters[4:], *mask)
         stream.x = x.transpose(0, 1) if turned else x if batched else x.squeeze(0)
-        if backends._state.watch is not None:
-            why = "without gradients, on a CPU, torch has the layer as one op"
-            backends._state.watch(backends.Choice(type(self).__name__, "torch", why))
+        why = "without gradients, on a CPU, torch has the layer as one op"
+        record_torch(type(self).__name__, why)
 
     def _one_op_parameters(
         self, stream: ResidualStream, visibility: Visibility

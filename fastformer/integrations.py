@@ -205,8 +205,9 @@ def attention(
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     q_length, k_length = query.shape[2], key.shape[2]
-    visible, bias, (left, right) = _read(attention_mask, bool(is_causal), q_length, k_length)
-    _require_known(module, kwargs, complete=q_length in _rows(visible) + _rows(bias))
+    visible, bias, (left, right) = _read_mask(attention_mask, bool(is_causal), q_length, k_length)
+    complete = any(x is not None and x.shape[2] == q_length for x in (visible, bias))
+    _require_known(module, kwargs, complete)
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
     if right == 0 and q_length == 1:  # the last query may see every key
@@ -226,10 +227,6 @@ def attention(
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _rows(mask: Tensor | None) -> list[int]:
-    return [] if mask is None else [mask.shape[2]]
 
 
 def _require_registered(module: nn.Module) -> None:
@@ -255,40 +252,45 @@ def _require_known(module: nn.Module, given: Mapping[str, object], complete: boo
         if not complete:
             raise ValueError(
                 f"{name} (packed sequences) is not read {where}, whose mask does not hold them; "
-                "give the model position_ids that start anew with each sequence, and no "
+                "give the model position_ids that begin at 0 in each sequence, and no "
                 "attention_mask"
             )
 
 
-def _read(
+def _read_mask(
     attention_mask: object, is_causal: bool, q_length: int, k_length: int
 ) -> tuple[Tensor | None, Tensor | None, _Sides]:
     """Return (boolean mask, bias, sides of the band) from the mask that a layer was given."""
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
-    if isinstance(attention_mask, Mask):
-        shape, visible = attention_mask.shape, attention_mask.visible
-        sides = (attention_mask.left, attention_mask.right)
-        alike = sides == (None, None) and (visible is None or visible.shape[2] == 1)  # all queries
-        if len(shape) != 4 or shape[3] != k_length or not (alike or shape[2] in (1, q_length)):
-            raise ValueError(
-                f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
-                " of the queries and keys of the layer"
-            )
-        return visible, None, sides
+    if not isinstance(attention_mask, Mask):
+        return *_read_tensor(attention_mask), (None, None)
+    shape, visible = attention_mask.shape, attention_mask.visible
+    sides = (attention_mask.left, attention_mask.right)
+    alike = sides == (None, None) and (visible is None or visible.shape[2] == 1)  # all queries
+    if len(shape) != 4 or shape[3] != k_length or not (alike or shape[2] in (1, q_length)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
+            " of the queries and keys of the layer"
+        )
+    return visible, None, sides
+
+
+def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:
+    """Return (boolean mask, bias), one of them None, from a mask of the user's."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
             kind += f" of {attention_mask.dim()} dimensions"
         raise TypeError(f"attention_mask is a {kind}; expected a tensor [B, 1, Sq, Sk]")
     if attention_mask.is_floating_point():
-        return None, attention_mask, (None, None)
+        return None, attention_mask
     if attention_mask.dtype != torch.bool:
         raise TypeError(
             f"attention_mask has dtype {attention_mask.dtype}; expected torch.bool (True keeps a "
             "key), or a floating mask that is added to the scores"
         )
-    return attention_mask, None, (None, None)
+    return attention_mask, None
 
 
 # ------------------------------------------------------------------------------------------ masks
@@ -407,7 +409,9 @@ def _unsupported(owner: str, what: str) -> str:
 def _boolean(x: object, mask: Mask) -> Tensor:
     x = x.complete() if isinstance(x, Mask) else x
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise _UnsupportedError(_unsupported(mask.owner, "it is joined to what is not boolean"))
+        raise _UnsupportedError(
+            _unsupported(mask.owner, "it is joined with what is not boolean")
+        )
     return x
 
 

@@ -39,53 +39,6 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------- checks
-
-
-def require_size(least: int = 1, **sizes: int) -> None:
-    for name, n in sizes.items():
-        functional._require_int(name, n)
-        if n < least:
-            raise ValueError(f"{name} is {n}; expected {least} or more")
-        if n >= 2**31:
-            raise ValueError(f"{name} is {n}; expected less than 2^31")
-
-
-def require_callable(expected: str = "a module", **functions: object) -> None:
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
-
-
-def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
-    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
-    _require_tensor(name, x)
-    if type(layer) is not nn.Linear or not is_unmodified(layer):
-        return
-    if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [..., {layer.in_features}]"
-        )
-    _require_device(name, x, "the parameters", layer.weight)
-    if x.dtype != layer.weight.dtype and functional._autocast_dtype(x) is None:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
-            "or torch.autocast"
-        )
-
-
-def _require_features(name: str, x: Tensor, features: int) -> None:
-    _require_tensor(name, x)
-    if x.dim() != 3 or x.shape[2] != features:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [B, S, d_model = {features}]"
-        )
-
-
-def _dropout(p: float) -> nn.Dropout:
-    return nn.Dropout(functional._require_probability("dropout", p))
-
-
 # ----------------------------------------------------------------------------------- shared parts
 
 
@@ -106,6 +59,10 @@ class AliasedModule(nn.Module):
                     if name not in state_dict:  # else the other name stays, and is reported
                         state_dict[name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _dropout(p: float) -> nn.Dropout:
+    return nn.Dropout(functional._require_probability("dropout", p))
 
 
 def clones(module: nn.Module, N: int) -> nn.ModuleList:
@@ -211,58 +168,6 @@ class PositionalEncoding(nn.Module):
 
 
 # -------------------------------------------------------------------------------------- attention
-
-
-def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
-    """Return the mask as booleans, and require that it broadcasts to `shape`, the weights'."""
-    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
-    if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
-        given = functional._shape(mask)
-        raise ValueError(
-            f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
-        )
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.is_floating_point():
-        return _boolean_from_float(mask)
-    if mask.dtype not in functional._INTEGERS:
-        raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
-    return mask != 0
-
-
-def _boolean_from_float(mask: Tensor) -> Tensor:
-    """Return a float mask of 0 and 1 as booleans, and refuse any other.
-
-    A mask that is added to the scores, in which 0 keeps a key and -inf masks it out, would mean the
-    opposite.
-    """
-    kept = mask == 1
-    known = kept | (mask == 0)
-    expected = (
-        f"expected 0 and 1 alone in a mask of dtype {mask.dtype}; a mask that is added to the "
-        "scores goes to bias= (of MultiHeadedAttention and scaled_dot_product_attention), or is "
-        "boolean by mask == 0"
-    )
-    if functional._readable(mask):
-        if not known.all():
-            raise ValueError(f"mask holds {float(mask[~known][0])}; {expected}")
-    elif torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(mask):
-        torch._assert_async(known.all(), f"mask: {expected}")
-    return kept
-
-
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9.
-
-    The weights of a query whose keys are all masked out are uniform.
-    """
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    if mask is not None:
-        _require_tensor("mask", mask)
-        _require_device("mask", mask, "query", query)
-        lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
-        scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
-    return scores.softmax(-1)
 
 
 def attention(
@@ -505,7 +410,59 @@ class MultiHeadedAttention(AliasedModule):
         return f"h={self.h}, d_k={self.d_k}"
 
 
-# ---------------------------------------------------------------------- feed-forward and LayerNorm
+def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
+    """Return the mask as booleans, and require that it broadcasts to `shape`, the weights'."""
+    sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
+    if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
+        given = functional._shape(mask)
+        raise ValueError(
+            f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
+        )
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.is_floating_point():
+        return _boolean_from_float(mask)
+    if mask.dtype not in functional._INTEGERS:
+        raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
+    return mask != 0
+
+
+def _boolean_from_float(mask: Tensor) -> Tensor:
+    """Return a float mask of 0 and 1 as booleans, and refuse any other.
+
+    A mask that is added to the scores, in which 0 keeps a key and -inf masks it out, would mean the
+    opposite.
+    """
+    kept = mask == 1
+    known = kept | (mask == 0)
+    expected = (
+        f"expected 0 and 1 alone in a mask of dtype {mask.dtype}; a mask that is added to the "
+        "scores goes to bias= (of MultiHeadedAttention and scaled_dot_product_attention), or is "
+        "boolean by mask == 0"
+    )
+    if functional._readable(mask):
+        if not known.all():
+            raise ValueError(f"mask holds {float(mask[~known][0])}; {expected}")
+    elif torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        torch._assert_async(known.all(), f"mask: {expected}")
+    return kept
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9.
+
+    The weights of a query whose keys are all masked out are uniform.
+    """
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    if mask is not None:
+        _require_tensor("mask", mask)
+        _require_device("mask", mask, "query", query)
+        lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
+        scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
+    return scores.softmax(-1)
+
+
+# ------------------------------------------------- feed-forward, LayerNorm and residual connection
 
 
 class PositionwiseFeedForward(AliasedModule):
@@ -592,18 +549,6 @@ class LayerNorm(AliasedModule):
         return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
 
 
-def require_norm_input(name: str, x: Tensor, norm: nn.Module | None) -> None:
-    """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
-    functional._require_floating(**{name: x})
-    if type(norm) is not LayerNorm or not is_unmodified(norm):
-        return
-    if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [B, S, {norm.weight.shape[0]}]"
-        )
-    _require_device(name, x, "the parameters", norm.weight)
-
-
 class SublayerConnection(nn.Module):
     """x + dropout(sublayer(norm(x))); with norm_first=False norm(x + dropout(sublayer(x))).
 
@@ -637,3 +582,58 @@ class SublayerConnection(nn.Module):
 
     def extra_repr(self) -> str:
         return "" if self.norm_first else "norm_first=False"
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def require_size(least: int = 1, **sizes: int) -> None:
+    for name, n in sizes.items():
+        functional._require_int(name, n)
+        if n < least:
+            raise ValueError(f"{name} is {n}; expected {least} or more")
+        if n >= 2**31:
+            raise ValueError(f"{name} is {n}; expected less than 2^31")
+
+
+def require_callable(expected: str = "a module", **functions: object) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
+
+
+def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
+    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
+    _require_tensor(name, x)
+    if type(layer) is not nn.Linear or not is_unmodified(layer):
+        return
+    if x.shape[-1:] != layer.weight.shape[1:]:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [..., {layer.in_features}]"
+        )
+    _require_device(name, x, "the parameters", layer.weight)
+    if x.dtype != layer.weight.dtype and functional._autocast_dtype(x) is None:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
+            "or torch.autocast"
+        )
+
+
+def _require_features(name: str, x: Tensor, features: int) -> None:
+    _require_tensor(name, x)
+    if x.dim() != 3 or x.shape[2] != features:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [B, S, d_model = {features}]"
+        )
+
+
+def require_norm_input(name: str, x: Tensor, norm: nn.Module | None) -> None:
+    """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
+    functional._require_floating(**{name: x})
+    if type(norm) is not LayerNorm or not is_unmodified(norm):
+        return
+    if x.shape[-1:] != norm.weight.shape:
+        raise ValueError(
+            f"{name} has shape {functional._shape(x)}; expected [B, S, {norm.weight.shape[0]}]"
+        )
+    _require_device(name, x, "the parameters", norm.weight)

@@ -381,7 +381,8 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: target is the name of no op.
         TypeError: target is neither a name nor a module.
-        Any error that the call raises.
+
+    Whatever the call raises is raised as well.
     """
     if not isinstance(target, nn.Module):
         if not isinstance(target, str):
@@ -530,8 +531,8 @@ class sdpa_override(TorchFunctionMode):
     also if a floating mask hides the keys by finfo.min. Contexts nest, and work within and around
     torch.compile. A context does not see the calls inside of nn.MultiheadAttention: `accelerate`
     replaces that. backward() leaves every such mode, so under activation checkpointing the `with`
-    has to stand inside of what is checkpointed: around it, torch's attention would run in the
-    second forward.
+    has to be inside the checkpointed function: around the checkpoint it would leave the second
+    forward to torch's attention.
 
     Every torch function that runs within it passes through Python once more: some microseconds.
     """

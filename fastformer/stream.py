@@ -8,8 +8,8 @@ keeps an output until that norm runs, so that dropout, sum and norm are one kern
     stream.add_sublayer(feed_forward, norm2, dropout2, norm_first)
     x = stream.value()
 
-One kernel replaces several modules only where those modules compute what their classes say:
-`is_unmodified` tells.
+One kernel replaces several modules only if those modules compute what their classes say, which
+`is_unmodified` checks.
 """
 
 from __future__ import annotations

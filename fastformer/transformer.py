@@ -53,13 +53,192 @@ __all__ = [
 ]
 
 
-def subsequent_mask(size: int) -> Tensor:
-    """Return the causal mask, boolean [1, size, size]: True where j <= i, so that i sees j.
+# ---------------------------------------------------------------------------------- the whole model
 
-    Raises ValueError if size is negative, TypeError if it is not an int.
+
+def make_model(
+    src_vocab: int,
+    tgt_vocab: int,
+    N: int = 6,
+    d_model: int = 512,
+    d_ff: int = 2048,
+    h: int = 8,
+    dropout: float = 0.1,
+) -> EncoderDecoder:
+    """Build the whole Transformer, with xavier_uniform_ on parameters of two or more dimensions.
+
+    Args:
+        src_vocab, tgt_vocab: numbers of tokens.
+        N: layers of the encoder, and of the decoder.
+        d_model: features; a multiple of h.
+        d_ff: hidden features of the feed-forward.
+        h: attention heads.
+        dropout: probability of every dropout, attention's included.
+
+    Raises:
+        ValueError: a size is below 1 (N below 0), h does not divide d_model, dropout is outside
+            [0, 1].
+        TypeError: a size is not an int.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
+    initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
+    Feedforward Neural Networks", equation 16.
     """
-    require_size(0, size=size)
-    return torch.ones(1, size, size, dtype=torch.bool).tril()
+    require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
+    require_size(0, N=N)
+    attn = MultiHeadedAttention(h, d_model, dropout)
+    ff = PositionwiseFeedForward(d_model, d_ff, dropout)
+    position = PositionalEncoding(d_model, dropout)
+    c = copy.deepcopy
+    model = EncoderDecoder(
+        Encoder(EncoderLayer(d_model, c(attn), c(ff), dropout), N),
+        Decoder(DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout), N),
+        nn.Sequential(Embeddings(d_model, src_vocab), c(position)),
+        nn.Sequential(Embeddings(d_model, tgt_vocab), c(position)),
+        Generator(d_model, tgt_vocab),
+    )
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.xavier_uniform_(p)
+    return model
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder and a decoder with their embeddings, and a generator that the user calls.
+
+    forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
+    DecoderLayer -> [B, T, d_model], the input of `generator`.
+
+    Raises ValueError and TypeError as its parts do.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        decoder: Decoder,
+        src_embed: nn.Module,
+        tgt_embed: nn.Module,
+        generator: Generator,
+    ) -> None:
+        super().__init__()
+        require_callable(
+            encoder=encoder,
+            decoder=decoder,
+            src_embed=src_embed,
+            tgt_embed=tgt_embed,
+            generator=generator,
+        )
+        self.encoder = encoder
+        self.decoder = decoder
+        self.src_embed = src_embed
+        self.tgt_embed = tgt_embed
+        self.generator = generator
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+
+    def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
+        """Return the memory [B, S, d_model] of src [B, S]."""
+        _require_tensor("src", src)
+        return self.encoder(_embedded(self.src_embed, src), src_mask)
+
+    def decode(
+        self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
+    ) -> Tensor:
+        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T]."""
+        _require_tensor("tgt", tgt)
+        return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
+
+
+def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
+    """Return embed(tokens) for tokens [B, S]: in one kernel if embed is Embeddings, then
+    PositionalEncoding.
+    """
+    parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
+    if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
+        return embed(tokens)
+    embeddings, position = parts
+    lut, dropout = embeddings.lut, position.dropout
+    plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
+    plain = plain and not lut.sparse and type(dropout) is nn.Dropout
+    fits = tokens.dim() == 2 and tokens.shape[1] <= position.pe.shape[1]  # else its own error
+    if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
+        return embed(tokens)
+    return functional.embed(
+        tokens,
+        lut.weight,
+        position.pe[0].to(lut.weight.dtype),
+        dropout_probability(dropout),
+        scale=math.sqrt(embeddings.d_model),
+        padding_idx=lut.padding_idx,
+    )
+
+
+class Generator(AliasedModule):
+    """log_softmax(proj(x)).
+
+    forward(x): x [..., d_model] -> log-probabilities [..., vocab].
+
+    Raises ValueError if x has another width or device than the parameters, TypeError if it has
+    another dtype.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {"project": "proj", "projection": "proj"}
+
+    def __init__(self, d_model: int, vocab: int) -> None:
+        super().__init__()
+        require_size(d_model=d_model, vocab=vocab)
+        self.proj = nn.Linear(d_model, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_linear_input("x", x, self.proj)
+        return self.proj(x).log_softmax(-1)
+
+
+# ------------------------------------------------------------------------------------------- stacks
+
+
+class Encoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+
+    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative, TypeError if
+    `layer` is not a module with a `size`.
+    """
+
+    def __init__(self, layer: EncoderLayer, N: int) -> None:
+        super().__init__()
+        _require_layer(layer)
+        self.layers = clones(layer, N)
+        self.norm = LayerNorm(layer.size)
+
+    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+        require_norm_input("x", x, self.norm)
+        return _stack(self.layers, EncoderLayer, self.norm, x, mask)
+
+
+class Decoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+
+    forward(x, memory, src_mask, tgt_mask) is that of DecoderLayer. Raises ValueError if N is
+    negative, TypeError if `layer` is not a module with a `size`.
+    """
+
+    def __init__(self, layer: DecoderLayer, N: int) -> None:
+        super().__init__()
+        _require_layer(layer)
+        self.layers = clones(layer, N)
+        self.norm = LayerNorm(layer.size)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        require_norm_input("x", x, self.norm)
+        require_norm_input("memory", memory, self.norm)
+        return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
 
 
 def _stack(
@@ -83,20 +262,13 @@ def _stack(
     return stream.normalize(norm)
 
 
-def _add(
-    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
-) -> None:
-    """Apply a SublayerConnection to the stream: x = connection(x, sublayer)."""
-    if type(connection) is SublayerConnection and is_unmodified(connection):
-        stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
-    else:
-        stream.x = connection(stream.value(), sublayer)
-
-
 def _require_layer(layer: nn.Module) -> None:
     if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "size", None), int):
         kind = type(layer).__name__
         raise TypeError(f"layer is a {kind}; expected a module whose `size` is its features")
+
+
+# ------------------------------------------------------------------------------------------- layers
 
 
 class EncoderLayer(nn.Module):
@@ -191,183 +363,23 @@ class DecoderLayer(nn.Module):
         _add(stream, self.sublayer[2], self.feed_forward)
 
 
-class Encoder(nn.Module):
-    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+def _add(
+    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
+) -> None:
+    """Apply a SublayerConnection to the stream: x = connection(x, sublayer)."""
+    if type(connection) is SublayerConnection and is_unmodified(connection):
+        stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
+    else:
+        stream.x = connection(stream.value(), sublayer)
 
-    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative, TypeError if
-    `layer` is not a module with a `size`.
+
+# -------------------------------------------------------------------------------------------- masks
+
+
+def subsequent_mask(size: int) -> Tensor:
+    """Return the causal mask, boolean [1, size, size]: True where j <= i, so that i sees j.
+
+    Raises ValueError if size is negative, TypeError if it is not an int.
     """
-
-    def __init__(self, layer: EncoderLayer, N: int) -> None:
-        super().__init__()
-        _require_layer(layer)
-        self.layers = clones(layer, N)
-        self.norm = LayerNorm(layer.size)
-
-    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
-        require_norm_input("x", x, self.norm)
-        return _stack(self.layers, EncoderLayer, self.norm, x, mask)
-
-
-class Decoder(nn.Module):
-    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
-
-    forward(x, memory, src_mask, tgt_mask) is that of DecoderLayer. Raises ValueError if N is
-    negative, TypeError if `layer` is not a module with a `size`.
-    """
-
-    def __init__(self, layer: DecoderLayer, N: int) -> None:
-        super().__init__()
-        _require_layer(layer)
-        self.layers = clones(layer, N)
-        self.norm = LayerNorm(layer.size)
-
-    def forward(
-        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
-    ) -> Tensor:
-        require_norm_input("x", x, self.norm)
-        require_norm_input("memory", memory, self.norm)
-        return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
-
-
-class Generator(AliasedModule):
-    """log_softmax(proj(x)).
-
-    forward(x): x [..., d_model] -> log-probabilities [..., vocab].
-
-    Raises ValueError if x has another width or device than the parameters, TypeError if it has
-    another dtype.
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
-    """
-
-    spellings: ClassVar[dict[str, str]] = {"project": "proj", "projection": "proj"}
-
-    def __init__(self, d_model: int, vocab: int) -> None:
-        super().__init__()
-        require_size(d_model=d_model, vocab=vocab)
-        self.proj = nn.Linear(d_model, vocab)
-
-    def forward(self, x: Tensor) -> Tensor:
-        require_linear_input("x", x, self.proj)
-        return self.proj(x).log_softmax(-1)
-
-
-class EncoderDecoder(nn.Module):
-    """An encoder and a decoder with their embeddings, and a generator that the user calls.
-
-    forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
-    DecoderLayer -> [B, T, d_model], the input of `generator`.
-
-    Raises ValueError and TypeError as its parts do.
-    """
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        decoder: Decoder,
-        src_embed: nn.Module,
-        tgt_embed: nn.Module,
-        generator: Generator,
-    ) -> None:
-        super().__init__()
-        require_callable(
-            encoder=encoder,
-            decoder=decoder,
-            src_embed=src_embed,
-            tgt_embed=tgt_embed,
-            generator=generator,
-        )
-        self.encoder = encoder
-        self.decoder = decoder
-        self.src_embed = src_embed
-        self.tgt_embed = tgt_embed
-        self.generator = generator
-
-    def forward(
-        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
-    ) -> Tensor:
-        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
-
-    def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
-        """Return the memory [B, S, d_model] of src [B, S]."""
-        _require_tensor("src", src)
-        return self.encoder(_embedded(self.src_embed, src), src_mask)
-
-    def decode(
-        self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
-    ) -> Tensor:
-        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T]."""
-        _require_tensor("tgt", tgt)
-        return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
-
-
-def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
-    """Return embed(tokens) for tokens [B, S]: in one kernel if embed is Embeddings, then
-    PositionalEncoding.
-    """
-    parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
-    if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
-        return embed(tokens)
-    embeddings, position = parts
-    lut, dropout = embeddings.lut, position.dropout
-    plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
-    plain = plain and not lut.sparse and type(dropout) is nn.Dropout
-    fits = tokens.dim() == 2 and tokens.shape[1] <= position.pe.shape[1]  # else its own error
-    if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
-        return embed(tokens)
-    return functional.embed(
-        tokens,
-        lut.weight,
-        position.pe[0].to(lut.weight.dtype),
-        dropout_probability(dropout),
-        scale=math.sqrt(embeddings.d_model),
-        padding_idx=lut.padding_idx,
-    )
-
-
-def make_model(
-    src_vocab: int,
-    tgt_vocab: int,
-    N: int = 6,
-    d_model: int = 512,
-    d_ff: int = 2048,
-    h: int = 8,
-    dropout: float = 0.1,
-) -> EncoderDecoder:
-    """Build the whole Transformer, with xavier_uniform_ on parameters of two or more dimensions.
-
-    Args:
-        src_vocab, tgt_vocab: numbers of tokens.
-        N: layers of the encoder, and of the decoder.
-        d_model: features; a multiple of h.
-        d_ff: hidden features of the feed-forward.
-        h: attention heads.
-        dropout: probability of every dropout, attention's included.
-
-    Raises:
-        ValueError: a size is below 1 (N below 0), h does not divide d_model, dropout is outside
-            [0, 1].
-        TypeError: a size is not an int.
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
-    initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
-    Feedforward Neural Networks", equation 16.
-    """
-    require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
-    require_size(0, N=N)
-    attn = MultiHeadedAttention(h, d_model, dropout)
-    ff = PositionwiseFeedForward(d_model, d_ff, dropout)
-    position = PositionalEncoding(d_model, dropout)
-    c = copy.deepcopy
-    model = EncoderDecoder(
-        Encoder(EncoderLayer(d_model, c(attn), c(ff), dropout), N),
-        Decoder(DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout), N),
-        nn.Sequential(Embeddings(d_model, src_vocab), c(position)),
-        nn.Sequential(Embeddings(d_model, tgt_vocab), c(position)),
-        Generator(d_model, tgt_vocab),
-    )
-    for p in model.parameters():
-        if p.dim() > 1:
-            nn.init.xavier_uniform_(p)
-    return model
+    require_size(0, size=size)
+    return torch.ones(1, size, size, dtype=torch.bool).tril()

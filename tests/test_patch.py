@@ -254,7 +254,7 @@ def test_weights_that_are_thrown_away(backend, device):
     report = ff.accelerate(model)
     assert list(report.notes) == ["attn"] and not report.fallbacks  # not that of the layer
     assert "need_weights=False" in report.notes["attn"]
-    assert "attn: need_weights=True, the default, takes plain PyTorch" in str(report)
+    assert "attn: need_weights=True, the default, runs in plain PyTorch" in str(report)
     assert ff.explain(model, x).rows[0][2] == "torch"
     ff.restore(model)
 

@@ -23,8 +23,8 @@ from fastformer.replacements.base import (
 )
 
 NEEDS_WEIGHTS = (
-    "need_weights=True, the default, takes plain PyTorch; where the weights are thrown away, "
-    "need_weights=False, or accelerate(model, need_weights=False), takes the fused op"
+    "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "
+    "need_weights=False, or accelerate(model, need_weights=False), runs on the fused op"
 )
 
 

@@ -409,9 +409,7 @@ def _unsupported(owner: str, what: str) -> str:
 def _boolean(x: object, mask: Mask) -> Tensor:
     x = x.complete() if isinstance(x, Mask) else x
     if not isinstance(x, Tensor) or x.dtype != torch.bool:
-        raise _UnsupportedError(
-            _unsupported(mask.owner, "it is joined with what is not boolean")
-        )
+        raise _UnsupportedError(_unsupported(mask.owner, "it is joined with what is not boolean"))
     return x
 
 

@@ -1,12 +1,12 @@
-"""nn.TransformerEncoder as torch runs it and after accelerate: a training step, and inference.
+"""nn.TransformerEncoder before and after accelerate: a training step, and inference.
 
-The encoder is the base model's: 6 layers, d=512, h=8, post-norm, dropout 0.1, a batch with padding.
-`torch` is the encoder before, at inference on torch's own fast path, with nested tensors; `compile`
-is torch.compile of it, and `accelerated and compiled` of the other, both on a GPU. That before and
-after agree where no padding is, is checked, in evaluation, before the timing.
+The encoder is that of the base model: 6 layers, d=512, h=8, post-norm, dropout 0.1. The batch has
+padding. `torch` is the encoder before `accelerate`; at inference it runs on torch's fast path, with
+nested tensors. On a GPU `compile` is torch.compile of this encoder, and `accelerated and compiled`
+of the other. Before the timing both are compared, in evaluation, at the tokens that are no padding.
 
-FLOPs: forward 2 for each weight and token that is no padding, and attention between those;
-backward twice that.
+FLOPs: forward 2 for each weight and each token that is no padding, and attention between these
+tokens; backward twice that.
 """
 
 import copy
@@ -16,18 +16,16 @@ import torch
 from torch import nn
 
 import fastformer as ff
-from benchmarks.peers import available
+from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
 
-GPU = torch.cuda.is_available()
 D_MODEL, HEADS, D_FF, P = 512, 8, 2048, 0.1
 LAYERS = 6 if GPU else 2
-OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
 PEERS = available("torch", "compile")
-ACCELERATED = [*OURS, *(["accelerated and compiled"] if GPU else [])]
+ACCELERATED = [*BACKENDS, *(["accelerated and compiled"] if GPU else [])]
 
 
 def models():
-    """By provider: the encoder before accelerate, and after."""
+    """Returns the encoder before `accelerate`, and after."""
     layer = nn.TransformerEncoderLayer(D_MODEL, HEADS, D_FF, P, batch_first=True)
     before = nn.TransformerEncoder(layer, LAYERS)
     after = copy.deepcopy(before)
@@ -54,13 +52,12 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     if "compile" in provider:
         model = torch.compile(model)
 
-    with torch.no_grad(), ff.use_backend(provider if provider in OURS else "auto"):
+    with torch.no_grad(), backend_of(provider):
         outs = [copy.deepcopy(m).eval()(x, src_key_padding_mask=hidden) for m in (before, after)]
-    error = (outs[1] - outs[0])[real].abs().max() / outs[0].abs().max()
-    assert error < 50 * torch.finfo(dtype).eps, f"accelerated differs by {error:.1e}"
+    check_agreement("accelerated", outs[1][real], outs[0][real])
 
     def call():
-        with ff.use_backend(provider if provider in OURS else "auto"):
+        with backend_of(provider):
             with torch.set_grad_enabled(task == "training"):
                 out = model(x, src_key_padding_mask=hidden)
             if task == "training":
@@ -74,7 +71,7 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     measure(
         call,
         provider=provider,
-        backend=_ran(after, x, hidden, provider) if provider in OURS else None,
+        backend=_backends_taken(after, x, hidden, provider) if provider in BACKENDS else None,
         dtype=dtype,
         group=f"nn.TransformerEncoder S={length}, padding {padding:.0%}, {task}",
         flops=LAYERS * passes * (2 * weights * tokens + 4 * products * D_MODEL),
@@ -89,8 +86,8 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
     )
 
 
-def _ran(model, x, hidden, backend):
-    """What `auto` takes for the layers."""
+def _backends_taken(model, x, hidden, backend):
+    """Returns the backends on which the layers ran, joined by "+"."""
     with ff.use_backend(backend):
         rows = ff.explain(model, x, src_key_padding_mask=hidden).rows
     return "+".join(sorted({row[2] for row in rows}))

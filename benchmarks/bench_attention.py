@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import available
+from benchmarks.peers import GPU, available
 
 HEADS = 8
-GPU = torch.cuda.is_available()
 
 
 class Case(NamedTuple):

@@ -1,8 +1,10 @@
 """linear_cross_entropy beside torch's linear and cross_entropy, the same compiled, torch's own
-fused op, and Liger; cross_entropy of given logits beside these and QuACK, which smooths no labels.
+fused op, and Liger; cross_entropy of given logits beside these and QuACK, which does not smooth
+labels.
 
 FLOPs: 2 M N V forward, three times that with the gradients. Least bytes: the parameters and the
-input once, and with gradients theirs once more; MiB shows who holds the logits.
+input once, and with gradients these once more. The column MiB shows which provider stores the
+logits.
 """
 
 import functools
@@ -12,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import available, compiled
+from benchmarks.peers import GPU, available, compiled, implementation
 
-GPU = torch.cuda.is_available()
 ROWS = 8192 if GPU else 256
 WIDTH = 512
 CLASSES = [32768, 131072, 262144] if GPU else [1024, 8192]
@@ -25,13 +26,12 @@ PEERS, OURS = available("torch", "compile", "liger"), available("reference", "tr
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("smoothing", [0.1])
 def test_linear_cross_entropy(
-    measure, differentiated, device, dtype, mode, classes, smoothing, provider
+    measure, differentiated, random, device, dtype, mode, classes, smoothing, provider
 ):
-    x = torch.randn(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(classes, WIDTH, device=device, dtype=dtype) / WIDTH**0.5
-    weight.requires_grad_()
+    x, weight = random(ROWS, WIDTH), random(classes, WIDTH, unit_sum=True)
     target = torch.randint(0, classes, (ROWS,), device=device)
-    forward = functools.partial(_forward(provider), x, weight, target, smoothing)
+    compute = implementation(provider, LINEAR, _ours)
+    forward = functools.partial(compute, x, weight, target, smoothing)
     flops = 2 * ROWS * WIDTH * classes * (3 if mode == "forward+backward" else 1)
     nbytes = (x.nbytes + weight.nbytes) * (2 if mode == "forward+backward" else 1)
     measure(
@@ -47,45 +47,44 @@ def test_linear_cross_entropy(
     )
 
 
-def _forward(provider):
-    if provider in ("reference", "triton"):
-
-        def ours(x, weight, target, smoothing):
-            with ff.use_backend(provider):
-                return ff.linear_cross_entropy(x, weight, target, label_smoothing=smoothing)
-
-        return ours
-    if provider == "torch":
-        return _torch
-    if provider == "torch fused":
-        return lambda x, w, t, s: F.linear_cross_entropy(x, w, t, label_smoothing=s)
-    if provider == "compile":
-        return compiled(_torch)
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    fused = LigerFusedLinearCrossEntropyFunction.apply
-    return lambda x, w, t, s: fused(x, w, t, None, None, -100, 0.0, s)[0]
+def _ours(x, weight, target, smoothing):
+    return ff.linear_cross_entropy(x, weight, target, label_smoothing=smoothing)
 
 
 def _torch(x, weight, target, smoothing):
     return F.cross_entropy(F.linear(x, weight), target, label_smoothing=smoothing)
 
 
+def _torch_fused(x, weight, target, smoothing):
+    return F.linear_cross_entropy(x, weight, target, label_smoothing=smoothing)
+
+
+def _liger(x, weight, target, smoothing):
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    fused = LigerFusedLinearCrossEntropyFunction.apply
+    return fused(x, weight, target, None, None, -100, 0.0, smoothing)[0]
+
+
+LINEAR = {
+    "torch": _torch,
+    "torch fused": _torch_fused,
+    "compile": compiled(_torch),
+    "liger": _liger,
+}
+
+
 @pytest.mark.parametrize("provider", [*PEERS, *available("quack"), *OURS])
 @pytest.mark.parametrize("classes", CLASSES)
-def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, provider):
-    """On given logits: each is read twice and, with the gradient, read and written once more."""
-    logits = torch.randn(ROWS, classes, device=device, dtype=dtype, requires_grad=True)
+def test_cross_entropy(measure, differentiated, random, device, dtype, mode, classes, provider):
+    """The loss of given logits: each is read twice and, with the gradient, read and written once
+    more.
+    """
+    logits = random(ROWS, classes)
     target = torch.randint(0, classes, (ROWS,), device=device)
-
-    def forward():
-        if provider in GIVEN:
-            return GIVEN[provider](logits, target)
-        with ff.use_backend(provider):
-            return ff.cross_entropy(logits, target, label_smoothing=0.1)
-
+    compute = implementation(provider, GIVEN, _ours_given)
     measure(
-        differentiated(forward, (logits,)),
+        differentiated(lambda: compute(logits, target), (logits,)),
         group=f"cross_entropy V={classes} rows={ROWS} {mode}",
         provider=provider,
         dtype=dtype,
@@ -93,6 +92,10 @@ def test_cross_entropy(measure, differentiated, device, dtype, mode, classes, pr
         rows=ROWS,
         classes=classes,
     )
+
+
+def _ours_given(logits, target):
+    return ff.cross_entropy(logits, target, label_smoothing=0.1)
 
 
 def _torch_given(logits, target):

@@ -5,31 +5,28 @@ Least bytes: forward the output and its rows of the table once; backward the out
 the table's.
 """
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import available, compiled
+from benchmarks.peers import GPU, available, compiled, implementation
 
-GPU = torch.cuda.is_available()
 VOCAB, WIDTH = 37000 if GPU else 4096, 512
 PROVIDERS = available("torch", "compile", "reference", "triton")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_embed(measure, differentiated, device, dtype, batch, length, mode, provider):
-    weight = torch.randn(VOCAB, WIDTH, device=device, dtype=dtype, requires_grad=True)
+def test_embed(measure, differentiated, random, device, dtype, batch, length, mode, provider):
+    weight = random(VOCAB, WIDTH)
     positional = torch.randn(length, WIDTH, device=device, dtype=dtype)
     tokens = torch.randint(0, VOCAB, (batch, length), device=device)
-    forward = functools.partial(FORWARD.get(provider, _ours), provider)
+    compute = implementation(provider, PEERS, _ours)
     nbytes = 2 * batch * length * WIDTH * dtype.itemsize
     if mode == "forward+backward":
         nbytes += nbytes // 2 + weight.nbytes
     measure(
-        differentiated(lambda: forward(tokens, weight, positional), (weight,)),
+        differentiated(lambda: compute(tokens, weight, positional), (weight,)),
         group=f"embed S={length} {mode}",
         provider=provider,
         dtype=dtype,
@@ -40,13 +37,12 @@ def test_embed(measure, differentiated, device, dtype, batch, length, mode, prov
     )
 
 
-def _ours(backend, tokens, weight, positional):
-    with ff.use_backend(backend):
-        return ff.embed(tokens, weight, positional, 0.1)
+def _ours(tokens, weight, positional):
+    return ff.embed(tokens, weight, positional, 0.1)
 
 
-def _torch(_, tokens, weight, positional):
+def _torch(tokens, weight, positional):
     return F.dropout(F.embedding(tokens, weight) * WIDTH**0.5 + positional, 0.1)
 
 
-FORWARD = {"torch": _torch, "compile": compiled(_torch)}
+PEERS = {"torch": _torch, "compile": compiled(_torch)}

@@ -1,6 +1,6 @@
-"""feed_forward with relu and dropout 0.1 beside linear, relu, dropout, linear, which is what the
-tutorials write, as it stands and compiled, and beside torch._addmm_activation, cuBLAS with bias and
-relu in its epilogue. The gated forms beside Liger's kernels as well.
+"""feed_forward with relu and dropout 0.1 beside linear, relu, dropout and linear, which is what the
+tutorials write, eager and compiled, and beside torch._addmm_activation, which is cuBLAS with bias
+and relu in its epilogue. The gated forms are compared to Liger's kernels as well.
 
 FLOPs: 4 M d d_ff forward for M tokens (two products), twice that backward.
 Least bytes: forward x, y and both weights once; backward x, dy, dx, both weights and their
@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import available, compiled
+from benchmarks.peers import GPU, available, compiled, implementation
 
-GPU = torch.cuda.is_available()
 PROVIDERS = available("torch", "compile", "addmm_activation", "reference", "triton")
 SEQUENCES = 8 if GPU else 1
 SIZES = [(512, 2048), (1024, 4096), *([(2048, 8192), (4096, 16384)] if GPU else [])]
@@ -24,7 +23,7 @@ P = 0.1
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("d, d_ff", SIZES, ids=lambda n: str(n))
 def test_feed_forward(
-    measure, differentiated, request, device, dtype, length, d, d_ff, mode, provider
+    measure, differentiated, random, request, dtype, length, d, d_ff, mode, provider
 ):
     if d > 512 and not GPU and not request.config.getoption("slow"):
         pytest.skip("d = 1024 takes long on a CPU: needs --slow")
@@ -32,32 +31,18 @@ def test_feed_forward(
     if provider == "addmm_activation" and mode != "forward":
         pytest.skip("torch._addmm_activation has no gradient")
 
-    def parameter(*shape):  # of unit size after a product over the last dimension
-        x = torch.randn(*shape, device=device, dtype=dtype) / shape[-1] ** 0.5
-        return x.requires_grad_()
-
     rows = SEQUENCES * length
-    x = torch.randn(rows, d, device=device, dtype=dtype, requires_grad=True)
+    x = random(rows, d)
     w_1, b_1, w_2, b_2 = (
-        parameter(d_ff, d),
-        parameter(d_ff),
-        parameter(d, d_ff),
-        parameter(d),
+        random(*shape, unit_sum=True) for shape in ((d_ff, d), (d_ff,), (d, d_ff), (d,))
     )
-
-    def forward():
-        if provider in PLAIN:
-            return PLAIN[provider](x, w_1, b_1, w_2, b_2)
-        if provider == "addmm_activation":
-            return F.linear(F.dropout(torch._addmm_activation(b_1, x, w_1.t()), P), w_2, b_2)
-        with ff.use_backend(provider):
-            return ff.feed_forward(x, w_1, b_1, w_2, b_2, "relu", P)
-
+    inputs = (x, w_1, b_1, w_2, b_2)
+    compute = implementation(provider, PEERS, _ours)
     flops, nbytes = 4 * rows * d * d_ff, 2 * (x.nbytes + w_1.nbytes)
     if mode == "forward+backward":
         flops, nbytes = 3 * flops, nbytes + 3 * x.nbytes + 4 * w_1.nbytes
     measure(
-        differentiated(forward, (x, w_1, b_1, w_2, b_2)),
+        differentiated(lambda: compute(*inputs), inputs),
         group=f"feed_forward {d}->{d_ff} S={length} {mode}",
         provider=provider,
         dtype=dtype,
@@ -71,35 +56,34 @@ def test_feed_forward(
     )
 
 
+def _ours(x, w_1, b_1, w_2, b_2):
+    return ff.feed_forward(x, w_1, b_1, w_2, b_2, "relu", P)
+
+
 def _plain(x, w_1, b_1, w_2, b_2):
     return F.linear(F.dropout(F.relu(F.linear(x, w_1, b_1)), P), w_2, b_2)
 
 
-PLAIN = {"torch": _plain, "compile": compiled(_plain)}
+def _addmm_activation(x, w_1, b_1, w_2, b_2):
+    return F.linear(F.dropout(torch._addmm_activation(b_1, x, w_1.t()), P), w_2, b_2)
+
+
+PEERS = {"torch": _plain, "compile": compiled(_plain), "addmm_activation": _addmm_activation}
 
 
 @pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
 @pytest.mark.parametrize("op", ["geglu", "swiglu"])
-def test_gated(measure, differentiated, device, dtype, mode, op, provider):
+def test_gated(measure, differentiated, random, dtype, mode, op, provider):
     """The gated forms beside torch's linear, activation, product and dropout. (Liger's geglu is the
     approximation by tanh.)
     """
     rows, d, d_ff = (16384, 1024, 2816) if GPU else (256, 512, 1408)
-    x = torch.randn(rows, d, device=device, dtype=dtype, requires_grad=True)
-    w, w_2 = (
-        (torch.randn(*shape, device=device, dtype=dtype) / shape[1] ** 0.5).requires_grad_()
-        for shape in ((2 * d_ff, d), (d, d_ff))
-    )
-
-    def forward():
-        if provider in GATED:
-            return GATED[provider](op, x, w, w_2)
-        with ff.use_backend(provider):
-            return getattr(ff, op)(x, w, None, w_2, None, P)
-
+    x = random(rows, d)
+    w, w_2 = (random(*shape, unit_sum=True) for shape in ((2 * d_ff, d), (d, d_ff)))
+    compute = implementation(provider, GATED, _ours_gated)
     flops = 6 * rows * d * d_ff
     measure(
-        differentiated(forward, (x, w, w_2)),
+        differentiated(lambda: compute(op, x, w, w_2), (x, w, w_2)),
         group=f"{op} {d}->{d_ff} rows={rows} {mode}",
         provider=provider,
         dtype=dtype,
@@ -109,6 +93,10 @@ def test_gated(measure, differentiated, device, dtype, mode, op, provider):
         d_ff=d_ff,
         dropout_p=P,
     )
+
+
+def _ours_gated(op, x, w, w_2):
+    return getattr(ff, op)(x, w, None, w_2, None, P)
 
 
 def _gated(op, x, w, w_2):

@@ -1,22 +1,18 @@
 """layer_norm, rms_norm and dropout_add_layer_norm beside torch's own ops, the same compiled, Liger,
-QuACK and flash-attn, and LayerNorm beside the tutorials' formula, which is another one: it divides
-by std + eps, with N - 1 in the std. Liger and QuACK compute the residual sum without dropout: they
-are left out there.
+QuACK and flash-attn. LayerNorm is also compared to the tutorials' formula, which is another one: it
+divides by std + eps, with N - 1 in the std. Liger and QuACK compute the residual sum without
+dropout, so they are left out there.
 
-Least bytes: forward x and y once, and with a residual that and the sum once more; backward x, dy
-and dx, and with a residual a second gradient in and out. FLOPs are nothing beside them.
+Least bytes: forward x and y once, and with a residual also the residual and the sum; backward x, dy
+and dx, and with a residual a second gradient in and out. The FLOPs are negligible.
 """
 
-import functools
-
 import pytest
-import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import available, compiled
+from benchmarks.peers import GPU, available, compiled, implementation
 
-GPU = torch.cuda.is_available()
 OURS = available("reference", "triton")
 PROVIDERS = available("torch", "compile", "liger", "quack", "tutorial") + OURS
 ROWS = 262144 if GPU else 1024  # of width 512; fewer of the wider ones
@@ -26,17 +22,14 @@ SEQUENCES = 8 if GPU else 2  # of the comparison of lengths
 
 
 @pytest.fixture
-def compare(measure, differentiated, device, dtype, mode, provider):
+def compare(measure, differentiated, random, dtype, mode, provider):
     def run(rows, width, group, **shape):
         if provider == "quack" and mode != "forward":
             pytest.skip("QuACK's LayerNorm has no gradient of the bias")
-        x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
-        weight, bias = (
-            torch.randn(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
-        )
-        forward = functools.partial(FORWARD.get(provider, _ours), provider, x, weight, bias)
+        x, weight, bias = inputs = random(rows, width), random(width), random(width)
+        compute = implementation(provider, LAYER_NORM, _ours)
         measure(
-            differentiated(forward, (x, weight, bias)),
+            differentiated(lambda: compute(x, weight, bias), inputs),
             group=f"layer_norm {group} {mode}",
             provider=provider,
             dtype=dtype,
@@ -63,19 +56,12 @@ def test_widths(compare, width):
 
 @pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "tutorial"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm(measure, differentiated, device, dtype, mode, width, provider):
+def test_rms_norm(measure, differentiated, random, dtype, mode, width, provider):
     rows = max(256, ROWS * 512 // width)
-    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(width, device=device, dtype=dtype, requires_grad=True)
-
-    def forward():
-        if provider in RMS:
-            return RMS[provider](x, weight)
-        with ff.use_backend(provider):
-            return ff.rms_norm(x, width, weight)
-
+    x, weight = random(rows, width), random(width)
+    compute = implementation(provider, RMS, _ours_rms)
     measure(
-        differentiated(forward, (x, weight)),
+        differentiated(lambda: compute(x, weight), (x, weight)),
         group=f"rms_norm N={width} rows={rows} {mode}",
         provider=provider,
         dtype=dtype,
@@ -87,23 +73,13 @@ def test_rms_norm(measure, differentiated, device, dtype, mode, width, provider)
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile", "flash-attn"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_dropout_add_layer_norm(measure, differentiated, device, dtype, mode, width, provider):
+def test_dropout_add_layer_norm(measure, differentiated, random, dtype, mode, width, provider):
     rows = max(256, ROWS * 512 // width)
-    x, residual = (
-        torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
-    )
-    weight, bias = (
-        torch.randn(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
-    )
-
-    def forward():
-        if provider in ADD:
-            return ADD[provider](x, residual, weight, bias)
-        with ff.use_backend(provider):
-            return ff.dropout_add_layer_norm(x, residual, weight, bias, P)
-
+    shapes = ((rows, width), (rows, width), (width,), (width,))
+    x, residual, weight, bias = inputs = tuple(random(*shape) for shape in shapes)
+    compute = implementation(provider, ADD, _ours_add)
     measure(
-        differentiated(forward, (x, residual, weight, bias)),
+        differentiated(lambda: compute(x, residual, weight, bias), inputs),
         group=f"dropout_add_layer_norm N={width} rows={rows} {mode}",
         provider=provider,
         dtype=dtype,
@@ -114,30 +90,33 @@ def test_dropout_add_layer_norm(measure, differentiated, device, dtype, mode, wi
     )
 
 
-def _ours(backend, x, weight, bias):
-    with ff.use_backend(backend):
-        return ff.layer_norm(x, x.shape[-1], weight, bias)
+def _ours(x, weight, bias):
+    return ff.layer_norm(x, x.shape[-1], weight, bias)
 
 
-def _torch(_, x, weight, bias):
+def _torch(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias)
 
 
-def _tutorial(_, x, weight, bias):
+def _tutorial(x, weight, bias):
     mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
     return weight * (x - mean) / (std + 1e-6) + bias
 
 
-def _liger(_, x, weight, bias):
+def _liger(x, weight, bias):
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     return LigerLayerNormFunction.apply(x, weight, bias, EPS)
 
 
-def _quack(_, x, weight, bias):
+def _quack(x, weight, bias):
     from quack.rmsnorm import layernorm_fwd
 
     return layernorm_fwd(x, weight.float(), bias.float(), EPS)  # it takes float32 parameters
+
+
+def _ours_rms(x, weight):
+    return ff.rms_norm(x, x.shape[-1], weight)
 
 
 def _torch_rms(x, weight):
@@ -156,6 +135,10 @@ def _quack_rms(x, weight):
     return rmsnorm(x, weight, eps=EPS)
 
 
+def _ours_add(x, residual, weight, bias):
+    return ff.dropout_add_layer_norm(x, residual, weight, bias, P)
+
+
 def _torch_add(x, residual, weight, bias):
     total = residual + F.dropout(x, P)
     return F.layer_norm(total, x.shape[-1:], weight, bias), total
@@ -167,7 +150,7 @@ def _flash_attn_add(x, residual, weight, bias):
     return layer_norm_fn(x, weight, bias, residual, eps=EPS, dropout_p=P, prenorm=True)
 
 
-FORWARD = {
+LAYER_NORM = {
     "torch": _torch,
     "compile": compiled(_torch),
     "tutorial": _tutorial,

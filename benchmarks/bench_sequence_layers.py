@@ -5,8 +5,8 @@ layer, and how far apart two positions are (the longest path between them).
     recurrent        O(n d^2)                                   path O(n)
     convolution      O(k n d^2), kernel of width k              path O(n / k)
 
-One sequence, d features in and out, on a CPU one thread; below the closing table stands with which
-power of n each time grows, fitted by least squares in the logarithms.
+The input is one sequence of d features, and a CPU uses one thread. Below the closing table stands
+the power of n with which each time grows, fitted by least squares in the logarithms.
 
 FLOPs: 2 for each weight and token and 4 n^2 d of attention, three times that (attention: 3.5 times)
 with the gradients.
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import fastformer as ff
+from benchmarks.peers import GPU
 
-GPU = torch.cuda.is_available()
 D, HEADS, K = (512, 8, 3) if GPU else (64, 4, 3)
 SIZES = [256, 512, 1024, 2048, 4096, 8192, 16384] if GPU else [128, 256, 512, 1024]
 
@@ -59,11 +59,11 @@ LAYERS = {
 
 @pytest.mark.parametrize("provider", LAYERS)
 @pytest.mark.parametrize("length", SIZES)
-def test_sequence_layers(measure, differentiated, device, dtype, length, mode, provider):
+def test_sequence_layers(measure, differentiated, random, device, dtype, length, mode, provider):
     torch.set_num_threads(1)
     make, work = LAYERS[provider]
     layer = make().to(device, dtype)
-    x = torch.randn(1, length, D, device=device, dtype=dtype, requires_grad=True)
+    x = random(1, length, D)
     inputs = [x, *layer.parameters()]
     weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
     products, pairs = 2 * weights * length, 4 * length**2 * D * (provider == "self-attention")

@@ -21,12 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer as ff
-from benchmarks.peers import available
+from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
 from fastformer.copy_task import PAD, CopyData, Settings
 from fastformer.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
-GPU = torch.cuda.is_available()
-OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
 D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
 
 
@@ -99,13 +97,13 @@ def plain(model: nn.Module, parts: dict = PLAIN) -> nn.Module:
 
 
 def rivals(ours: nn.Module) -> dict[str, nn.Module]:
-    """By provider: ours, and what it is measured against."""
+    """Returns the models to compare, by provider."""
     torchs = plain(ours)
     return {
         "torch": torchs,
         "tutorial": plain(ours, TUTORIAL),
         **({"compile": torch.compile(torchs)} if "compile" in PEERS else {}),
-        **dict.fromkeys(OURS, ours),
+        **dict.fromkeys(BACKENDS, ours),
     }
 
 
@@ -138,42 +136,40 @@ class TorchLayer(nn.Module):
         return self.layer(x, src_key_padding_mask=~mask[:, 0])
 
 
-def _ran(backend, device):
-    """The backend that `auto` takes on the device."""
+def _backend_taken(backend, device):
+    """Returns the backend on which an op runs on the device."""
     with ff.use_backend(backend):
         return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
 
 
 def _measure_step(measure, provider, device, models, step, inputs, **figures):
-    """Measures step(model) of the provider's model, once that and the plain one agree."""
-    with torch.no_grad(), ff.use_backend(provider if provider in OURS else "auto"):
+    """Checks that the provider's model agrees with the plain one, and measures step(model)."""
+    with torch.no_grad(), backend_of(provider):
         expected, actual = (models[name].eval()(*inputs) for name in ("torch", provider))
-    error = (actual - expected).abs().max() / expected.abs().max()
-    bound = 50 * torch.finfo(expected.dtype).eps if provider != "tutorial" else 0.1
-    assert error < bound, f"{provider} differs by {error:.1e}"
+    check_agreement(provider, actual, expected, 0.1 if provider == "tutorial" else None)
     for model in models.values():
         model.train()
 
     def call():
-        with ff.use_backend(provider if provider in OURS else "auto"):
+        with backend_of(provider):
             step(models[provider])
 
     measure(
         call,
         provider=provider,
-        backend=_ran(provider, device) if provider in OURS else None,
+        backend=_backend_taken(provider, device) if provider in BACKENDS else None,
         dtype=expected.dtype,
         dropout_p=P,
         **figures,
     )
 
 
-@pytest.mark.parametrize("provider", ["torch", *OURS])
+@pytest.mark.parametrize("provider", ["torch", *BACKENDS])
 def test_copy_task(measure, device, provider):
     settings = Settings(steps=1, device=device, dropout=P)
     batch = next(iter(CopyData(settings)))
     ours = settings.model()
-    models = {"torch": plain(ours), **dict.fromkeys(OURS, ours)}
+    models = {"torch": plain(ours), **dict.fromkeys(BACKENDS, ours)}
     criterion = LabelSmoothing(settings.vocab, PAD)
     optimizers = {
         model: make_optimizer(model.parameters(), settings.d_model)[0] for model in models.values()
@@ -205,7 +201,7 @@ def test_copy_task(measure, device, provider):
     )
 
 
-@pytest.mark.parametrize("provider", [*PEERS, "nn.TransformerEncoderLayer", *OURS])
+@pytest.mark.parametrize("provider", [*PEERS, "nn.TransformerEncoderLayer", *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [128, 512])
 def test_encoder_layer(measure, device, dtype, batch, length, provider):
     attention = ff.MultiHeadedAttention(HEADS, D_MODEL, P)
@@ -242,7 +238,7 @@ def test_encoder_layer(measure, device, dtype, batch, length, provider):
     )
 
 
-@pytest.mark.parametrize("provider", [*PEERS, *OURS])
+@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
 @pytest.mark.parametrize("length", [128, 256, 512, 1024, 2048, 4096] if GPU else [64])
 def test_transformer_step(measure, device, dtype, batch, length, provider):
     """The base model, forward and backward of the loss, without the optimizer."""

@@ -17,10 +17,8 @@ import pytest
 import torch
 
 import fastformer as ff
-from benchmarks.peers import available
+from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
 
-GPU = torch.cuda.is_available()
-OURS = ["auto", "reference", "triton"] if GPU else ["auto"]
 NAMES = {"torch": "sdpa", "eager": "eager", "flash-attn": "flash_attention_2"}
 PEERS = available(*NAMES)
 LENGTHS = [128, 256, 512, 1024] if GPU else [128, 512]
@@ -41,7 +39,7 @@ def _model(name, layers, length):
     return transformers.GPT2Model(config)
 
 
-@pytest.mark.parametrize("provider", [*PEERS, *OURS])
+@pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", VALID)
 def test_step(measure, device, dtype, batch, name, length, provider, request):
@@ -62,7 +60,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
 
     def run(who):
         model.set_attn_implementation(NAMES.get(who, "fastformer"))
-        with ff.use_backend(who if who in OURS else "auto"):
+        with backend_of(who):
             return model(**given).last_hidden_state
 
     def step(who):
@@ -72,8 +70,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     model.eval()
     with torch.no_grad():
         expected, actual = run("torch")[kept], run(provider)[kept]
-    error = (actual - expected).abs().max() / expected.abs().max()
-    assert error < 50 * torch.finfo(dtype).eps, f"{provider} differs by {error:.1e}"
+    check_agreement(provider, actual, expected)
     model.train()
 
     valid = int(lengths.sum())
@@ -83,7 +80,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
         lambda: step(provider),
         group=f"{name}, {layers} layers, S={length}, a training step",
         provider=provider,
-        backend=_ran(provider, device, dtype) if provider in OURS else None,
+        backend=_backend_taken(provider, device, dtype) if provider in BACKENDS else None,
         dtype=dtype,
         flops=3 * 2 * weights * batch * length + 3.5 * 4 * layers * pairs * D_MODEL,
         batch=batch,
@@ -96,8 +93,8 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
     )
 
 
-def _ran(backend, device, dtype):
-    """The backend that `auto` takes for the attention."""
+def _backend_taken(backend, device, dtype):
+    """Returns the backend on which the attention runs."""
     x = torch.zeros(1, 1, 16, D_MODEL // HEADS, device=device, dtype=dtype)
     with ff.use_backend(backend):
         return ff.explain("scaled_dot_product_attention", x, x, x).backend

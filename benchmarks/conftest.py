@@ -123,6 +123,19 @@ def batch(length):
     return max(1, TOKENS // length)
 
 
+@pytest.fixture
+def random(device, dtype):
+    """random(*shape): normal numbers that require gradients. With `unit_sum` a sum over the last
+    dimension has the variance 1.
+    """
+
+    def random(*shape, unit_sum=False):
+        x = torch.randn(*shape, device=device, dtype=dtype)
+        return (x / shape[-1] ** 0.5 if unit_sum else x).requires_grad_()
+
+    return random
+
+
 @pytest.fixture(params=["forward", "forward+backward"])
 def mode(request):
     return request.param

@@ -1,17 +1,22 @@
-"""The providers that a suite compares: which of them can run here, and why the others cannot."""
+"""The providers that a suite compares: which of them can run here, why the others cannot, and how
+each is called.
+"""
 
 import importlib.util
 
 import torch
 import torch.nn.functional as F
 
+import fastformer as ff
+
 GPU = torch.cuda.is_available()
-ABSENT = {}  # provider: the reason; what `available` has left out
+BACKENDS = ["auto", "reference", "triton"] if GPU else ["auto"]  # of whole models
+ABSENT = {}  # provider: the reason why `available` left it out
 
 
 def available(*names):
-    """Those of the providers that can run here. The reasons of the others are kept in ABSENT and
-    stand below the closing table.
+    """Returns the providers that can run here. ABSENT keeps the reasons of the others, and the
+    closing table prints them.
     """
     for name in names:
         reason = _obstacle(name)
@@ -46,5 +51,35 @@ ON_GPU = dict.fromkeys(
 
 
 def compiled(function):
-    """torch.compile of it, for each shape anew; on a CPU, where nothing calls it, as it is."""
+    """Compiles a function, again for each shape. On a CPU no suite calls it, and it is returned
+    unchanged.
+    """
     return torch.compile(function, dynamic=False) if GPU else function
+
+
+def implementation(provider, peers, ours):
+    """Returns the function of a peer, or `ours` on the backend of that name."""
+    if provider in peers:
+        return peers[provider]
+
+    def on_backend(*inputs):
+        with ff.use_backend(provider):
+            return ours(*inputs)
+
+    return on_backend
+
+
+def backend_of(provider):
+    """Returns a context in which fastformer runs on the backend of that name, or for a peer on
+    `auto`.
+    """
+    return ff.use_backend(provider if provider in BACKENDS else "auto")
+
+
+def check_agreement(provider, actual, expected, bound=None):
+    """Fails if the largest error, relative to the largest value, is not below the bound: by default
+    50 roundings of the dtype.
+    """
+    error = (actual - expected).abs().max() / expected.abs().max()
+    bound = 50 * torch.finfo(expected.dtype).eps if bound is None else bound
+    assert error < bound, f"{provider} differs by {error:.1e}"

@@ -21,8 +21,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
+from fastformer.checks import require_size
 from fastformer.decoding import greedy_decode
-from fastformer.modules import MultiHeadedAttention, require_size
+from fastformer.modules import MultiHeadedAttention
 from fastformer.training import (
     Batch,
     LabelSmoothing,

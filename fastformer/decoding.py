@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastformer.modules import Embeddings, PositionalEncoding, require_size
-from fastformer.training import _require_ids
+from fastformer.checks import require_size, require_token_ids
+from fastformer.modules import Embeddings, PositionalEncoding
 from fastformer.transformer import EncoderDecoder, subsequent_mask
 
 __all__ = ["greedy_decode"]
@@ -38,7 +38,7 @@ def greedy_decode(
 
     Source: harvardnlp/annotated-transformer, "Greedy Decoding".
     """
-    _require_ids("src", src)
+    require_token_ids("src", src)
     require_size(max_len=max_len)
     require_size(0, start_symbol=start_symbol)
     _require_decoder(model, max_len, start_symbol)

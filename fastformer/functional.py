@@ -17,21 +17,36 @@ statistics in float32.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fastformer import backends, reference
+from fastformer.checks import (
+    INTEGERS,
+    INTS,
+    autocast,
+    autocast_dtype,
+    may_read,
+    require_choice,
+    require_device,
+    require_eps,
+    require_flag,
+    require_floating,
+    require_ids,
+    require_int,
+    require_number,
+    require_probability,
+    require_tensor,
+    require_token,
+    seed_tensor,
+    shape_of,
+)
 from fastformer.description import Attention
 from fastformer.reference import ACTIVATIONS
 
-_CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-_INTS, _FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 MAX_HEAD_DIM = 256
 
 __all__ = [
@@ -50,138 +65,9 @@ __all__ = [
 ]
 
 
-# ----------------------------------------------------------------------------------------- checks
-
-
-def _shape(x: Tensor) -> str:
-    return "[" + ", ".join(str(n) for n in x.shape) + "]"
-
-
-def _require_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
-    """A tensor whose elements lie in memory, each by its strides."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout)
-        raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
-
-
-def _require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
-    """All of one floating dtype and on one device, those of the first; the optional may be None."""
-    first: tuple[str, Tensor] | None = None
-    for name, x in tensors.items():
-        if x is None and name in optional:
-            continue
-        _require_tensor(name, x)
-        assert x is not None
-        if first is None:
-            if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-                raise TypeError(
-                    f"{name} has dtype {x.dtype}; expected float32, float16, bfloat16 or float64"
-                )
-            first = (name, x)
-            continue
-        if x.dtype != first[1].dtype:
-            raise TypeError(
-                f"{name} has dtype {x.dtype}; expected that of {first[0]}, {first[1].dtype}"
-            )
-        _require_device(name, x, *first)
-
-
-def _require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
-    if x.device != like.device:
-        raise ValueError(
-            f"{name} is on {x.device}; expected the device of {like_name}, {like.device}"
-        )
-
-
-def _require_number(name: str, x: float, expected: str = "a number") -> float:
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
-    return float(x)
-
-
-def _require_probability(name: str, p: float) -> float:
-    p = _require_number(name, p, "a number in [0, 1]")
-    if not 0 <= p <= 1:
-        raise ValueError(f"{name} is {p}; expected a number in [0, 1]")
-    return p
-
-
-def _require_int(name: str, x: int) -> None:
-    """An int that int64 holds."""
-    if not isinstance(x, _INTS) or isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
-    if not -(2**63) <= x < 2**63:
-        raise ValueError(f"{name} is {x}; expected an int of 64 bits")
-
-
-def _require_flag(name: str, x: bool) -> bool:
-    """What is not a bool is refused: "no" would count as True."""
-    if not isinstance(x, _FLAGS):
-        raise TypeError(f"{name} is {x!r}; expected True or False")
-    return bool(x)
-
-
-def _require_choice(name: str, x: str, choices: Iterable[str]) -> str:
-    if not isinstance(x, str) or x not in choices:
-        raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
-    return x
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether the contents of x are checked: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
-    return (x.device.type == "cpu" or _CHECK_ON_GPU) and reference.eager(x)
-
-
-def _seed(
-    dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
-) -> Tensor | None:
-    """The seed as a tensor of one int64, drawn from torch's generator where none is given."""
-    if dropout_seed is None:
-        if dropout_p == 0:
-            return None
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
-        if not -(2**63) <= dropout_seed < 2**64:
-            raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
-        if dropout_p == 0:
-            return None
-        wrapped = (dropout_seed + 2**63) % 2**64 - 2**63  # the 64 bits as a signed number
-        return torch.full((1,), wrapped, dtype=torch.int64, device=device)  # no copy from the host
-    _require_tensor("dropout_seed", dropout_seed, "an int, a tensor of one int64, or None")
-    assert isinstance(dropout_seed, Tensor)
-    if dropout_seed.numel() != 1 or dropout_seed.dtype != torch.int64:
-        raise ValueError(
-            f"dropout_seed has shape {_shape(dropout_seed)} and dtype {dropout_seed.dtype}; "
-            "expected one element of int64"
-        )
-    if dropout_seed.device != device:
-        raise ValueError(f"dropout_seed is on {dropout_seed.device}; expected the inputs' {device}")
-    return dropout_seed.reshape(1) if dropout_p > 0 else None
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of the surrounding torch.autocast on the tensor's device, or None."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors in the dtype of the surrounding torch.autocast, if there is one; float64 stays."""
-    first = next((x for x in tensors if isinstance(x, Tensor)), None)
-    dtype = None if first is None else _autocast_dtype(first)
-    if dtype is None:
-        return tensors
-    low = (torch.float32, torch.float16, torch.bfloat16)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors)
-
-
 def _run(op: str, first: Tensor, **arguments: Any) -> Any:
     """`backends.run` with torch.autocast off: it was applied above, alike for both backends."""
-    if _autocast_dtype(first) is None:
+    if autocast_dtype(first) is None:
         return backends.run(op, **arguments)
     with torch.autocast(first.device.type, enabled=False):
         return backends.run(op, **arguments)
@@ -291,29 +177,29 @@ def scaled_dot_product_attention(
     architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
     Sinks".
     """
-    query, key, value = _autocast(query, key, value)
-    _require_floating(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    require_floating(query=query, key=key, value=value)
     three = query.dim() == 3
     query, key, value = _with_heads(three, query=query, key=key, value=value)
     attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
-    enable_gqa = _require_flag("enable_gqa", enable_gqa)
+    enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale = _require_attention(query, key, value, scale, enable_gqa)
     if key_lengths is not None:
         _require_lengths(key_lengths, query, key.shape[2])
-    p = _require_probability("dropout_p", dropout_p)
+    p = require_probability("dropout_p", dropout_p)
     attention = Attention(
         attn_mask,
         p,
-        _require_flag("is_causal", is_causal),
+        require_flag("is_causal", is_causal),
         scale,
         bias,
         None if key_lengths is None else key_lengths.contiguous(),
         _window(window),
-        _require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         _slopes(alibi_slopes, query),
         _softcap(softcap),
         _sinks(sinks, query),
-        _seed(dropout_seed, p, query.device),
+        seed_tensor(dropout_seed, p, query.device),
     )
     result = _run(
         "scaled_dot_product_attention",
@@ -322,7 +208,7 @@ def scaled_dot_product_attention(
         key=key,
         value=value,
         attention=attention,
-        return_lse=_require_flag("return_lse", return_lse),
+        return_lse=require_flag("return_lse", return_lse),
     )
     if not three:
         return result
@@ -378,11 +264,11 @@ def packed_attention(
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
     Packing without Cross-contamination".
     """
-    query, key, value = _autocast(query, key, value)
-    _require_floating(query=query, key=key, value=value)
+    query, key, value = autocast(query, key, value)
+    require_floating(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
-            raise ValueError(f"{name} has shape {_shape(x)}; expected [tokens, heads, D]")
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     scale = _require_attention(q, k, v, scale, True)
     for name, cu, x_name, x, longest in (
@@ -392,19 +278,19 @@ def packed_attention(
         _require_offsets(name, cu, x_name, x, longest)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_k has shape {_shape(cu_seqlens_k)}; "
-            f"expected that of cu_seqlens_q, {_shape(cu_seqlens_q)}"
+            f"cu_seqlens_k has shape {shape_of(cu_seqlens_k)}; "
+            f"expected that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         )
-    p = _require_probability("dropout_p", dropout_p)
+    p = require_probability("dropout_p", dropout_p)
     attention = Attention(
         None,
         p,
-        _require_flag("is_causal", is_causal),
+        require_flag("is_causal", is_causal),
         scale,
         window=_window(window),
-        causal_alignment=_require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        causal_alignment=require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         sinks=_sinks(sinks, q),
-        dropout_seed=_seed(dropout_seed, p, query.device),
+        dropout_seed=seed_tensor(dropout_seed, p, query.device),
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
         max_q=max_q,
@@ -453,11 +339,11 @@ def attention_weights(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
-    query, key = _autocast(query, key)
-    _require_floating(query=query, key=key)
+    query, key = autocast(query, key)
+    require_floating(query=query, key=key)
     query, key = _with_heads(False, query=query, key=key)
     attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], False)
-    enable_gqa = _require_flag("enable_gqa", enable_gqa)
+    enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale = _require_attention(query, key, key, scale, enable_gqa)
     if key_lengths is not None:
         _require_lengths(key_lengths, query, key.shape[2])
@@ -466,12 +352,12 @@ def attention_weights(
     attention = Attention(
         attn_mask,
         0.0,
-        _require_flag("is_causal", is_causal),
+        require_flag("is_causal", is_causal),
         scale,
         bias,
         None if key_lengths is None else key_lengths.contiguous(),
         _window(window),
-        _require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         _slopes(alibi_slopes, query),
         _softcap(softcap),
         _sinks(sinks, query),
@@ -486,7 +372,7 @@ def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
             known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
             if name == "query":
                 known = "four dimensions [B, H, S, D], or three [B, S, D]"
-            raise ValueError(f"{name} has shape {_shape(x)}; expected {known}")
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected {known}")
     return [x.unsqueeze(1) if three else x for x in tensors.values()]
 
 
@@ -497,32 +383,32 @@ def _require_attention(
     batch, heads, _, dim = query.shape
     if key.shape[0] != batch or value.shape[0] != batch:
         raise ValueError(
-            f"key {_shape(key)} and value {_shape(value)}; "
-            f"expected the batch of query {_shape(query)}, {batch}"
+            f"key {shape_of(key)} and value {shape_of(value)}; "
+            f"expected the batch of query {shape_of(query)}, {batch}"
         )
     if key.shape[3] != dim:
         raise ValueError(
-            f"key {_shape(key)}; expected the head dim of query {_shape(query)}, {dim}"
+            f"key {shape_of(key)}; expected the head dim of query {shape_of(query)}, {dim}"
         )
     if value.shape[1:3] != key.shape[1:3]:
         raise ValueError(
-            f"value {_shape(value)}; expected the heads and the length of key {_shape(key)}"
+            f"value {shape_of(value)}; expected the heads and the length of key {shape_of(key)}"
         )
     if not enable_gqa and key.shape[1] != heads:
         raise ValueError(
-            f"key {_shape(key)}; "
-            f"expected the {heads} heads of query {_shape(query)} (or enable_gqa=True)"
+            f"key {shape_of(key)}; "
+            f"expected the {heads} heads of query {shape_of(query)} (or enable_gqa=True)"
         )
     if enable_gqa and (heads % key.shape[1] if key.shape[1] else heads):
-        raise ValueError(f"key {_shape(key)}; expected a number of heads that divides {heads}")
+        raise ValueError(f"key {shape_of(key)}; expected a number of heads that divides {heads}")
     if max(dim, value.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(
-            f"query {_shape(query)}, value {_shape(value)}; "
+            f"query {shape_of(query)}, value {shape_of(value)}; "
             f"expected head dims of at most {MAX_HEAD_DIM}"
         )
     if scale is None:
         return 1.0 / math.sqrt(max(1, dim))
-    return _require_number("scale", scale, "a number or None")
+    return require_number("scale", scale, "a number or None")
 
 
 def _mask_and_bias(
@@ -540,23 +426,23 @@ def _mask_and_bias(
     elif bias is not None:
         _require_bias("bias", bias, query)
     if attn_mask is not None:
-        _require_tensor("attn_mask", attn_mask)
+        require_tensor("attn_mask", attn_mask)
         if attn_mask.dtype != torch.bool:
             raise TypeError(
                 f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
                 "takes part, or a floating dtype, to be added to the scores"
             )
-    if bias is not None and _autocast_dtype(query) is not None and bias.dtype != torch.float32:
+    if bias is not None and autocast_dtype(query) is not None and bias.dtype != torch.float32:
         bias = bias.to(query.dtype)
     mask = _broadcast("attn_mask", attn_mask, query, k_length, three)
     return mask, _broadcast("bias", bias, query, k_length, three)
 
 
 def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
-    _require_tensor(name, bias)
+    require_tensor(name, bias)
     allowed = (torch.float32, query.dtype)
     if bias.dtype not in allowed and not (
-        _autocast_dtype(query) is not None and bias.is_floating_point()
+        autocast_dtype(query) is not None and bias.is_floating_point()
     ):
         raise TypeError(
             f"{name} has dtype {bias.dtype}; expected the dtype of query, {query.dtype}, or float32"
@@ -568,26 +454,26 @@ def _broadcast(
 ) -> Tensor | None:
     if x is None:
         return None
-    _require_device(name, x, "query", query)
+    require_device(name, x, "query", query)
     full = [*query.shape[:3], k_length]
     if three:
         del full[1]
     aligned = full[len(full) - x.dim() :] if x.dim() <= len(full) else None
     if aligned is None or any(have not in (want, 1) for have, want in zip(x.shape, aligned)):
-        raise ValueError(f"{name} has shape {_shape(x)}; expected one that broadcasts to {full}")
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected one that broadcasts to {full}")
     return x.unsqueeze(1) if three and x.dim() == 3 else x
 
 
 def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
-    _require_tensor("key_lengths", key_lengths, "an integer tensor")
-    if key_lengths.dtype not in _INTEGERS:
+    require_tensor("key_lengths", key_lengths, "an integer tensor")
+    if key_lengths.dtype not in INTEGERS:
         raise TypeError(f"key_lengths has dtype {key_lengths.dtype}; expected integers")
     if key_lengths.shape != (query.shape[0],):
         raise ValueError(
-            f"key_lengths has shape {_shape(key_lengths)}; expected [B] = [{query.shape[0]}]"
+            f"key_lengths has shape {shape_of(key_lengths)}; expected [B] = [{query.shape[0]}]"
         )
-    _require_device("key_lengths", key_lengths, "query", query)
-    if _readable(key_lengths) and key_lengths.numel():
+    require_device("key_lengths", key_lengths, "query", query)
+    if may_read(key_lengths) and key_lengths.numel():
         low, high = int(key_lengths.min()), int(key_lengths.max())
         if low < 0 or high > k_length:
             raise ValueError(
@@ -597,17 +483,17 @@ def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
 
 
 def _require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int) -> None:
-    _require_tensor(name, cu, "an int32 tensor")
+    require_tensor(name, cu, "an int32 tensor")
     if cu.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
     if cu.dim() != 1 or cu.shape[0] < 1:
-        raise ValueError(f"{name} has shape {_shape(cu)}; expected [B + 1]")
-    _require_device(name, cu, x_name, x)
+        raise ValueError(f"{name} has shape {shape_of(cu)}; expected [B + 1]")
+    require_device(name, cu, x_name, x)
     length_name = "max" + name[-2:]
-    _require_int(length_name, longest)
+    require_int(length_name, longest)
     if not 0 <= longest < 2**31:
         raise ValueError(f"{length_name} is {longest}; expected 0 or more, of 32 bits")
-    if not _readable(cu):
+    if not may_read(cu):
         return
     first, last, steps = int(cu[0]), int(cu[-1]), cu.diff()
     if first != 0 or last != x.shape[0]:
@@ -630,21 +516,21 @@ def _require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -
     if isinstance(x, slice):
         for bound in (x.start, x.stop):
             if bound is not None:
-                _require_int(name, bound)
+                require_int(name, bound)
                 if not -n <= bound <= n:
                     raise ValueError(f"{name} is {x}; there are {n}")
         if x.step is not None:
-            _require_int(name, x.step)
+            require_int(name, x.step)
             if x.step < 1:
                 raise ValueError(f"{name} is {x}; expected a step of 1 or more")
         return
-    _require_tensor(name, x, "a slice or a tensor of indices")
+    require_tensor(name, x, "a slice or a tensor of indices")
     if x.dtype != torch.int64 or x.dim() != 1:
         raise ValueError(
-            f"{name} has shape {_shape(x)} and dtype {x.dtype}; expected one dimension of int64"
+            f"{name} has shape {shape_of(x)} and dtype {x.dtype}; expected one dimension of int64"
         )
-    _require_device(name, x, "query", query)
-    if _readable(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
+    require_device(name, x, "query", query)
+    if may_read(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
         raise ValueError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
 
 
@@ -669,16 +555,16 @@ def _window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
 def _slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
     if alibi_slopes is None:
         return None
-    _require_tensor("alibi_slopes", alibi_slopes)
+    require_tensor("alibi_slopes", alibi_slopes)
     if not alibi_slopes.is_floating_point():
         raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
     batch, heads = query.shape[:2]
     if alibi_slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
-            f"alibi_slopes has shape {_shape(alibi_slopes)}; "
+            f"alibi_slopes has shape {shape_of(alibi_slopes)}; "
             f"expected [H] = [{heads}] or [B, H] = [{batch}, {heads}]"
         )
-    _require_device("alibi_slopes", alibi_slopes, "query", query)
+    require_device("alibi_slopes", alibi_slopes, "query", query)
     return alibi_slopes.detach()
 
 
@@ -688,8 +574,8 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     _require_bias("sinks", sinks, query)
     heads = query.shape[1]
     if sinks.shape != (heads,):
-        raise ValueError(f"sinks has shape {_shape(sinks)}; expected [H] = [{heads}]")
-    _require_device("sinks", sinks, "query", query)
+        raise ValueError(f"sinks has shape {shape_of(sinks)}; expected [H] = [{heads}]")
+    require_device("sinks", sinks, "query", query)
     if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
         sinks = sinks.to(query.dtype)
     return sinks.contiguous()
@@ -698,7 +584,7 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    softcap = _require_number("softcap", softcap, "a number or None")
+    softcap = require_number("softcap", softcap, "a number or None")
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; expected a positive number")
     return softcap
@@ -741,7 +627,7 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
     harvardnlp/annotated-transformer.
     """
-    _require_floating(input=input)
+    require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, bias)
     return _run(
         "layer_norm",
@@ -750,7 +636,7 @@ def layer_norm(
         normalized_shape=shape,
         weight=weight,
         bias=bias,
-        eps=_require_eps(eps),
+        eps=require_eps(eps),
         unbiased=_require_spread(unbiased, shape),
     )
 
@@ -780,12 +666,12 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
     """
-    _require_floating(input=input)
+    require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, None)
     if eps is None:
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps
-    eps = _require_eps(eps)
+    eps = require_eps(eps)
     return _run("rms_norm", input, input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
@@ -828,18 +714,18 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    if isinstance(input, Tensor) and _autocast_dtype(input) is not None:
-        _require_tensor("residual", residual)
+    if isinstance(input, Tensor) and autocast_dtype(input) is not None:
+        require_tensor("residual", residual)
         wide = torch.promote_types(input.dtype, residual.dtype)  # in which the sum is taken
         input, residual = input.to(wide), residual.to(wide)
-    _require_floating(input=input, residual=residual)
-    _require_tensor("weight", weight)
+    require_floating(input=input, residual=residual)
+    require_tensor("weight", weight)
     shape = _require_rows(input, weight.shape, weight, bias)
     if residual.shape != input.shape:
         raise ValueError(
-            f"residual has shape {_shape(residual)}; expected that of input, {_shape(input)}"
+            f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
         )
-    p = _require_probability("dropout_p", dropout_p)
+    p = require_probability("dropout_p", dropout_p)
     return _run(
         "dropout_add_layer_norm",
         input,
@@ -848,9 +734,9 @@ def dropout_add_layer_norm(
         weight=weight,
         bias=bias,
         dropout_p=p,
-        eps=_require_eps(eps),
+        eps=require_eps(eps),
         unbiased=_require_spread(unbiased, shape),
-        dropout_seed=_seed(dropout_seed, p, input.device),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
     )
 
 
@@ -863,39 +749,33 @@ def _require_rows(
     """Checks what a norm takes beside its input; normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
         shape = list(normalized_shape)
-    elif isinstance(normalized_shape, _INTS):
+    elif isinstance(normalized_shape, INTS):
         shape = [normalized_shape]
     else:
         kind = type(normalized_shape).__name__
         raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
     if not shape or list(input.shape[-len(shape) :]) != shape:
         raise ValueError(
-            f"input has shape {_shape(input)}; expected it to end with normalized_shape {shape}"
+            f"input has shape {shape_of(input)}; expected it to end with normalized_shape {shape}"
         )
     for name, x in (("weight", weight), ("bias", bias)):
         if x is None:
             continue
-        _require_tensor(name, x)
+        require_tensor(name, x)
         if x.dtype != input.dtype and x.dtype != torch.float32:
             raise TypeError(
                 f"{name} has dtype {x.dtype}; expected the input's {input.dtype}, or float32"
             )
         if list(x.shape) != shape:
-            raise ValueError(f"{name} has shape {_shape(x)}; expected normalized_shape {shape}")
-        _require_device(name, x, "input", input)
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected normalized_shape {shape}")
+        require_device(name, x, "input", input)
     return shape
 
 
 def _require_spread(unbiased: bool, shape: list[int]) -> bool:
-    if _require_flag("unbiased", unbiased) and math.prod(shape) < 2:
+    if require_flag("unbiased", unbiased) and math.prod(shape) < 2:
         raise ValueError(f"normalized_shape is {shape}; unbiased=True needs two features or more")
     return bool(unbiased)
-
-
-def _require_eps(eps: float) -> float:
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
-        raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
-    return float(eps)
 
 
 # ----------------------------------------------------------------------------------- feed-forward
@@ -939,10 +819,10 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017.
     """
-    input, w_1, b_1, w_2, b_2 = _autocast(input, w_1, b_1, w_2, b_2)
+    input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
     _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
-    _require_choice("activation", activation, ACTIVATIONS)
-    p = _require_probability("dropout_p", dropout_p)
+    require_choice("activation", activation, ACTIVATIONS)
+    p = require_probability("dropout_p", dropout_p)
     return _run(
         "feed_forward",
         input,
@@ -953,7 +833,7 @@ def feed_forward(
         b_2=b_2,
         activation=activation,
         dropout_p=p,
-        dropout_seed=_seed(dropout_seed, p, input.device),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
     )
 
 
@@ -1037,9 +917,9 @@ def _gated(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
 ) -> Tensor:
-    input, w, b, w_2, b_2 = _autocast(input, w, b, w_2, b_2)
+    input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
     _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
-    p = _require_probability("dropout_p", dropout_p)
+    p = require_probability("dropout_p", dropout_p)
     return _run(
         op,
         input,
@@ -1049,7 +929,7 @@ def _gated(
         w_2=w_2,
         b_2=b_2,
         dropout_p=p,
-        dropout_seed=_seed(dropout_seed, p, input.device),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
     )
 
 
@@ -1065,21 +945,24 @@ def _require_layers(
     """Checks two linear layers, the first of which gives `halves` hidden vectors."""
     w_name, b_name, rows = names
     tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
-    _require_floating((b_name, "b_2"), **tensors)
+    require_floating((b_name, "b_2"), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
     if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
         raise ValueError(
-            f"{w_name} has shape {_shape(w)}; "
-            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {_shape(input)}"
+            f"{w_name} has shape {shape_of(w)}; "
+            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
         )
     width = w.shape[0] // halves
     if w_2.dim() != 2 or w_2.shape[1] != width:
-        raise ValueError(f"w_2 has shape {_shape(w_2)}; expected [d_out, d_ff] with d_ff = {width}")
+        raise ValueError(
+            f"w_2 has shape {shape_of(w_2)}; expected [d_out, d_ff] with d_ff = {width}"
+        )
     for name, bias, like, weight in ((b_name, b, w_name, w), ("b_2", b_2, "w_2", w_2)):
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(
-                f"{name} has shape {_shape(bias)}; expected [{weight.shape[0]}], the rows of {like}"
+                f"{name} has shape {shape_of(bias)}; "
+                f"expected [{weight.shape[0]}], the rows of {like}"
             )
 
 
@@ -1120,15 +1003,15 @@ def embed(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.4, 3.5 and 5.4.
     """
-    _require_floating(weight=weight)
+    require_floating(weight=weight)
     if weight.dim() != 2 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {_shape(weight)}; expected [V, N]")
-    _require_ids("tokens", tokens, weight)
+        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V, N]")
+    require_ids("tokens", tokens, weight)
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape
     if positional is not None:
-        _require_floating(positional=positional)
+        require_floating(positional=positional)
         if positional.dtype not in (weight.dtype, torch.float32):
             raise TypeError(
                 f"positional has dtype {positional.dtype}; "
@@ -1136,19 +1019,19 @@ def embed(
             )
         if positional.dim() != 2 or positional.shape[1] != width:
             raise ValueError(
-                f"positional has shape {_shape(positional)}; expected [positions, {width}]"
+                f"positional has shape {shape_of(positional)}; expected [positions, {width}]"
             )
         if tokens.shape[-1] > positional.shape[0]:
             raise ValueError(
                 f"tokens has {tokens.shape[-1]} positions; "
                 f"expected at most the {positional.shape[0]} of positional"
             )
-        _require_device("positional", positional, "weight", weight)
+        require_device("positional", positional, "weight", weight)
     if padding_idx is not None:
-        padding_idx = _require_token("padding_idx", padding_idx, classes)
+        padding_idx = require_token("padding_idx", padding_idx, classes)
     if scale is not None:
-        scale = _require_number("scale", scale, "a number or None")
-    p = _require_probability("dropout_p", dropout_p)
+        scale = require_number("scale", scale, "a number or None")
+    p = require_probability("dropout_p", dropout_p)
     return _run(
         "embed",
         weight,
@@ -1158,29 +1041,8 @@ def embed(
         dropout_p=p,
         scale=math.sqrt(width) if scale is None else scale,
         padding_idx=padding_idx,
-        dropout_seed=_seed(dropout_seed, p, weight.device),
+        dropout_seed=seed_tensor(dropout_seed, p, weight.device),
     )
-
-
-def _require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
-    """Integers, each of them a row of weight."""
-    _require_tensor(name, ids, "an integer tensor")
-    if ids.dtype not in _INTEGERS:
-        raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
-    _require_device(name, ids, "weight", weight)
-    if _readable(ids) and ids.numel():
-        low, high, last = int(ids.min()), int(ids.max()), weight.shape[0] - 1
-        if low < 0 or high > last:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name} holds the token id {wrong}; expected ids from 0 to {last}")
-
-
-def _require_token(name: str, token: int, classes: int) -> int:
-    """A token of the vocabulary; one below 0 counts from its end."""
-    _require_int(name, token)
-    if not -classes <= token < classes:
-        raise ValueError(f"{name} is {token}; expected a token of the {classes}")
-    return token % classes
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -1239,12 +1101,12 @@ def cross_entropy(
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
     section 7; "kl": harvardnlp/annotated-transformer.
     """
-    _require_floating(logits=logits)
+    require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
     if logits.dim() > 2 and _squarely(logits):
         raise ValueError(
-            f"logits has shape {_shape(logits)}, which could be torch's [N, C, ...] as well; "
+            f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
         )
     rows, classes = ("logits", logits), logits.shape[-1]
@@ -1252,7 +1114,7 @@ def cross_entropy(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
     loss = _run("cross_entropy", logits, logits=logits, target=target, **options)
-    return loss if _autocast_dtype(logits) else loss.to(logits.dtype)
+    return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
 @backends.operation(kernel="cross_entropy")
@@ -1290,19 +1152,21 @@ def linear_cross_entropy(
 
     Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
     """
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
     tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
-    _require_floating(("linear_bias",), **tensors)
+    require_floating(("linear_bias",), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., N]")
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(
-            f"linear_weight has shape {_shape(linear_weight)}; "
-            f"expected [V, N] with N = {input.shape[-1]}, as input {_shape(input)}"
+            f"linear_weight has shape {shape_of(linear_weight)}; "
+            f"expected [V, N] with N = {input.shape[-1]}, as input {shape_of(input)}"
         )
     classes = linear_weight.shape[0]
     if linear_bias is not None and linear_bias.shape != (classes,):
-        raise ValueError(f"linear_bias has shape {_shape(linear_bias)}; expected [V] = [{classes}]")
+        raise ValueError(
+            f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
+        )
     rows = "input", input
     options = _loss_options(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
@@ -1328,7 +1192,7 @@ def _loss_options(
     smoothing: str,
 ) -> dict[str, Any]:
     """Checks what both losses take; by name, in their order."""
-    _require_tensor("target", target, "an int64 tensor")
+    require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(
             f"target has dtype {target.dtype}; expected torch.int64, the class of each row "
@@ -1337,14 +1201,14 @@ def _loss_options(
     name, x = rows
     if target.shape != x.shape[:-1]:
         raise ValueError(
-            f"target has shape {_shape(target)}; "
-            f"expected {list(x.shape[:-1])}, one class for each row of {name} {_shape(x)}"
+            f"target has shape {shape_of(target)}; "
+            f"expected {list(x.shape[:-1])}, one class for each row of {name} {shape_of(x)}"
         )
-    _require_device("target", target, name, x)
-    _require_choice("reduction", reduction, REDUCTIONS)
-    _require_choice("smoothing", smoothing, SMOOTHINGS)
-    _require_int("ignore_index", ignore_index)
-    e = _require_probability("label_smoothing", label_smoothing)
+    require_device("target", target, name, x)
+    require_choice("reduction", reduction, REDUCTIONS)
+    require_choice("smoothing", smoothing, SMOOTHINGS)
+    require_int("ignore_index", ignore_index)
+    e = require_probability("label_smoothing", label_smoothing)
     if classes < 1:
         raise ValueError("there are no classes; expected V of 1 or more")
     if smoothing == "kl" and classes < 3:
@@ -1354,7 +1218,7 @@ def _loss_options(
             f"ignore_index is {ignore_index}; "
             f"expected the padding class, 0 .. {classes - 1}, with smoothing='kl'"
         )
-    if _readable(target):
+    if may_read(target):
         kept = target[target != ignore_index]
         if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
             bad = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())

@@ -23,8 +23,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.functional import _require_device, _require_flag, _require_tensor
-from fastformer.padding import Packing, _require_tokens, pad
+from fastformer.checks import (
+    INTEGERS,
+    autocast_dtype,
+    may_read,
+    require_callable,
+    require_device,
+    require_eps,
+    require_flag,
+    require_floating,
+    require_ids,
+    require_probability,
+    require_size,
+    require_tensor,
+    require_token,
+    shape_of,
+)
+from fastformer.padding import Packing, pad, require_tokens
 from fastformer.stream import apply_feed_forward, dropout_probability, is_unmodified
 
 __all__ = [
@@ -62,7 +77,7 @@ class AliasedModule(nn.Module):
 
 
 def _dropout(p: float) -> nn.Dropout:
-    return nn.Dropout(functional._require_probability("dropout", p))
+    return nn.Dropout(require_probability("dropout", p))
 
 
 def clones(module: nn.Module, N: int) -> nn.ModuleList:
@@ -101,12 +116,12 @@ class Embeddings(nn.Module):
         super().__init__()
         require_size(d_model=d_model, vocab=vocab)
         if padding_idx is not None:
-            padding_idx = functional._require_token("padding_idx", padding_idx, vocab)
+            padding_idx = require_token("padding_idx", padding_idx, vocab)
         self.lut = nn.Embedding(vocab, d_model, padding_idx)
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        functional._require_ids("x", x, self.lut.weight)
+        require_ids("x", x, self.lut.weight)
         return self.lut(x.long()) * math.sqrt(self.d_model)
 
 
@@ -148,15 +163,15 @@ class PositionalEncoding(nn.Module):
         require_size(d_model=d_model, max_len=max_len)
         self.dropout = _dropout(dropout)
         pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
-        if _require_flag("learned", learned):
+        if require_flag("learned", learned):
             self.pe = nn.Parameter(pe)
         else:
             self.register_buffer("pe", pe)
 
     def forward(self, x: Tensor) -> Tensor:
         _require_features("x", x, self.pe.shape[2])
-        functional._require_floating(x=x)
-        _require_device("x", x, "pe", self.pe)
+        require_floating(x=x)
+        require_device("x", x, "pe", self.pe)
         if x.shape[1] > self.pe.shape[1]:
             raise ValueError(
                 f"x has {x.shape[1]} positions; expected at most max_len = {self.pe.shape[1]}"
@@ -203,27 +218,25 @@ def attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     for name, x in inputs.items():
-        _require_tensor(name, x)
+        require_tensor(name, x)
         if x.dim() < 2:
-            raise ValueError(f"{name} has shape {functional._shape(x)}; expected [..., length, d]")
-    if functional._autocast_dtype(query) is None:
-        functional._require_floating(**inputs)
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., length, d]")
+    if autocast_dtype(query) is None:
+        require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
         raise ValueError(
-            f"key has shape {functional._shape(key)}; "
-            f"expected d_k of 1 or more, as query {functional._shape(query)}"
+            f"key has shape {shape_of(key)}; expected d_k of 1 or more, as query {shape_of(query)}"
         )
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"value has shape {functional._shape(value)}; "
-            f"expected the length of key {functional._shape(key)}"
+            f"value has shape {shape_of(value)}; expected the length of key {shape_of(key)}"
         )
     for name, x in (("key", key), ("value", value)):
         leading = zip(x.shape[-3::-1], query.shape[-3::-1])
         if any(have != want and 1 not in (have, want) for have, want in leading):
             raise ValueError(
-                f"{name} has shape {functional._shape(x)}; "
-                f"expected leading dimensions that fit those of query {functional._shape(query)}"
+                f"{name} has shape {shape_of(x)}; "
+                f"expected leading dimensions that fit those of query {shape_of(query)}"
             )
     if dropout is not None:
         require_callable("a function of the weights, or None", dropout=dropout)
@@ -313,13 +326,13 @@ class MultiHeadedAttention(AliasedModule):
             return self._packed(inputs, mask, band)
         for name, x in inputs.items():
             _require_features(name, x, self.h * self.d_k)
-        if functional._autocast_dtype(query) is None:
-            functional._require_floating(**inputs)
+        if autocast_dtype(query) is None:
+            require_floating(**inputs)
         require_linear_input("query", query, self.linears[0])
         q, k, v = (x.transpose(1, 2) for x in self._projected(inputs))  # [B, h, T or S, d_k], views
         if mask is not None:
-            _require_tensor("mask", mask)
-            _require_device("mask", mask, "query", query)
+            require_tensor("mask", mask)
+            require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         options: dict[str, Any] = {**band, **scores}
         out = functional.scaled_dot_product_attention(
@@ -330,9 +343,9 @@ class MultiHeadedAttention(AliasedModule):
 
     def _packed(self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]) -> Tensor:
         for name, x in inputs.items():
-            _require_tokens(name, x, packing)
+            require_tokens(name, x, packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
-                given = functional._shape(x)
+                given = shape_of(x)
                 raise ValueError(
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
@@ -397,12 +410,10 @@ class MultiHeadedAttention(AliasedModule):
                 "and mask[None] [1, T, S], the same for each sequence"
             )
             if b == t > 1 and mask.shape[0] == b:
-                raise ValueError(
-                    f"mask has shape {functional._shape(mask)}: [B, S] or [T, S]? {spelled}"
-                )
+                raise ValueError(f"mask has shape {shape_of(mask)}: [B, S] or [T, S]? {spelled}")
             return _boolean_mask(mask, (t, s), f"; {spelled}")
         if mask.dim() != 4:
-            given = functional._shape(mask)
+            given = shape_of(mask)
             raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 
@@ -414,7 +425,7 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """Return the mask as booleans, and require that it broadcasts to `shape`, the weights'."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
-        given = functional._shape(mask)
+        given = shape_of(mask)
         raise ValueError(
             f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
         )
@@ -422,7 +433,7 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
         return mask
     if mask.is_floating_point():
         return _boolean_from_float(mask)
-    if mask.dtype not in functional._INTEGERS:
+    if mask.dtype not in INTEGERS:
         raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
     return mask != 0
 
@@ -440,7 +451,7 @@ def _boolean_from_float(mask: Tensor) -> Tensor:
         "scores goes to bias= (of MultiHeadedAttention and scaled_dot_product_attention), or is "
         "boolean by mask == 0"
     )
-    if functional._readable(mask):
+    if may_read(mask):
         if not known.all():
             raise ValueError(f"mask holds {float(mask[~known][0])}; {expected}")
     elif torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(mask):
@@ -455,8 +466,8 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
-        _require_tensor("mask", mask)
-        _require_device("mask", mask, "query", query)
+        require_tensor("mask", mask)
+        require_device("mask", mask, "query", query)
         lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
         scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
     return scores.softmax(-1)
@@ -524,8 +535,8 @@ class LayerNorm(AliasedModule):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        require_size(2 if _require_flag("unbiased", unbiased) else 1, features=features)
-        functional._require_eps(eps)
+        require_size(2 if require_flag("unbiased", unbiased) else 1, features=features)
+        require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.eps = eps
@@ -571,10 +582,10 @@ class SublayerConnection(nn.Module):
         require_size(size=size)
         self.norm = LayerNorm(size)
         self.dropout = _dropout(dropout)
-        self.norm_first = _require_flag("norm_first", norm_first)
+        self.norm_first = require_flag("norm_first", norm_first)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        _require_tensor("x", x)
+        require_tensor("x", x)
         require_callable("a function of x", sublayer=sublayer)
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
@@ -587,32 +598,15 @@ class SublayerConnection(nn.Module):
 # ----------------------------------------------------------------------------------------- checks
 
 
-def require_size(least: int = 1, **sizes: int) -> None:
-    for name, n in sizes.items():
-        functional._require_int(name, n)
-        if n < least:
-            raise ValueError(f"{name} is {n}; expected {least} or more")
-        if n >= 2**31:
-            raise ValueError(f"{name} is {n}; expected less than 2^31")
-
-
-def require_callable(expected: str = "a module", **functions: object) -> None:
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
-
-
 def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
     """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
-    _require_tensor(name, x)
+    require_tensor(name, x)
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
     if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [..., {layer.in_features}]"
-        )
-    _require_device(name, x, "the parameters", layer.weight)
-    if x.dtype != layer.weight.dtype and functional._autocast_dtype(x) is None:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., {layer.in_features}]")
+    require_device(name, x, "the parameters", layer.weight)
+    if x.dtype != layer.weight.dtype and autocast_dtype(x) is None:
         raise TypeError(
             f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
             "or torch.autocast"
@@ -620,20 +614,16 @@ def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
 
 
 def _require_features(name: str, x: Tensor, features: int) -> None:
-    _require_tensor(name, x)
+    require_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != features:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [B, S, d_model = {features}]"
-        )
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, d_model = {features}]")
 
 
 def require_norm_input(name: str, x: Tensor, norm: nn.Module | None) -> None:
     """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
-    functional._require_floating(**{name: x})
+    require_floating(**{name: x})
     if type(norm) is not LayerNorm or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected [B, S, {norm.weight.shape[0]}]"
-        )
-    _require_device(name, x, "the parameters", norm.weight)
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]")
+    require_device(name, x, "the parameters", norm.weight)

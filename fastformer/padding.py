@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import functional
-from fastformer.functional import _require_tensor
+from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
 
 __all__ = ["Packing", "pad", "unpad"]
 
@@ -40,18 +39,18 @@ class Packing:
     def __post_init__(self) -> None:
         for name in ("batch", "length", "longest"):
             n = getattr(self, name)
-            functional._require_int(name, n)
+            require_int(name, n)
             if n < 0:
                 raise ValueError(f"{name} is {n}; expected 0 or more")
         for name, dtype in (("cu_seqlens", torch.int32), ("indices", torch.int64)):
             x = getattr(self, name)
-            _require_tensor(name, x)
+            require_tensor(name, x)
             if x.dtype != dtype:
                 raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
             if x.dim() != 1 or (name == "cu_seqlens" and x.shape[0] != self.batch + 1):
                 expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
-                raise ValueError(f"{name} has shape {functional._shape(x)}; expected {expected}")
-        functional._require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
+                raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+        require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
 
     @property
     def lengths(self) -> Tensor:
@@ -77,13 +76,13 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
     Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
     """
-    _require_tensor("x", x)
+    require_tensor("x", x)
     if x.dim() < 2:
-        raise ValueError(f"x has shape {functional._shape(x)}; expected [B, S, ...]")
+        raise ValueError(f"x has shape {shape_of(x)}; expected [B, S, ...]")
     packing = lengths if isinstance(lengths, Packing) else _packing(x, lengths)
     if x.shape[:2] != (packing.batch, packing.length):
         raise ValueError(
-            f"x has shape {functional._shape(x)}; "
+            f"x has shape {shape_of(x)}; "
             f"expected [{packing.batch}, {packing.length}, ...], as it was packed"
         )
     return x.flatten(0, 1)[packing.indices], packing
@@ -91,14 +90,12 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    _require_tensor("lengths", lengths, "an integer tensor or a Packing")
-    if lengths.dtype not in functional._INTEGERS:
+    require_tensor("lengths", lengths, "an integer tensor or a Packing")
+    if lengths.dtype not in INTEGERS:
         raise TypeError(f"lengths has dtype {lengths.dtype}; expected integers")
     if lengths.shape != (batch,):
-        raise ValueError(
-            f"lengths has shape {functional._shape(lengths)}; expected [B] = [{batch}]"
-        )
-    functional._require_device("lengths", lengths, "x", x)
+        raise ValueError(f"lengths has shape {shape_of(lengths)}; expected [B] = [{batch}]")
+    require_device("lengths", lengths, "x", x)
     if lengths.is_meta:
         raise ValueError("lengths is on meta; expected lengths that are known")
     low, high = (int(n) for n in torch.stack(lengths.aminmax())) if batch else (0, 0)
@@ -106,10 +103,10 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
         raise ValueError(
             f"lengths holds {low if low < 0 else high}; expected lengths from 0 to S = {length}"
         )
-    return _packing_of(torch.arange(length, device=x.device) < lengths.view(-1, 1), high)
+    return packing_of(torch.arange(length, device=x.device) < lengths.view(-1, 1), high)
 
 
-def _packing_of(valid: Tensor, longest: int) -> Packing:
+def packing_of(valid: Tensor, longest: int) -> Packing:
     """Of the tokens that are True in a boolean [B, S], wherever they stand."""
     cu_seqlens = torch.zeros(len(valid) + 1, dtype=torch.int32, device=valid.device)
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
@@ -134,19 +131,19 @@ def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:
     """
     if not isinstance(packing, Packing):
         raise TypeError(f"packing is a {type(packing).__name__}; expected what unpad returned")
-    _require_tokens("x", x, packing)
+    require_tokens("x", x, packing)
     _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
     return padded.index_put((packing.indices,), x).unflatten(0, (packing.batch, packing.length))
 
 
-def _require_tokens(name: str, x: Tensor, packing: Packing) -> None:
-    _require_tensor(name, x)
-    functional._require_device(name, x, "packing", packing.indices)
+def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
+    require_tensor(name, x)
+    require_device(name, x, "packing", packing.indices)
     tokens = packing.indices.shape[0]
     if x.dim() < 1 or x.shape[0] != tokens:
         raise ValueError(
-            f"{name} has shape {functional._shape(x)}; expected the {tokens} tokens of the packing"
+            f"{name} has shape {shape_of(x)}; expected the {tokens} tokens of the packing"
         )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.checks import autocast_dtype
 
 __all__ = ["ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
 
@@ -61,7 +62,7 @@ class ResidualStream:
         if self.pending is None or after_sum is None or not is_unmodified(norm):
             return norm(self.value())
         out, dropout = self.pending
-        if out.dtype != self.x.dtype and functional._autocast_dtype(out) is None:
+        if out.dtype != self.x.dtype and autocast_dtype(out) is None:
             return norm(self.value())
         normalized, self.x = after_sum(norm, out, self.x, dropout_probability(dropout))
         self.pending = None

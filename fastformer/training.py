@@ -21,8 +21,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer import functional
-from fastformer.functional import _require_tensor
-from fastformer.modules import require_callable, require_size
+from fastformer.checks import (
+    INTEGERS,
+    may_read,
+    require_callable,
+    require_device,
+    require_flag,
+    require_floating,
+    require_int,
+    require_number,
+    require_size,
+    require_tensor,
+    require_token_ids,
+)
 from fastformer.stream import is_unmodified
 from fastformer.transformer import Generator, subsequent_mask
 
@@ -34,14 +45,6 @@ __all__ = [
     "rate",
     "run_epoch",
 ]
-
-
-def _require_ids(name: str, x: Tensor) -> None:
-    _require_tensor(name, x, "a tensor of token ids")
-    if x.dim() != 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")
-    if x.dtype not in functional._INTEGERS:
-        raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
 
 
 class Batch:
@@ -74,13 +77,13 @@ class Batch:
     ntokens: Tensor | None = None
 
     def __init__(self, src: Tensor, tgt: Tensor | None = None, pad: int = 0) -> None:
-        _require_ids("src", src)
-        functional._require_int("pad", pad)
+        require_token_ids("src", src)
+        require_int("pad", pad)
         self.src = src
         self.src_mask = (src != pad).unsqueeze(-2)
         if tgt is None:
             return
-        _require_ids("tgt", tgt)
+        require_token_ids("tgt", tgt)
         if tgt.shape[0] != src.shape[0]:
             raise ValueError(f"tgt {list(tgt.shape)}; expected the batch of src {list(src.shape)}")
         if tgt.shape[1] < 2:
@@ -95,8 +98,8 @@ class Batch:
     @staticmethod
     def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
         """tgt: [B, T] -> [B, T, T], True where a target may look: not at padding, and not ahead."""
-        _require_ids("tgt", tgt)
-        functional._require_int("pad", pad)
+        require_token_ids("tgt", tgt)
+        require_int("pad", pad)
         return (tgt != pad).unsqueeze(-2) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
@@ -152,10 +155,10 @@ class LabelSmoothing(nn.Module):
     def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
         super().__init__()
         require_size(3, size=size)  # padding, the true class and another
-        functional._require_int("padding_idx", padding_idx)
+        require_int("padding_idx", padding_idx)
         if not 0 <= padding_idx < size:
             raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
-        smoothing = functional._require_number("smoothing", smoothing, "a number in [0, 1)")
+        smoothing = require_number("smoothing", smoothing, "a number in [0, 1)")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
         self.size = size
@@ -165,9 +168,9 @@ class LabelSmoothing(nn.Module):
         self._target: Tensor | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        functional._require_floating(x=x)
-        _require_tensor("target", target, "an integer tensor")
-        if target.dtype not in functional._INTEGERS:
+        require_floating(x=x)
+        require_tensor("target", target, "an integer tensor")
+        if target.dtype not in INTEGERS:
             raise TypeError(f"target has dtype {target.dtype}; expected integers")
         if x.dim() < 1 or x.shape[-1] != self.size:
             raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
@@ -176,13 +179,13 @@ class LabelSmoothing(nn.Module):
                 f"target has shape {list(target.shape)}; "
                 f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
             )
-        functional._require_device("target", target, "x", x)
-        if functional._readable(target) and target.numel():
+        require_device("target", target, "x", x)
+        if may_read(target) and target.numel():
             low, high = (int(n) for n in target.aminmax())
             if low < 0 or high >= self.size:
                 bad = low if low < 0 else high
                 raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
-        if functional._readable(x.detach()) and x.numel():
+        if may_read(x.detach()) and x.numel():
             highest = float(x.detach().max())
             if highest > 1e-3:  # and not by a rounding
                 raise ValueError(
@@ -230,7 +233,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     """
     require_size(0, step=step)
     require_size(model_size=model_size, warmup=warmup)
-    factor = functional._require_number("factor", factor)
+    factor = require_number("factor", factor)
     if not 0 <= factor < math.inf:
         raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
     step = max(step, 1)
@@ -286,20 +289,20 @@ class SimpleLossCompute:
         self.criterion = criterion
 
     def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
-        _require_tensor("x", x)
-        _require_tensor("y", y)
+        require_tensor("x", x)
+        require_tensor("y", y)
         if x.dim() < 1 or y.numel() != x.shape[:-1].numel():
             raise ValueError(
                 f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
             )
         if isinstance(norm, Tensor):
-            _require_tensor("norm", norm)
+            require_tensor("norm", norm)
             if norm.is_meta and not x.is_meta:
                 raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
             if norm.numel() != 1:
                 raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
         else:
-            functional._require_number("norm", norm, "a number, or a tensor of one")
+            require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
         if loss is None:
             x = self.generator(x)
@@ -383,7 +386,7 @@ def run_epoch(
         progress = sys.stdout.isatty()
         if report is None and not progress:
             report = _print_line
-    functional._require_flag("progress", progress)
+    require_flag("progress", progress)
 
     total_loss, total_tokens, step, reported = 0.0, 0, 0, 0
     loss_sum = tokens = torch.zeros(())  # since the last report, on the device

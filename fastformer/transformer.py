@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.functional import _require_tensor
+from fastformer.checks import require_callable, require_size, require_tensor
 from fastformer.modules import (
     AliasedModule,
     Embeddings,
@@ -33,10 +33,8 @@ from fastformer.modules import (
     PositionwiseFeedForward,
     SublayerConnection,
     clones,
-    require_callable,
     require_linear_input,
     require_norm_input,
-    require_size,
 )
 from fastformer.padding import Packing
 from fastformer.stream import ResidualStream, dropout_probability, is_unmodified
@@ -141,14 +139,14 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """Return the memory [B, S, d_model] of src [B, S]."""
-        _require_tensor("src", src)
+        require_tensor("src", src)
         return self.encoder(_embedded(self.src_embed, src), src_mask)
 
     def decode(
         self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
     ) -> Tensor:
         """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T]."""
-        _require_tensor("tgt", tgt)
+        require_tensor("tgt", tgt)
         return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
 
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"stream"},
     {"padding"},
     {"functional"},
+    {"checks"},
     {"backends"},
     {"autograd"},
     {"reference", "kernels"},

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
-from fastformer import functional, reference, use_backend
+from fastformer import checks, reference, use_backend
 
 try:
     import triton
@@ -190,7 +190,7 @@ class Log(TorchDispatchMode):
 def test_an_integer_is_no_copy_from_the_host():
     """Which the capture of a CUDA graph refuses: it is filled in on the device."""
     with Log() as log:
-        functional._seed(-5, 0.1, torch.device("cpu"))
+        checks.seed_tensor(-5, 0.1, torch.device("cpu"))
     assert log.ops == ["aten::full"]
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.checks import shape_of
 from fastformer.padding import Packing
 from fastformer.replacements.base import (
     Accelerated,
@@ -110,20 +111,20 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
             raise ValueError(
-                f"query has shape {functional._shape(query)}; "
+                f"query has shape {shape_of(query)}; "
                 f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
             )
         features = (self.embed_dim, self.kdim, self.vdim)
         for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
             if x.dim() != query.dim() or x.shape[-1] != n:
                 raise ValueError(
-                    f"{name} has shape {functional._shape(x)}; "
+                    f"{name} has shape {shape_of(x)}; "
                     f"expected {query.dim()} dimensions, as query, the last of them {n}"
                 )
         batch = 0 if self.batch_first else 1
         same = key.shape[:-1] == value.shape[:-1]
         if not same or (query.dim() == 3 and query.shape[batch] != key.shape[batch]):
-            q, k, v = (functional._shape(x) for x in (query, key, value))
+            q, k, v = (shape_of(x) for x in (query, key, value))
             raise ValueError(
                 f"query {q}, key {k}, value {v}; expected one batch, and as many values as keys"
             )
@@ -256,7 +257,7 @@ def _padding_of_scores(
     expected = [batch, keys] if batched else [keys]
     if list(key_padding_mask.shape) != expected:
         raise ValueError(
-            f"{name} has shape {functional._shape(key_padding_mask)}; "
+            f"{name} has shape {shape_of(key_padding_mask)}; "
             f"expected {'[N, S]' if batched else '[S]'} = {expected}"
         )
     return key_padding_mask.view(batch, 1, 1, keys)
@@ -270,7 +271,7 @@ def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]
     if attn_mask.shape == (batch * heads, length, keys):
         return attn_mask.unflatten(0, (batch, heads))
     raise ValueError(
-        f"{name} has shape {functional._shape(attn_mask)}; expected [L, S] = "
+        f"{name} has shape {shape_of(attn_mask)}; expected [L, S] = "
         f"[{length}, {keys}] or [N H, L, S] = [{batch * heads}, {length}, {keys}]"
     )
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, functional, reference
+from fastformer import backends, reference
+from fastformer.checks import autocast_dtype
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import (
     Accelerated,
@@ -226,7 +227,7 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
         or not reference.eager(x)
         or not x.numel()
         or stream.pending is not None
-        or functional._autocast_dtype(x) is not None
+        or autocast_dtype(x) is not None
         or not torch.backends.mha.get_fastpath_enabled()
         or visibility.is_causal
         or visibility.bias is not None

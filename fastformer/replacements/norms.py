@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.checks import autocast_dtype
 from fastformer.replacements.base import Accelerated, ops_of, weight_obstacle
 
 
@@ -48,7 +49,7 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
 def _autocast_input(x: Tensor) -> Tensor:
     """Return x [...] as torch.autocast gives it to a norm: on a GPU in float32."""
     low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if low and functional._autocast_dtype(x) is not None else x
+    return x.float() if low and autocast_dtype(x) is not None else x
 
 
 def _norm_obstacle(

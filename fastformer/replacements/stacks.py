@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import reference
-from fastformer.padding import Packing, _packing_of, pad, unpad
+from fastformer.padding import Packing, packing_of, pad, unpad
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
 from fastformer.replacements.layers import (
@@ -201,7 +201,7 @@ def _packing_worth_it(hidden: Tensor) -> Packing | None:
     )
     dropped = hidden.numel() - kept
     worth = kept > 0 and dropped >= max(_LEAST_TOKENS, _LEAST_SHARE * hidden.numel())
-    return _packing_of(valid, longest) if worth else None
+    return packing_of(valid, longest) if worth else None
 
 
 # ------------------------------------------------------------------------------ decoder, and both

@@ -1,0 +1,199 @@
+"""Checks of arguments, for all modules.
+
+Each `require_...` raises an error that names the argument, says what was given and what is
+expected: a TypeError for an argument of another type, a ValueError for a value that cannot be. A
+check looks at the values of a tensor only where `may_read` allows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastformer import reference
+
+_CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+INTS, FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
+
+
+def shape_of(x: Tensor) -> str:
+    """The shape as the messages spell it."""
+    return "[" + ", ".join(str(n) for n in x.shape) + "]"
+
+
+def require_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
+    """A tensor whose elements lie in memory, each by its strides."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
+
+
+def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
+    """All of one floating dtype and on one device, those of the first; the optional may be None."""
+    first: tuple[str, Tensor] | None = None
+    for name, x in tensors.items():
+        if x is None and name in optional:
+            continue
+        require_tensor(name, x)
+        assert x is not None
+        if first is None:
+            if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+                raise TypeError(
+                    f"{name} has dtype {x.dtype}; expected float32, float16, bfloat16 or float64"
+                )
+            first = (name, x)
+            continue
+        if x.dtype != first[1].dtype:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; expected that of {first[0]}, {first[1].dtype}"
+            )
+        require_device(name, x, *first)
+
+
+def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(
+            f"{name} is on {x.device}; expected the device of {like_name}, {like.device}"
+        )
+
+
+def require_number(name: str, x: float, expected: str = "a number") -> float:
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
+    return float(x)
+
+
+def require_probability(name: str, p: float) -> float:
+    p = require_number(name, p, "a number in [0, 1]")
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name} is {p}; expected a number in [0, 1]")
+    return p
+
+
+def require_int(name: str, x: int) -> None:
+    """An int that int64 holds."""
+    if not isinstance(x, INTS) or isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
+    if not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name} is {x}; expected an int of 64 bits")
+
+
+def require_flag(name: str, x: bool) -> bool:
+    """What is not a bool is refused: "no" would count as True."""
+    if not isinstance(x, FLAGS):
+        raise TypeError(f"{name} is {x!r}; expected True or False")
+    return bool(x)
+
+
+def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
+    if not isinstance(x, str) or x not in choices:
+        raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
+    return x
+
+
+def may_read(x: Tensor) -> bool:
+    """Whether the contents of x are checked: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
+    return (x.device.type == "cpu" or _CHECK_ON_GPU) and reference.eager(x)
+
+
+def seed_tensor(
+    dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
+) -> Tensor | None:
+    """The seed as a tensor of one int64, drawn from torch's generator where none is given."""
+    if dropout_seed is None:
+        if dropout_p == 0:
+            return None
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
+        if not -(2**63) <= dropout_seed < 2**64:
+            raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")
+        if dropout_p == 0:
+            return None
+        wrapped = (dropout_seed + 2**63) % 2**64 - 2**63  # the 64 bits as a signed number
+        return torch.full((1,), wrapped, dtype=torch.int64, device=device)  # no copy from the host
+    require_tensor("dropout_seed", dropout_seed, "an int, a tensor of one int64, or None")
+    assert isinstance(dropout_seed, Tensor)
+    if dropout_seed.numel() != 1 or dropout_seed.dtype != torch.int64:
+        raise ValueError(
+            f"dropout_seed has shape {shape_of(dropout_seed)} and dtype {dropout_seed.dtype}; "
+            "expected one element of int64"
+        )
+    if dropout_seed.device != device:
+        raise ValueError(f"dropout_seed is on {dropout_seed.device}; expected the inputs' {device}")
+    return dropout_seed.reshape(1) if dropout_p > 0 else None
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of the surrounding torch.autocast on the tensor's device, or None."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Tensors in the dtype of the surrounding torch.autocast, if there is one; float64 stays."""
+    first = next((x for x in tensors if isinstance(x, Tensor)), None)
+    dtype = None if first is None else autocast_dtype(first)
+    if dtype is None:
+        return tensors
+    low = (torch.float32, torch.float16, torch.bfloat16)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in low else x for x in tensors)
+
+
+def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
+    """Integers, each of them a row of weight."""
+    require_tensor(name, ids, "an integer tensor")
+    if ids.dtype not in INTEGERS:
+        raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
+    require_device(name, ids, "weight", weight)
+    if may_read(ids) and ids.numel():
+        low, high, last = int(ids.min()), int(ids.max()), weight.shape[0] - 1
+        if low < 0 or high > last:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} holds the token id {wrong}; expected ids from 0 to {last}")
+
+
+def require_token(name: str, token: int, classes: int) -> int:
+    """A token of the vocabulary; one below 0 counts from its end."""
+    require_int(name, token)
+    if not -classes <= token < classes:
+        raise ValueError(f"{name} is {token}; expected a token of the {classes}")
+    return token % classes
+
+
+def require_eps(eps: float) -> float:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
+        raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
+    return float(eps)
+
+
+def require_size(least: int = 1, **sizes: int) -> None:
+    for name, n in sizes.items():
+        require_int(name, n)
+        if n < least:
+            raise ValueError(f"{name} is {n}; expected {least} or more")
+        if n >= 2**31:
+            raise ValueError(f"{name} is {n}; expected less than 2^31")
+
+
+def require_callable(expected: str = "a module", **functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
+
+
+def require_token_ids(name: str, x: Tensor) -> None:
+    require_tensor(name, x, "a tensor of token ids")
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")
+    if x.dtype not in INTEGERS:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected integers")

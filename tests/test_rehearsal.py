@@ -161,7 +161,8 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     data = json.loads((tmp_path / "first" / "results.json").read_text())
     assert statuses(data)["attention"] == "cut" and data["failed"] == {}
     assert [row["provider"] for row in data["rows"]][-1] != "triton"
-    assert kernels(tmp_path / "kernels.zip") == prepared
+    kept = kernels(tmp_path / "kernels.zip")  # with --slow those of the part before it as well
+    assert kept > prepared if everything else kept == prepared
 
     resume = ["--resume", str(tmp_path / "first" / "run.zip"), "--out", str(tmp_path / "second")]
     done = subprocess.run(

@@ -121,18 +121,19 @@ class Mutant:
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def quick(self) -> list[str]:
-        """Tests that see most of what happens to the file."""
+        """Tests that see most of what happens to the file; of some there are none."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [
             f"tests/test_fuzz.py::{test}{op}]"
             for test in ("test_fakes[", "test_fuzz[triton-")
             for op in FUZZED[self.kernel]
         ]
-        return [*own, *fuzz] or self.others()
+        return [*own, *fuzz]
 
-    def others(self) -> list[str]:
-        """All that cover it, first those that have killed most of the file's mutants."""
-        return [*_frequent(self.kernel), *(f"tests/{name}" for name in COVERED_BY[self.kernel])]
+    def others(self) -> list[list[str]]:
+        """All that cover it, in several runs; first those that have killed most of the file's."""
+        files = [[f"tests/{name}"] for name in COVERED_BY[self.kernel]]
+        return [tests for tests in (_frequent(self.kernel), *files) if tests]
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,12 @@ MUTANTS = [
 def sources() -> str:
     """What the files are that mutants are drawn from."""
     return _digest(ROOT / file for file in DRAWN_FROM)
+
+
+def commit() -> str:
+    """That which the sources were last committed with."""
+    words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM]
+    return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -304,7 +311,7 @@ class Trials:
     def __init__(self, workers: int, limit: float) -> None:
         self.limit, self.workers = limit, workers
         self._free: queue.Queue[Checkout] = queue.Queue()
-        self._passes: dict[str, bool] = {}  # by test: whether it passes without any mutant
+        self._passes: dict[tuple[str, ...], bool] = {}  # by tests: whether without any mutant
         self._lock = threading.Lock()
         self._scratch = tempfile.TemporaryDirectory(prefix="mutation-")
         self._clean = Checkout(Path(self._scratch.name) / "clean")
@@ -330,6 +337,8 @@ class Trials:
             file.write_text(original)
             self._free.put(checkout)
         seconds = time.monotonic() - started
+        if status is None:
+            self.ends(tests)
         verdict, test = self._read(mutant, status, output)
         return Verdict(
             mutant.kernel, mutant.name, mutant.function, verdict, test, round(seconds, 1),
@@ -357,12 +366,17 @@ class Trials:
             raise RuntimeError(f"{test} fails without any mutant")
         return "killed", test
 
-    def passes(self, test: str) -> bool:
-        """Whether the test passes on kernels that nobody changed."""
+    def passes(self, *tests: str) -> bool:
+        """Whether the tests pass on kernels that nobody changed, within the limit."""
         with self._lock:
-            if test not in self._passes:
-                self._passes[test] = self._clean.pytest([test], self.limit)[0] == 0
-            return self._passes[test]
+            if tests not in self._passes:
+                self._passes[tests] = self._clean.pytest(tests, self.limit)[0] == 0
+            return self._passes[tests]
+
+    def ends(self, tests: Sequence[str]) -> None:
+        """Raises an error where the tests take longer than the limit without any mutant."""
+        if not self.passes(*tests):
+            raise RuntimeError(f"{' '.join(tests)} ran out of time, and without any mutant too")
 
     def close(self) -> None:
         for checkout in self._all:
@@ -447,6 +461,7 @@ class Draw:
     sources: str  # a digest of the files
     tests: str  # and of the tests at first
     verdicts: list[Verdict]
+    commit: str = ""  # where the sources stand like this
 
     def save(self, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -495,7 +510,7 @@ class Draw:
             "",
             self.line(),
             f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}` makes this "
-            f"file of sources with the digest {self.sources}.",
+            f"file of the sources of commit {self.commit} (their digest: {self.sources}).",
             "",
         ]
         for title, of in (("file", "kernel"), ("operator", "operator")):
@@ -534,7 +549,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     mutants = [m for m in drawn(arguments.draw, seed) if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
     now = _digest((ROOT / "tests").glob("*.py"))
-    made = Draw(arguments.draw, seed, len(candidates()), sources(), now, [])
+    made = Draw(arguments.draw, seed, len(candidates()), sources(), now, [], commit())
     known = Draw.load(stem)
     if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
         made = known
@@ -546,14 +561,14 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         known = fate.get((mutant.kernel, mutant.name))
         return "" if known is None else known.verdict
 
-    def attempt(mutant: Mutant, stages: list[list[str]], all_of_them: bool) -> None:
+    def attempt(mutant: Mutant, stages: list[list[str]], whole: bool) -> None:
         key, before = (mutant.kernel, mutant.name), verdict_of(mutant)
         try:
             verdict = trials(mutant, *stages)
         except RuntimeError as error:  # of this one no verdict; the next run tries it again
             print(f"{mutant}: {error}", file=sys.stderr, flush=True)
             return
-        if verdict.verdict == "survived" and not (all_of_them or stages == [mutant.others()]):
+        if verdict.verdict == "survived" and not whole:
             verdict = replace(verdict, verdict=before or "lives")
         with lock:
             if before == "survived" or (before and made.tests != now):
@@ -568,12 +583,15 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     def each(verdict: str, quick: bool, others: bool) -> None:
         """Those of this verdict, or of none, with the quick tests, the others, or both."""
 
-        def stages(mutant: Mutant) -> list[list[str]]:
-            return [mutant.quick()] * quick + [mutant.others()] * others or [arguments.tests]
+        def attempt_of(mutant: Mutant) -> None:
+            first = [mutant.quick()] if quick and mutant.quick() else []
+            whole = others or (quick and not first)
+            stages = [*first, *mutant.others()] if whole else first
+            attempt(mutant, stages or [arguments.tests], whole)
 
         chosen = [m for m in mutants if verdict_of(m) == verdict and m not in explained]
         with ThreadPoolExecutor(arguments.workers) as pool:
-            list(pool.map(lambda m: attempt(m, stages(m), others), chosen))
+            list(pool.map(attempt_of, chosen))
 
     try:
         if arguments.tests:
@@ -629,7 +647,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def attempt(mutant: Mutant) -> Verdict | None:
         if (mutant.kernel, mutant.name) in done:
             return None
-        verdict = trials(mutant, mutant.quick(), mutant.others())
+        verdict = trials(mutant, *([mutant.quick()] if mutant.quick() else []), *mutant.others())
         with lock:
             verdicts.append(verdict)
             save(verdicts, stem)

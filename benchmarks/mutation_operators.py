@@ -1,9 +1,22 @@
 """Mutation operators: the small changes of a Python source that may be bugs, read off its syntax
 tree. A change replaces the text of one node; the rest of the file keeps its lines.
 
-Left out by construction are changes that no run can show (docstrings, annotations, messages,
-assertions, hints to the compiler) and those that only break the shape of a tile, which any run
-shows. (For programs in general there are mutmut and cosmic-ray; they know neither masked loads nor
+Left out by construction are changes that no run can show and those that only break the shape of a
+tile, which any run shows. No run can show
+
+- docstrings, annotations, messages, assertions (`raise AssertionError` too), hints to the compiler;
+- the width of an integer in a kernel beyond what it holds: `.to(tl.int32)`, `.to(tl.uint32)` and
+  whether the latter is a bitcast. (It shows in the machine code: tests/compile_table.md.)
+- placeholders: strides of a tensor that is not there, `(0, 0, 0, 0)`, and PLACEHOLDERS;
+- one guard more in a kernel: a flag turned on; and what was done under a condition done always,
+  where it is a load, a `tl.where`, or an index made wider (WIDE);
+- the tiles themselves, where the interpreter has others: `a if INTERPRETED else b`;
+- what a masked load of an elementwise kernel gives, where the same mask keeps it from being stored:
+  no element meets another one there. (That the mask is there shows, as a read out of bounds.)
+
+Elsewhere what a masked load gives becomes a NaN, as without `other` it may be anything.
+
+(For programs in general there are mutmut and cosmic-ray; they know neither masked loads nor
 strides nor the width of an index, and plant into imported modules, where @triton.jit reads a file.)
 """
 
@@ -45,9 +58,12 @@ SHAPES = {
     "arange", "program_id", "reshape", "permute", "view", "zeros", "full", "multiple_of", "squeeze",
     "unsqueeze", "transpose", "sum", "max", "new_empty", "size", "dim", "unflatten", "flatten",
 }  # fmt: skip
-OPTIONS = {"strict", "num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt"}
+OPTIONS = {"strict", "num_warps", "num_stages", "warps", "stages", "stacklevel", "fmt", "bitcast"}
 CHOICES = {"minimum", "maximum", "min", "max"}
-PLACEHOLDERS = {"seed"}  # what a number is that nobody looks at without dropout
+PLACEHOLDERS = {"seed", "slope", "bias"}  # numbers that nobody looks at without what they stand for
+HINTS = {"multiple_of", "max_contiguous", "assume"}
+NARROW = {"tl.int32", "tl.uint32"}
+ACROSS = {"sum", "max", "min", "dot", "reduce", "cumsum"}  # where elements of a tile meet
 KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so
 
 
@@ -83,6 +99,8 @@ class _Walk:
         self.compiled = (
             False  # in a kernel: its flags are guards, and what it loads it need not use
         )
+        self.kept = ""  # the mask of all stores of an elementwise kernel
+        self.others: set[int] = set()  # what a masked load gives
         self.passed: set[int] = set()  # nodes of which a change shows in no run
 
     # ---------------------------------------------------------------------------------------- text
@@ -118,10 +136,14 @@ class _Walk:
         if isinstance(node, (ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)):
             return
         if isinstance(node, ast.Raise):
+            if isinstance(node.exc, ast.Call) and _name(node.exc.func) == "AssertionError":
+                return
             self.add("a refusal removed", node, "pass")
             return
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             self.scope(node)
+            return
+        if isinstance(node, ast.IfExp) and ast.unparse(node.test) == "INTERPRETED":
             return
         if isinstance(node, ast.AnnAssign):
             if node.value is not None:
@@ -148,8 +170,9 @@ class _Walk:
 
     def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.function.append(node.name)
-        outer = self.arguments, self.compiled
+        outer = self.arguments, self.compiled, self.kept
         self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
+        self.kept = self.one_mask(node) if self.compiled else ""
         if isinstance(node, ast.FunctionDef):
             self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
             for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -158,8 +181,19 @@ class _Walk:
         for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 self.walk(statement)
-        self.arguments, self.compiled = outer
+        self.arguments, self.compiled, self.kept = outer
         self.function.pop()
+
+    def one_mask(self, function: ast.AST) -> str:
+        """That of all stores of a function in which no element of a tile meets another; or ""."""
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        if any(_name(call.func) in ACROSS for call in calls):
+            return ""
+        masks = {self.option(call, "mask") for call in calls if _name(call.func) == "store"}
+        return masks.pop() if len(masks) == 1 else ""
+
+    def option(self, call: ast.Call, name: str) -> str:
+        return "".join(self.text(k.value) for k in call.keywords if k.arg == name)
 
     # ----------------------------------------------------------------------------------- operators
 
@@ -173,7 +207,11 @@ class _Walk:
             self.add("a number plus 1", node, str(value + 1))
             self.add("a number minus 1", node, str(value - 1) if value else "(-1)")
         elif isinstance(value, float) and numbers:
-            self.add("another factor", node, repr(value * 1.05 if value else 1.0))
+            self.factor(node, repr(value * 1.05 if value else 1.0))
+
+    def factor(self, node: ast.expr, new: str) -> None:
+        new = 'float("nan")' if id(node) in self.others else new
+        self.add("another factor", node, new)
 
     def Compare(self, node: ast.Compare, numbers: bool) -> None:
         if len(node.ops) == 1:
@@ -217,9 +255,8 @@ class _Walk:
             self.instead("arithmetic", node, node.operand)
 
     def If(self, node: ast.If, numbers: bool) -> None:
-        (first, *more), nothing = node.body, not node.orelse
-        spare = not more and nothing and isinstance(first, ast.Assign) and _loads(first.value)
-        for word in ("False",) if self.compiled and spare else ("True", "False"):
+        spare = self.compiled and not node.orelse and all(map(_guards, node.body))
+        for word in ("False",) if spare else ("True", "False"):
             self.add("a condition dropped", node.test, word)
 
     def IfExp(self, node: ast.IfExp, numbers: bool) -> None:
@@ -230,10 +267,14 @@ class _Walk:
         name, arguments = _name(node.func), node.args
         if name == "store":  # it converts by itself
             self.passed.update(map(id, arguments))
+        if name == "load" and self.kept and self.option(node, "mask") == self.kept:
+            self.passed.update(id(k.value) for k in node.keywords if k.arg == "other")
+        elif name == "load":
+            self.others.update(id(k.value) for k in node.keywords if k.arg == "other")
         if isinstance(node.func, ast.Attribute) and id(node) not in self.passed:
             if name == "to" and "int64" in self.text(node):
                 self.instead("int64 dropped", node, node.func.value)
-            elif name in ("to", "contiguous", "abs"):
+            elif name in ("to", "contiguous", "abs") and not _narrow(node):
                 self.instead("a conversion dropped", node, node.func.value)
         if name == "unit_stride":
             self.instead("a conversion dropped", node, arguments[0])
@@ -243,8 +284,8 @@ class _Walk:
         if name == "where" and len(arguments) == 3:
             for argument in arguments[1:]:
                 self.instead("a guard dropped", node, argument)
-        if name == "float" and self.text(node) == 'float("-inf")':
-            self.add("another factor", node, "0.0")
+        if self.text(node) == 'float("-inf")' and id(node) not in self.passed:
+            self.factor(node, "0.0")
         texts = [self.text(argument) for argument in arguments]
         keywords = [self.text(keyword) for keyword in node.keywords]
         function = self.text(node.func)
@@ -266,6 +307,8 @@ class _Walk:
                     self.add("a stride swapped", node, other)
 
     def Tuple(self, node: ast.Tuple, numbers: bool) -> None:
+        if len(node.elts) > 1 and all(ast.unparse(part) == "0" for part in node.elts):
+            self.passed.update(map(id, node.elts))
         if self.function and self.function[-1] in KEYS and isinstance(node.ctx, ast.Load):
             self.key(node)
 
@@ -283,7 +326,7 @@ class _Walk:
             if target.id in ("signature", "key") and isinstance(value, ast.Tuple):
                 self.key(value)
             again = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
-            if target.id in again:
+            if target.id in again and not _hint(value):
                 self.add("a statement removed", node, "pass")
 
     def AugAssign(self, node: ast.AugAssign, numbers: bool) -> None:
@@ -307,8 +350,20 @@ def _name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def _loads(value: ast.expr) -> bool:
-    return any(isinstance(n, ast.Call) and _name(n.func) == "load" for n in ast.walk(value))
+def _guards(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Assign):
+        return False
+    calls = [node for node in ast.walk(statement.value) if isinstance(node, ast.Call)]
+    wider = calls and all(ast.unparse(call).endswith(".to(tl.int64)") for call in calls)
+    return bool(wider) or any(_name(call.func) in ("load", "where") for call in calls)
+
+
+def _hint(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and _name(value.func) in HINTS
+
+
+def _narrow(conversion: ast.Call) -> bool:
+    return any(ast.unparse(argument) in NARROW for argument in conversion.args)
 
 
 def _alike(a: ast.expr, b: ast.expr) -> bool:

@@ -232,17 +232,19 @@ def small_tiles():
 
 @pytest.fixture
 def in_bounds(monkeypatch):
-    """No kernel of this test reads or writes outside of the tensors that it was given (interpreter
-    only): what a program loads there and throws away ends a process on a GPU.
+    """No kernel of this test reads or writes outside of the tensors that it was given, and none
+    writes an element twice (interpreter only): what a program loads there and throws away ends a
+    process on a GPU, where of two programs that write an element either may come last.
     """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    bounds = {}
+    bounds, written = {}, []
 
     def arguments(self, given, named, former=executor._init_args_hst):
+        written.clear()
         leaves = tree_leaves((given, named))  # of groups too
         views = [x for x in leaves if isinstance(x, torch.Tensor) and x.numel()]
         spans = [sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1 for x in views]
@@ -265,8 +267,16 @@ def in_bounds(monkeypatch):
 
     def store(self, pointers, value, mask, *rest, former=builder.create_masked_store):
         check(pointers, mask, "writes")
+        written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
         return former(self, pointers, value, mask, *rest)
 
+    def launch(self, *given, former=executor.__call__, **named):
+        former(self, *given, **named)
+        places = np.sort(np.concatenate([x.reshape(-1) for x in written] or [np.empty(0)]))
+        written.clear()
+        assert (places[1:] != places[:-1]).all(), f"{self.fn.__name__} writes an element twice"
+
+    monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(executor, "_init_args_hst", arguments)
     monkeypatch.setattr(builder, "create_masked_load", load)
     monkeypatch.setattr(builder, "create_masked_store", store)

@@ -771,11 +771,6 @@ EQUIVALENT = {
     ("common", "threshold signed"): "Triton compares uint32 with int32 as unsigned",
     ("attention", "the same order of causal rows"): "the order of the programs alone: on a GPU the "
     "longest rows start last",
-    ("attention", "keys past the length walked"): "their P is 0: on a GPU it costs time",
-    (
-        "common",
-        "threshold off by one",
-    ): "another mask where a word equals the threshold, one in 2^32",
     ("common", "kept at p = 1"): "the threshold alone drops all but one element in 2^32",
     ("launch", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }

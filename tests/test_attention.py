@@ -998,20 +998,21 @@ def test_a_sink_is_a_key_without_a_value(backend, device):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
-def test_a_row_that_sees_its_sink_alone(backend, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_that_sees_its_sink_alone(backend, device, dtype):
     """Zeros; its logarithm is the sink, whose gradient it has."""
-    x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, device=device).values()]
-    x.append(torch.randn(H, device=device, requires_grad=True))
+    x = [t.requires_grad_() for t in qkv(sq=20, sk=30, d=16, dtype=dtype, device=device).values()]
+    x.append(torch.randn(H, device=device).to(dtype).requires_grad_())
     lengths = torch.tensor([0, 30], device=device)
     out, lse = functional.scaled_dot_product_attention(
         *x[:3], key_lengths=lengths, sinks=x[3], return_lse=True
     )
     assert (out[0] == 0).all() and (out[1] != 0).all()
-    torch.testing.assert_close(lse[0], x[3].view(H, 1).expand(H, 20))
+    torch.testing.assert_close(lse[0], x[3].float().view(H, 1).expand(H, 20))
     weight = torch.randn_like(lse[0])
     dq, dk, grad = torch.autograd.grad(lse[0], (*x[:2], x[3]), weight, retain_graph=True)
     assert (dq == 0).all() and (dk == 0).all()
-    torch.testing.assert_close(grad, weight.sum(1))
+    torch.testing.assert_close(grad, weight.sum(1).to(dtype))
     (grad,) = torch.autograd.grad(out[0].sum(), x[3])
     assert (grad == 0).all()
 
@@ -1582,3 +1583,101 @@ def test_a_bias_that_float32_does_not_hold_in_base_2(backend, device, dtype):
     bias[:, :, 3] = -3e38
     out = functional.scaled_dot_product_attention(**x, bias=bias)
     assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()
+
+
+@pytest.fixture
+def work(device, monkeypatch):
+    """work(call): (kernels that it launches, products of tiles in them), on the interpreter."""
+    if device.type == "cuda":
+        pytest.skip("counted in the interpreter")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    counts = {"launches": 0, "products": 0}
+
+    def counted(owner, name, what):
+        former = getattr(owner, name)
+
+        def call(*arguments, **options):
+            counts[what] += 1
+            return former(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(interpreter.GridExecutor, "__call__", "launches")
+    counted(interpreter.InterpreterBuilder, "create_dot", "products")
+
+    def work(call):
+        counts.update(launches=0, products=0)
+        call()
+        return counts["launches"], counts["products"]
+
+    return work
+
+
+WALKED = [  # window, causal_alignment, key_lengths
+    (None, "top_left", None),
+    ((None, 0), "top_left", None),
+    ((16, 0), "top_left", None),
+    ((15, 0), "bottom_right", None),
+    ((17, 15), "bottom_right", [33, 70]),
+    ((0, 16), "top_left", [0, 32]),
+    ((None, 17), "bottom_right", [16, 49]),
+    ((1, None), "bottom_right", [64, 17]),
+]
+
+
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 32)], ids=str)
+@pytest.mark.parametrize("window, alignment, lengths", WALKED, ids=str)
+def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, blocks):
+    """Those that a query may see by length and band, and no other: what a window saves."""
+    tiles(*blocks)
+    (bm, bn), batch, sq, sk = blocks, 2, 50, 70
+    x = [t.requires_grad_() for t in qkv(b=batch, h=1, sq=sq, sk=sk, d=8, device=device).values()]
+    options = {"window": window, "causal_alignment": alignment}
+    if lengths is not None:
+        options["key_lengths"] = torch.tensor(lengths, device=device)
+    left, right = (1000 if n is None else n for n in window or (None, None))
+    of_rows = of_columns = 0
+    for length in lengths or [sk] * batch:
+        shift = length - sq if alignment == "bottom_right" else 0
+        i = torch.arange(-(-sq // bm) * bm)[:, None] + shift  # the last block as a whole
+        j = torch.arange(-(-sk // bn) * bn)
+        band = (j <= i + right) & (j >= i - left)
+        for keys, rows in ((length, len(i)), (len(j), sq)):
+            seen = band & (j < keys) & (i < rows + shift)
+            seen = seen.view(-1, bm, len(j) // bn, bn).any(3).any(1)
+            if keys == length:
+                of_rows += int(seen.sum())
+            else:
+                of_columns += int(seen[:, : -(-length // bn)].sum())
+    with use_backend("triton"):
+        out = []
+        run = functional.scaled_dot_product_attention
+        assert work(lambda: out.append(run(*x, **options))) == (1, 2 * of_rows)
+        assert work(lambda: out[0].sum().backward()) == (3, 3 * of_rows + 4 * of_columns)
+
+
+LAUNCHED = {  # by what has a gradient; the forward, and the kernels of the backward
+    "query": (["query"], None, 1 + 2),
+    "key": (["key"], None, 1 + 2),
+    "all": (["query", "key", "value"], None, 1 + 3),
+    "bias": (["bias"], (2, 2, 20, 30), 1 + 2),
+    "bias of keys": (["bias"], (1, 30), 1 + 2),
+    "bias of rows": (["bias"], (20, 1), 1 + 0),
+    "bias of rows, sinks": (["bias", "sinks"], (20, 1), 1 + 1),
+    "sinks": (["sinks"], None, 1 + 1),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_kernels_that_are_launched(device, work, case):
+    """Those whose results somebody wants."""
+    wanted, shape, expected = LAUNCHED[case]
+    x = qkv(b=2, h=2, sq=20, sk=30, d=8, device=device)
+    if shape is not None:
+        x["bias"] = torch.randn(shape, device=device)
+    if "sinks" in wanted:
+        x["sinks"] = torch.randn(2, device=device)
+    leaves = {name: t.requires_grad_(name in wanted) for name, t in x.items()}
+    with use_backend("triton"):
+        found = work(lambda: functional.scaled_dot_product_attention(**leaves).sum().backward())
+    assert found[0] == expected

@@ -74,6 +74,21 @@ def test_rows_past_int32(device, first):
         assert out[i, j] == (words[j % 4] >= 2**30)
 
 
+def test_a_word_on_the_threshold_is_kept(backend, device):
+    """Of attention and of rows; with p one step larger it is dropped."""
+    of_attention = word_by_hand(9, 0, 19, 37)
+    of_row = int(reference.philox(5 // 4, 3, 0, 1, 9)[5 % 4])
+    ones = torch.ones(4, 8, device=device)
+    for more in (0, 1):
+        weights = weights_of(9, (of_attention + more) / 2**32, backend=backend, device=device)
+        assert (weights[0, 0, 19, 37] == 0) == bool(more)
+        rows = ff.embed(
+            torch.zeros(4, dtype=torch.long, device=device), ones[:1], None,
+            dropout_p=(of_row + more) / 2**32, dropout_seed=9,
+        )  # fmt: skip
+        assert (rows[3, 5] == 0) == bool(more)
+
+
 def test_numpy_and_torch_draw_the_same():
     """The reference's two ways, one for a CPU and one for a GPU."""
     seed, threshold = -(2**62) - 5, 2**31

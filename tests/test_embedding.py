@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from mutants import PLANTED
 
 import fastformer as ff
-from fastformer import functional, reference
+from fastformer import functional, reference, use_backend
 
 V, N = 23, 40
 
@@ -105,6 +105,27 @@ def test_the_padding_token_gets_no_gradient(backend, device):
             grad[4], torch.full_like(grad[4], 2 * N**0.5)
         )
         assert (positions[:3] == 2).all() and (positions[3:] == 0).all()
+
+
+@pytest.mark.parametrize("needed", ["weight", "positional"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounded_once(device, dtype, needed):
+    """Output and gradients of 16 bits are rounded at their end alone. (Where both are wanted, they
+    share what is rounded first.)
+    """
+    pytest.importorskip("triton")
+    tokens = torch.randperm(50, device=device)
+    weight, positional, grad = (torch.randn(50, 40, device=device).to(dtype) for _ in range(3))
+    options = {"dropout_p": 0.3, "dropout_seed": 5, "scale": 1.7}
+    results = []
+    for backend, kept in (("triton", dtype), ("reference", torch.float64)):
+        x = {"weight": weight.to(kept), "positional": positional.to(kept)}
+        leaf = x[needed].requires_grad_()
+        with use_backend(backend):
+            out = functional.embed(tokens, **x, **options)
+        results.append((out, *torch.autograd.grad(out, leaf, grad.to(kept))))
+    for a, b in zip(*results):
+        assert (a != b.to(dtype)).double().mean() < 0.05  # those between two
 
 
 @pytest.mark.parametrize("needed", ["weight", "positional"])

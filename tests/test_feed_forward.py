@@ -83,6 +83,30 @@ def test_gradients_for_some_inputs_only(backend, device, activation, needed):
         assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "geglu", "swiglu"])
+def test_rounded_once(device, kind, dtype):
+    """With identities for its weights the op is its activation: of 16 bits, it and its derivative
+    are rounded at their end alone.
+    """
+    pytest.importorskip("triton")
+    gated = kind in ("geglu", "swiglu")
+    x = torch.randn(60, 32 if gated else 16, device=device).to(dtype)
+    eye, grad = torch.eye(16, device=device), torch.randn(60, 16, device=device).to(dtype)
+    w = torch.eye(x.shape[1], device=device)
+    results = []
+    for backend, kept in (("triton", dtype), ("reference", torch.float64)):
+        leaf = x.detach().to(kept).requires_grad_()
+        matrices = (leaf, w.to(kept), None, eye.to(kept), None)
+        with use_backend(backend):
+            op = getattr(functional, kind) if gated else functional.feed_forward
+            options = {} if gated else {"activation": kind}
+            out = op(*matrices, **options, dropout_p=0.3, dropout_seed=5)
+        results.append((out, *torch.autograd.grad(out, leaf, grad.to(kept))))
+    for a, b in zip(*results):
+        assert (a != b.to(dtype)).double().mean() < 0.05  # those between two
+
+
 @pytest.mark.parametrize("rows", [40, 257])  # of one tile; with the last in a tile of its own
 @pytest.mark.parametrize("far", ["input", "w_1"])
 def test_offsets_past_int32(backend, device, spread, far, rows):

@@ -88,6 +88,45 @@ def test_operators(mutation, operator):
     assert source.replace(old, new) in [c.apply(source) for c in made]
 
 
+NOTHING = {  # by the change that would be made
+    "a bitcast": ("y = x.to(tl.uint32, bitcast=True)", "bitcast=False"),
+    "a narrow integer": ("y = x.to(tl.int32)", "y = (x)"),
+    "strides of nothing": ("s = (0, 0, 0)", "(0, 1, 0)"),
+    "a placeholder": ("slope = 0.0", "1.0"),
+    "an assertion": ("raise AssertionError(x)", "pass"),
+    "a hint": ("x = tl.multiple_of(x, 8)", "pass"),
+    "tiles": ("y = 256 if INTERPRETED else 128", "257"),
+    "a wider index": ("if WIDE:\n        x = x.to(tl.int64)", "if True"),
+    "a guard more": ("if EDGE:\n        x = tl.where(a, x, 0.0)", "if True"),
+    "elementwise": ("tl.store(p, load(p, mask=ok, other=0.0), mask=ok)", "other=1.0"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_changes_that_no_run_can_show_are_left_out(mutation, case):
+    statement, change = NOTHING[case]
+    source = f"@jit\ndef f(x):\n    {statement}\n"
+    assert not [c for c in mutation.changes("a.py", source) if change in c.apply(source)]
+
+
+REAL = {  # beside them
+    "a wide integer": ("y = x.to(tl.int64)", "y = (x)"),
+    "a stride of nothing and one": ("s = (0, 1)", "(1, 1)"),
+    "a guard less": ("if EDGE:\n        x = tl.where(a, x, 0.0)", "if False"),
+    "always": ("if EDGE:\n        x = x + 1", "if True"),
+    "elements that meet": ("tl.store(p, dot(load(p, mask=ok, other=0.0), x), mask=ok)", "nan"),
+    "another mask": ("tl.store(p, load(p, mask=ok, other=0.0), mask=a)", "nan"),
+    "a read out of bounds": ("tl.store(p, load(p, mask=ok, other=0.0), mask=ok)", "load(p)"),
+}
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_changes_beside_them_are_made(mutation, case):
+    statement, change = REAL[case]
+    source = f"@jit\ndef f(x):\n    {statement}\n"
+    assert [c for c in mutation.changes("a.py", source) if change in c.apply(source)]
+
+
 def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     """It goes on where it stopped, and its score is that of the first time."""
     answers = {"quick": 1, "others": 0}
@@ -102,8 +141,8 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)
     monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
-    for kind in answers:  # whichever file is drawn from
-        monkeypatch.setattr(mutation.Mutant, kind, lambda self, kind=kind: [kind])
+    monkeypatch.setattr(mutation.Mutant, "quick", lambda self: ["quick"])  # of whichever file
+    monkeypatch.setattr(mutation.Mutant, "others", lambda self: [["others"], ["more"]])
     stem = tmp_path / "mutation_draw"
     words = ["--draw", "2", "--seed", "3", "--workers", "1", "--out", str(tmp_path)]
     assert mutation.main(words) == 0
@@ -195,7 +234,7 @@ def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
     assert mutation.main(words) == (0 if verdict == "killed" else 1)
     (found,) = mutation.load(tmp_path / "mutation")
     assert found.verdict == verdict and found.test.endswith(test)
-    assert len(clean) == ("FAILED" in output or "ERROR" in output)
+    assert len(clean) == (status is None or "FAILED" in output or "ERROR" in output)
     assert mutation.main([*words, "--resume"]) == (0 if verdict == "killed" else 1)
     assert len(mutation.load(tmp_path / "mutation")) == 1
     mutation.main(["--only", "embedding: dropout of another tile", *words[2:]])
@@ -214,6 +253,13 @@ def test_a_test_that_fails_by_itself_kills_nothing(mutation, monkeypatch, tmp_pa
     monkeypatch.setattr(mutation.Checkout, "pytest", lambda *_: failed)
     monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
     with pytest.raises(RuntimeError, match="test_b fails without any mutant"):
+        mutation.main(["--only", "embedding: scaled twice", "--out", str(tmp_path)])
+
+
+def test_tests_that_never_end_by_themselves_kill_nothing(mutation, monkeypatch, tmp_path):
+    monkeypatch.setattr(mutation.Checkout, "pytest", lambda *_: (None, ""))
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+    with pytest.raises(RuntimeError, match="ran out of time, and without any mutant too"):
         mutation.main(["--only", "embedding: scaled twice", "--out", str(tmp_path)])
 
 

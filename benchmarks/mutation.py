@@ -61,6 +61,7 @@ from mutants import (
     MORE,
     NOT_DRAWN,
     PLANTED,
+    SEEN_BY,
 )
 
 SHARED = ("common", "launch")
@@ -150,6 +151,13 @@ class Drawn(Mutant):
 
     def planted(self) -> str:
         return self.change.apply((ROOT / self.file()).read_text())
+
+    def quick(self) -> list[str]:
+        """First those that are made for what the operator does."""
+        return [
+            *(f"tests/{test}" for test in SEEN_BY.get(self.change.operator, ())),
+            *super().quick(),
+        ]
 
     def digest(self) -> str:
         whole = f"{self.change} in {sources()}"

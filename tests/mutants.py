@@ -891,6 +891,16 @@ DRAWN_EQUIVALENT = {
     ("padding", "115:42 `0` -> `(-1)`"): "the only dimension",
 }
 
+# Tests that see most of what an operator changes.
+SEEN_BY = {
+    "int64 dropped": ("test_sizes.py",),
+    "a field left out of a key": (
+        "test_attention.py::test_plans_are_told_apart",
+        "test_attention.py::test_every_field_of_a_key",
+        "test_attention.py::test_every_field_of_a_key_of_the_backward",
+    ),
+}
+
 # The ops of tests/test_fuzz.py that run through a kernel file.
 FUZZED = {
     "attention": ("scaled_dot_product_attention", "packed_attention"),

@@ -42,6 +42,10 @@ def test_every_mutant_can_be_planted(mutation):
     assert covered >= {mutation.kernel_of(f) for f in files - not_changed}
     for names in mutation.COVERED_BY.values():
         assert all((ROOT / "tests" / name).exists() for name in names)
+    for test in sum(mutation.SEEN_BY.values(), ()):
+        file, _, function = test.partition("::")
+        assert f"def {function}(" * bool(function) in (ROOT / "tests" / file).read_text()
+    assert set(mutation.SEEN_BY) <= {c.operator for c in mutation.candidates()}
     for file, functions in mutation.NOT_DRAWN.items():
         assert all(f"def {name}(" in (ROOT / file).read_text() for name in functions)
 

@@ -323,7 +323,7 @@ class MultiHeadedAttention(AliasedModule):
             given = [name for name, x in scores.items() if x is not None]
             if given:
                 raise ValueError(f"{given[0]} is given together with a Packing; expected None")
-            return self._packed(inputs, mask, band)
+            return self._forward_packed(inputs, mask, band)
         for name, x in inputs.items():
             _require_features(name, x, self.h * self.d_k)
         if autocast_dtype(query) is None:
@@ -335,13 +335,15 @@ class MultiHeadedAttention(AliasedModule):
             require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         options: dict[str, Any] = {**band, **scores}
-        out = functional.scaled_dot_product_attention(
-            q, k, v, mask, dropout_probability(self.dropout), **options
-        )
-        self._keep(q, k, mask, options)
+        p = dropout_probability(self.dropout)
+        out = functional.scaled_dot_product_attention(q, k, v, mask, p, **options)
+        self._keep_weights(q, k, mask, options)
         return self.linears[3](out.transpose(1, 2).flatten(2))
 
-    def _packed(self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]) -> Tensor:
+    def _forward_packed(
+        self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]
+    ) -> Tensor:
+        """Return the output [tokens, d_model] of inputs [tokens, d_model]."""
         for name, x in inputs.items():
             require_tokens(name, x, packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
@@ -352,22 +354,15 @@ class MultiHeadedAttention(AliasedModule):
             require_linear_input(name, x, self.linears[0])
         q, k, v = self._projected(inputs)
         offsets, longest = packing.cu_seqlens, packing.longest
+        p = dropout_probability(self.dropout)
         out = functional.packed_attention(
-            q,
-            k,
-            v,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            dropout_p=dropout_probability(self.dropout),
-            **band,
+            q, k, v, offsets, offsets, longest, longest, dropout_p=p, **band
         )
         if self.keep_attention:
             q, k = (pad(x.detach(), packing).transpose(1, 2) for x in (q, k))
             positions = torch.arange(packing.length, device=q.device)
             real = positions.view(-1, 1) < packing.lengths.view(-1, 1, 1, 1)
-            self._keep(q, k, real, {**band, "key_lengths": packing.lengths})
+            self._keep_weights(q, k, real, {**band, "key_lengths": packing.lengths})
         return self.linears[3](out.flatten(1))
 
     def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -392,7 +387,10 @@ class MultiHeadedAttention(AliasedModule):
             out += heads.unbind(-3)
         return out
 
-    def _keep(self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def _keep_weights(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """Set `attn` if `keep_attention` asks for it; q and k: [B, h, T or S, d_k]."""
         if self.keep_attention:
             self.attn = functional.attention_weights(q.detach(), k.detach(), mask, **options)
         elif self.attn is not None:
@@ -447,9 +445,9 @@ def _boolean_from_float(mask: Tensor) -> Tensor:
     kept = mask == 1
     known = kept | (mask == 0)
     expected = (
-        f"expected 0 and 1 alone in a mask of dtype {mask.dtype}; a mask that is added to the "
-        "scores goes to bias= (of MultiHeadedAttention and scaled_dot_product_attention), or is "
-        "boolean by mask == 0"
+        f"expected 0 and 1 as the only values in a mask of dtype {mask.dtype}; pass a mask that is "
+        "added to the scores as bias= (of MultiHeadedAttention and "
+        "scaled_dot_product_attention), or make it boolean: mask == 0"
     )
     if may_read(mask):
         if not known.all():

@@ -85,10 +85,10 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
     masked_out = True if mask.dtype == torch.bool else float("-inf")
-    return _may_read(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
+    return _may_decide(mask) and torch.equal(mask, torch.full_like(mask, masked_out).triu(1))
 
 
-def _may_read(x: Tensor) -> bool:
+def _may_decide(x: Tensor) -> bool:
     """Whether the contents of x may decide what runs."""
     return reference.eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -187,12 +187,12 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
                 return False
         if not getattr(self, "mask_check", True):
             return True
-        return _may_read(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
+        return _may_decide(hidden) and torch._nested_tensor_from_mask_left_aligned(src, ~hidden)
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
     """Return the packing of the tokens that are not hidden [N, S], if it saves time, or None."""
-    if not _may_read(hidden):
+    if not _may_decide(hidden):
         return None
     valid = ~hidden
     counts = valid.sum(1)
@@ -267,7 +267,7 @@ class FusedTransformer(Accelerated, nn.Transformer):
         if padding.dtype != torch.bool or from_decoder.dtype != torch.bool:
             return False
         encoder, decoder = self.encoder, self.decoder
-        if not (isinstance(encoder, FusedTransformerEncoder) and _may_read(padding)):
+        if not (isinstance(encoder, FusedTransformerEncoder) and _may_decide(padding)):
             return False
         if not isinstance(decoder, FusedTransformerDecoder) or not is_unmodified(encoder, decoder):
             return False

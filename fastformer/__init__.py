@@ -10,6 +10,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 
 from fastformer.backends import current_backend, use_backend
 from fastformer.decoding import greedy_decode
+from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
     attention_weights,
     cross_entropy,
@@ -36,7 +37,8 @@ from fastformer.modules import (
     clones,
 )
 from fastformer.padding import Packing, pad, unpad
-from fastformer.patch import Explanation, Report, accelerate, explain, restore, sdpa_override
+from fastformer.patch import Report, accelerate, restore
+from fastformer.sdpa import sdpa_override
 from fastformer.training import (
     Batch,
     LabelSmoothing,

@@ -18,6 +18,7 @@ LAYERS = [
     {"cli"},
     {"copy_task", "integrations", "plots"},
     {"patch"},
+    {"explanation", "sdpa"},
     {"environment"},
     {"decoding"},
     {"training"},

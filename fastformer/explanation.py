@@ -1,0 +1,180 @@
+"""What a call, or each layer of a model, runs on.
+
+print(explain("layer_norm", x, (64,)))     which backend the op takes, and why
+print(explain(model, x))                   what each layer of the model runs on
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as _hooks
+from torch.overrides import TorchFunctionMode
+
+from fastformer import backends
+from fastformer.replacements import KINDS
+from fastformer.replacements.base import Accelerated, running
+
+__all__ = ["Explanation", "explain"]
+
+
+def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Return which backend a call takes, and why.
+
+    explain(op, *args, **kwargs): for the op of that name, without running it; an object with
+    `.backend` and `.reason`.
+
+    explain(model, *inputs, **kwargs): runs the model once on the inputs, in the mode and on the
+    backend that are set, and returns what each layer ran on: an `Explanation`, with rows of
+    (module's name, op, backend, reason) in the order in which they ran. The backend is triton,
+    reference or, if the module's own forward ran, torch. The rows name fastformer's ops, the torch
+    modules that `accelerate` would replace, direct calls of F.scaled_dot_product_attention, and the
+    attention layers of a Hugging Face model that ran without either, by their class. Of a compiled
+    model, the original model runs.
+
+    Raises:
+        ValueError: target is the name of no op.
+        TypeError: target is neither a name nor a module.
+
+    Whatever the call raises is raised as well.
+    """
+    if not isinstance(target, nn.Module):
+        if not isinstance(target, str):
+            kind = type(target).__name__
+            raise TypeError(f"target is a {kind}; expected the name of an op, or an nn.Module")
+        return backends.explain(target, *args, **kwargs)
+    model = getattr(target, "_orig_mod", target)
+    recorder = _Recorder(model)
+    with recorder.recording():
+        model(*args, **kwargs)
+    return Explanation(tuple(recorder.rows))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ran, in order: (module's name, op, backend, reason) in `rows`. `print` it."""
+
+    rows: tuple[tuple[str, str, str, str], ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no layer of a known kind ran"
+        counts = Counter((name_pattern(name), *rest) for name, *rest in self.rows)
+        table = [(*row, f"x {n}" if n > 1 else "") for row, n in counts.items()]
+        widths = [max(len(str(row[i])) for row in table) for i in range(3)]
+        return "\n".join(
+            "  ".join(f"{cell:{w}}" for cell, w in zip(row, widths))
+            + f"  {row[3]} {row[4]}".rstrip()
+            for row in table
+        )
+
+
+class _Recorder:
+    """Records what the layers of a model run on.
+
+    rows: those of an `Explanation`. _running: the modules that run, the innermost last.
+    _attended: for each of them how many attentions ran in it, on whatever backend.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._running: list[nn.Module] = []
+        self._attended: list[int] = []
+        config = getattr(model, "config", None)
+        self._hugging_face = hasattr(config, "_attn_implementation")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which the calls of this thread are recorded."""
+        previous, running.modules = running.modules, self._running
+        handles = [
+            _hooks.register_module_forward_pre_hook(self._enter),
+            _hooks.register_module_forward_hook(self._leave, always_call=True),  # after errors too
+        ]
+        try:
+            with backends.telling(watch=self.record), _DirectAttention(self):
+                yield
+        finally:
+            running.modules = previous
+            for handle in handles:
+                handle.remove()
+
+    def record(self, choice: backends.Choice) -> None:
+        known = (self._names[id(m)] for m in reversed(self._running) if id(m) in self._names)
+        self.rows.append((next(known, ""), choice.op, choice.backend, choice.reason))
+        if "attention" in choice.op.lower():
+            self._attended[:] = [n + 1 for n in self._attended]
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        if running.modules is self._running:  # the hooks also see the modules of other threads
+            self._running.append(module)
+            self._attended.append(0)
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        if running.modules is not self._running:
+            return
+        name, why = type(module).__name__, None
+        if not isinstance(module, Accelerated) and isinstance(module, _BASES):
+            why = "accelerate(model) has not replaced it"
+        elif self._hugging_face and "attention" in name.lower() and not self._attended[-1]:
+            why = _own_attention(module)
+        if why is not None:
+            self.record(backends.Choice(name, "torch", why))
+        self._running.pop()
+        self._attended.pop()
+
+
+class _DirectAttention(TorchFunctionMode):
+    """Records the calls of F.scaled_dot_product_attention in the model's own code."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        rows = self._recorder.rows
+        before = len(rows)
+        out = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and len(rows) == before:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not caller.startswith("fastformer"):
+                why = "it is called directly; sdpa_override reaches it"
+                if caller == "transformers.integrations.sdpa_attention":
+                    why = _SUGGESTION.format("sdpa")
+                self._recorder.record(backends.Choice("scaled_dot_product_attention", "torch", why))
+        return out
+
+
+_BASES = tuple(KINDS)
+_SUGGESTION = (
+    "attn_implementation is {!r}; after register_transformers() "
+    "model.set_attn_implementation('fastformer') replaces it"
+)
+
+
+def _own_attention(module: nn.Module) -> str:
+    """Return why an attention layer of a Hugging Face model ran its own attention."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    asks = hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
+    if asks and name not in (None, "fastformer"):
+        return _SUGGESTION.format(name)
+    return "it computes its attention by itself, whatever attn_implementation is"
+
+
+def name_pattern(name: str) -> str:
+    """Return the name with * for each number, so that the layers of a stack share one line."""
+    return ".".join("*" if part.isdigit() else part for part in name.split(".")) or "(the model)"

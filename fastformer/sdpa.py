@@ -1,0 +1,143 @@
+"""F.scaled_dot_product_attention on fastformer, without a change of the model that calls it.
+
+Shapes: B batch, H heads, Sq queries, Sk keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fastformer import backends, functional
+from fastformer.replacements.base import record_torch, tensor_obstacle
+
+__all__ = ["sdpa_override"]
+
+
+class sdpa_override(TorchFunctionMode):
+    """A context in which F.scaled_dot_product_attention is fastformer's, for the calling thread.
+
+        with fastformer.sdpa_override():
+            model(x)
+
+    It takes torch's arguments with torch's meaning: a boolean mask (True keeps a key) or a floating
+    one, dropout, is_causal from the top left, scale, enable_gqa, three or four dimensions, a value
+    of another width. Torch runs, call by call, what the op does not take (nested tensors, tensor
+    subclasses, other numbers of dimensions, batches that broadcast, head dims of 0 or above 256,
+    other dtypes, a scale that is a tensor) and what is wrong. A query that sees no key gives zeros,
+    also if a floating mask hides the keys by finfo.min. Contexts nest, and work within and around
+    torch.compile. A context does not see the calls inside of nn.MultiheadAttention: `accelerate`
+    replaces that. backward() leaves every such mode, so under activation checkpointing the `with`
+    has to be inside the checkpointed function: around the checkpoint it would leave the second
+    forward to torch's attention.
+
+    Every torch function that runs within it passes through Python once more: some microseconds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    reason = (
+        _input_obstacle(query, key, value, attn_mask)
+        or _heads_obstacle(query, key, value, enable_gqa)
+        or _option_obstacle(query, key, attn_mask, dropout_p, is_causal, scale)
+    )
+    args = (query, key, value, attn_mask, dropout_p, is_causal)
+    if reason is not None:
+        record_torch("scaled_dot_product_attention", reason)
+        return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
+    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # a head for all
+    with backends.telling(obstacle=_ignore):
+        return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
+
+
+def _ignore(op: str, reason: str) -> None:
+    """Count no fallback of a call outside of a module; `explain` records it."""
+
+
+# Each of these returns why torch's own op has to run, or None. An argument that is wrong is a
+# reason as well: torch refuses it in its own words. query: [B, H, Sq, D] or [B, Sq, D]; key and
+# value likewise, with Sk; attn_mask broadcasts to the scores [B, H, Sq, Sk].
+
+
+def _input_obstacle(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> str | None:
+    tensors = (query, key, value)
+    obstacle = tensor_obstacle(*tensors, attn_mask)
+    if obstacle is not None:
+        return obstacle
+    if any(x.dim() != query.dim() for x in tensors) or query.dim() not in (3, 4):
+        return "not three or four dimensions each"
+    if any(x.dtype != query.dtype or x.device != query.device for x in tensors):
+        return "several dtypes or devices"
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        return f"the dtype is {query.dtype}"
+    low = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cpu"
+    if low and query.dim() == 3 and backends.current_backend() != "triton":
+        return (
+            "on a CPU torch has half precision without heads in another op, with better gradients"
+        )
+    return None
+
+
+def _heads_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+    batch = query.shape[0]
+    if key.shape[0] != batch or value.shape[0] != batch or key.shape[:-1] != value.shape[:-1]:
+        return "the batch or the heads broadcast"
+    if query.dim() == 4 and query.shape[1] != key.shape[1]:
+        if not enable_gqa and key.shape[1] != 1:  # the op takes one head for all
+            return "the heads broadcast"
+        if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+            return "the heads of key do not divide those of query"
+    dims = (query.shape[-1], value.shape[-1])
+    if 0 in dims or max(dims) > functional.MAX_HEAD_DIM or key.shape[-1] != dims[0]:
+        return f"a head dim is 0 or above {functional.MAX_HEAD_DIM}, or key has another than query"
+    return None
+
+
+def _option_obstacle(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> str | None:
+    if type(dropout_p) not in (float, int) or not 0 <= dropout_p <= 1:
+        return "dropout_p is no number from 0 to 1"
+    if scale is not None and type(scale) not in (float, int):
+        return "scale is no number"
+    if attn_mask is None:
+        return None
+    if is_causal or attn_mask.dtype not in (torch.bool, query.dtype):
+        return "a mask is given with is_causal, or has another dtype"
+    scores = (*query.shape[:-1], key.shape[-2])
+    sizes = zip(attn_mask.shape[::-1], scores[::-1])
+    if not 2 <= attn_mask.dim() <= len(scores) or any(n not in (1, want) for n, want in sizes):
+        return "the mask does not broadcast to the scores"
+    return None

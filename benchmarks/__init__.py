@@ -1,4 +1,4 @@
-"""`pytest --benchmark-only` measures, benchmarks.report shows, benchmarks.gpu runs all on a GPU."""
+"""`pytest --benchmark-only` measures, benchmarks.report tabulates, benchmarks.gpu runs on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def folder(word: str) -> Path:
-    """An argument of a command: a folder to write to, made where there is none."""
+    """Reads an argument of a command: a folder to write to, which is created if it is missing."""
     path = Path(word)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,22 @@
-"""The accuracy ledger: each op's error against float64, forward and gradients, beside that of eager
-PyTorch in the same dtype.
+"""The accuracy ledger: the error of each op against float64, forward and gradients, beside that of
+eager PyTorch in the same dtype.
 
     python -m benchmarks.accuracy                            writes benchmarks/results/accuracy.csv
                                                              and .md, in a minute or two on a CPU
     python -m benchmarks.accuracy --op layer_norm --dtype float32        prints a part of it
-    python -m benchmarks.accuracy --out FOLDER               writes there, also a part
+    python -m benchmarks.accuracy --out FOLDER               writes it to another folder
 
 The oracle is the written-out reference in float64, from the same inputs rounded to the dtype.
-Providers: `eager`, torch's own ops as they are usually put together; `reference`; `triton`,
-interpreted where there is no GPU; and torch's attention by each of its backends. A run on a GPU
-writes a file with the GPU's name. Each row has a seed of its own: any part gives the same figures.
+The providers are `eager`, torch's own ops in their usual composition; `reference`; `triton`, which
+is interpreted without a GPU; and torch's attention with each of its backends. A run on a GPU writes
+a file with the GPU's name. Each row has its own seed: a part gives the same figures as the whole.
 
     max error    max |x - oracle|
     error        |x - oracle| / |oracle|, Frobenius norms
-    ratio        error over that of eager, this taken as an eighth of the dtype's eps or more
-    of limit     what is used up of what the numerics policy allows, see `allowed`
+    ratio        error divided by that of eager, which counts as at least eps / 8 of the dtype
+    of limit     the share of the error that the numerics policy allows, see `_of_limit`
 
-tests/test_accuracy.py computes a sample anew and holds it to the policy and to the ledger.
+tests/test_accuracy.py recomputes a sample and compares it to the policy and to the ledger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else the interpreter's sums depend on cores
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # otherwise the interpreter's sums depend on the cores
 
 import torch
 import torch.nn.functional as F
@@ -65,13 +67,13 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A call: `make(ill, dtype)` gives its tensors, floating ones in float32."""
+    """A call. `make(ill, dtype)` returns its tensors, the floating ones in float32."""
 
     op: str
     name: str
     make: Callable[[bool, torch.dtype], Tensors]
     options: dict[str, Any] = {}  # noqa: RUF012
-    sampled: bool = True  # by the tests; the others take long
+    sampled: bool = True  # whether the tests compute it; the others take long
 
     def __str__(self) -> str:
         return f"{self.op}, {self.name}"
@@ -240,7 +242,7 @@ CASES = [
 
 
 def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
-    """Dropout by the masks of this package, as the usual op: of planes, or of rows."""
+    """Applies dropout with the masks of this package, of planes or of rows."""
     from fastformer import reference
 
     at = torch.tensor([seed], device=x.device)
@@ -256,7 +258,7 @@ def attention(
     query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
     dropout_p=0.0, dropout_seed=0,
 ):  # fmt: skip
-    """As the Annotated Transformer writes it, masks by -inf."""
+    """Computes attention as the Annotated Transformer does, with masks of -inf."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
@@ -386,7 +388,7 @@ def _ours(op: str) -> Callable[..., Tensor]:
 def results(
     function: Callable[..., Tensor], case: Case, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """The output and each floating tensor's gradient, for one cotangent, which `dtype` holds."""
+    """Returns the output and the gradient of each floating tensor, for a cotangent in `dtype`."""
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
     output = function(**{**tensors, **leaves}, **case.options)
     generator = torch.Generator().manual_seed(1)
@@ -412,7 +414,7 @@ def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
-    """The rows of one call: each provider that can run it, output and gradients."""
+    """Returns the rows of one call: output and gradients of each provider that can run it."""
     from fastformer import reference, use_backend
 
     kind = DTYPES[dtype]
@@ -430,7 +432,7 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
         except (RuntimeError, NotImplementedError):
             if provider not in SDPA:
                 raise
-            continue  # one of torch's backends, for which this is nothing
+            continue  # a backend of torch's that does not support this call
         for quantity, want in oracle.items():
             off = found[quantity].double() - want
             rows[provider, quantity] = {
@@ -459,12 +461,12 @@ ROUNDED_LOGITS = 4 * 120 * 2**-24
 
 
 def _rounding(x: Tensor) -> float:
-    """A relative error that says nothing; that of a single number is mostly luck."""
+    """Returns a relative error that counts as rounding; that of a single number is mostly luck."""
     return torch.finfo(x.dtype).eps * (0.5 if x.numel() > 1 else 8)
 
 
 def _of_limit(row: Row, eager: float, largest: float) -> float:
-    """What a result has of the error that the numerics policy allows: 1 is all of it.
+    """Returns the share of the error that the numerics policy allows; 1 is all of it.
 
     float32: a relative error of 1e-5. float16, bfloat16: the largest error is twice that of eager
     PyTorch (three times in a gradient), and one rounding of the largest element. Ill-conditioned
@@ -501,7 +503,7 @@ def ledger(
 
 
 def worse(row: Row, committed: Row) -> bool:
-    """Whether a result's error and ratio are 1.5 times the committed ones, and more than rounding.
+    """Whether error and ratio of a result are 1.5 times the committed ones, and exceed rounding.
 
     (Both: on another CPU it may be eager PyTorch that is better.)
     """
@@ -511,7 +513,7 @@ def worse(row: Row, committed: Row) -> bool:
 
 
 def prepare() -> torch.device:
-    """The device; without a GPU the kernels are interpreted, in one thread."""
+    """Returns the device. Without a GPU it sets up the interpreter, in one thread."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -529,14 +531,14 @@ FIGURES = ("max error", "error", "ratio", "of limit")
 
 
 def stem(device: torch.device) -> str:
-    """The name of the ledger's files for this device."""
+    """Returns the name of the ledger's files for this device."""
     if device.type == "cpu":
         return "accuracy"
     return "accuracy-" + re.sub(r"\W+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
 
 
 def read(path: Path) -> dict[tuple[str, ...], Row]:
-    """The rows of a ledger by their KEY."""
+    """Reads the rows of a ledger, by their KEY."""
     with path.open(newline="") as file:
         rows = [
             {name: float(x) if name in FIGURES else x for name, x in row.items()}
@@ -563,7 +565,7 @@ def _worst(rows: Sequence[Row], provider: str, figure: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """The worst of each op, dtype and condition."""
+    """Tabulates the worst result of each op, dtype and condition."""
     header = ["op", "condition", "dtype"]
     header += [f"{p}: {f}" for p in OURS for f in ("error", "ratio", "of limit")]
     lines = []
@@ -615,7 +617,7 @@ def markdown(rows: Sequence[Row], where: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 where a result passes the policy."""
+    """Exits with status 1 if a result exceeds the policy."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy",
         description=__doc__,
@@ -623,7 +625,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
-    parser.add_argument("--out", type=folder, help="the folder; benchmarks/results by default")
+    parser.add_argument("--out", type=folder, help="the folder, benchmarks/results by default")
     arguments = parser.parse_args(argv)
     device = prepare()
     from fastformer.environment import describe

@@ -1,9 +1,9 @@
-"""Folders packed into one file: what a run left, to go on from, and Triton's cache of compiled
-kernels, to carry from one machine to another.
+"""Packs folders into one file: a run, to resume it, and Triton's cache of compiled kernels, to copy
+it from one machine to another.
 
-A cache serves one kind of machine alone: Triton's keys hold the hash of its own library, which
-differs by version and by Python version, and what is compiled is for one architecture. So the kind
-stands in the archive, and one of another kind is refused.
+A cache fits one kind of machine: Triton's keys contain the hash of its own library, which differs
+by version and by Python version, and kernels are compiled for one architecture. The archive stores
+the kind, and other kinds are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Refused(ValueError):
 
 
 def pack(folder: Path, file: Path, about: dict[str, Any]) -> int:
-    """Writes all files of the folder into one, in one step; returns how many there are."""
+    """Writes all files of the folder into one, in one step. Returns their number."""
     whole = file.with_name(file.name + ".tmp")
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -40,13 +40,13 @@ def pack(folder: Path, file: Path, about: dict[str, Any]) -> int:
 
 
 def check(file: Path, about: dict[str, Any]) -> None:
-    """Raises Refused unless the file is a whole archive that was packed with these facts."""
+    """Raises Refused unless the file is a complete archive that was packed with `about`."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
             found = json.loads(archive.read(ABOUT))
     except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
-        raise Refused(f"{file} is no whole archive of benchmarks.gpu: {error}") from None
+        raise Refused(f"{file} is not a complete archive of benchmarks.gpu: {error}") from None
     except OSError as error:
         raise Refused(f"{file} cannot be read: {error.strerror}") from None
     if damaged:
@@ -58,7 +58,7 @@ def check(file: Path, about: dict[str, Any]) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """The files of the archive; in the groups of a Triton cache the paths become those of here."""
+    """Extracts the archive. The groups of a Triton cache receive the paths of this machine."""
     with zipfile.ZipFile(file) as archive:
         members = [name for name in archive.namelist() if name != ABOUT]
         archive.extractall(folder, members)
@@ -72,7 +72,7 @@ RUN = {"what": "run of benchmarks.gpu"}
 
 
 def kernels() -> dict[str, Any]:
-    """The kind of cache that this process can use, with its Triton and its GPU."""
+    """Describes the cache that this process can use, by its Triton and its GPU."""
     import torch
     import triton
     from triton.runtime.cache import triton_key
@@ -88,7 +88,7 @@ def kernels() -> dict[str, Any]:
 
 
 def kind(environment: dict[str, str]) -> dict[str, Any]:
-    """The kind of cache that processes with this environment can use. Raises Refused where that is
+    """Describes the cache that processes with this environment can use. Raises Refused if there is
     none.
     """
     script = "import json; from benchmarks import archives; print(json.dumps(archives.kernels()))"
@@ -101,7 +101,7 @@ def kind(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def writable(file: Path) -> None:
-    """Raises Refused where the file cannot be written."""
+    """Raises Refused if the file cannot be written."""
     if file.is_dir():
         raise Refused(f"{file} is a folder; expected a file")
     if not file.parent.is_dir():

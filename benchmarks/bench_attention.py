@@ -1,11 +1,11 @@
 """scaled_dot_product_attention beside torch's own op and the tutorials' formula.
 
-The headline is `padding+dropout`: what training a standard Transformer asks for; and with a learned
-bias beside them, what no fused peer takes. `packed` is the padded batch without its padding, and so
-is flash-attn's where there is padding: both with taking out the tokens and putting them back.
+The headline is `padding+dropout`, which training a standard Transformer needs, and the same with a
+learned bias, which no fused peer supports. `packed` runs without the padding, and so does
+flash-attn where there is padding: the time includes removing the padding and restoring it.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
-when causal, the pairs inside of a window; only the valid keys when padded, whatever the provider
+when causal, the pairs inside of a window; with padding only the valid keys, whatever the provider
 computes. Least bytes: forward q and o, and the valid k and v, once; backward q, o, do, dq, dk, dv
 and the valid k and v; a bias read twice and its gradient written once.
 """
@@ -45,8 +45,8 @@ CASES = [
     Case("padding+dropout+bias", padded=True, dropout_p=0.1, bias=True),
     Case("window", causal=True, window=128),
 ]
-SHORT = 256  # on a CPU the cases after the headline end here, without --slow
-# torch's backends, forced one by one: by itself torch has not taken the fastest one on every GPU.
+SHORT = 256  # on a CPU without --slow the cases after the headline end here
+# Each backend of torch's is forced: its default has not been the fastest one on every GPU.
 FORCED = {
     "cudnn": "CUDNN_ATTENTION",
     "flash": "FLASH_ATTENTION",
@@ -68,7 +68,7 @@ def test_attention(
     if not (GPU or slow) and (case.bias or case.window) and length > SHORT:
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
     if provider == "packed" and (case.bias or not case.padded):
-        pytest.skip("nothing to pack, or a bias, which packed_attention has not")
+        pytest.skip("nothing to pack, or a bias, which packed_attention does not take")
     if provider.startswith("flash-attn") and case.bias:
         pytest.skip("flash-attn takes no bias")
     if provider == "flash-attn 3" and case.dropout_p:
@@ -116,7 +116,7 @@ def test_attention(
 
 
 def _part(case, length):
-    """Of all pairs of a query and a key: what the band leaves."""
+    """Returns the share of the pairs of query and key that causality and the window keep."""
     if case.window:
         seen = min(case.window + 1, length)
         return (seen * length - seen * (seen - 1) / 2) / length**2
@@ -124,7 +124,7 @@ def _part(case, length):
 
 
 def _forward(provider, case, lengths, length):
-    """(q, k, v, and a bias) -> the output, as the provider computes the case."""
+    """Returns the provider's function of the case: (q, k, v, and a bias) -> output."""
     p, causal = case.dropout_p, case.causal
     if provider == "packed":
         return _packed(p, lengths)
@@ -181,7 +181,7 @@ def _packed(p, lengths):
 
 
 def _unpadded(attend, lengths):
-    """The tokens alone, taken out and put back, as an encoder would once for all its layers."""
+    """Removes the padding and restores it, as an encoder does once for all its layers."""
 
     def forward(q, k, v):
         q, packing = ff.unpad(q.transpose(1, 2), lengths)
@@ -227,7 +227,7 @@ def _tutorial(q, k, v, mask, p, bias=None):
 
 
 def _flex(case, lengths, length):
-    """FlexAttention with its mask built in every call, as every batch has lengths of its own."""
+    """Builds the mask of FlexAttention in every call, since every batch has other lengths."""
     from torch.nn.attention import flex_attention as flex
 
     attend = torch.compile(flex.flex_attention, dynamic=False)

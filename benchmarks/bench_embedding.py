@@ -1,5 +1,5 @@
-"""embed beside torch's embedding, addition and dropout, also compiled: the first layer of a
-Transformer.
+"""embed, the first layer of a Transformer, beside torch's embedding, addition and dropout, eager
+and compiled.
 
 Least bytes: forward the output and its rows of the table once; backward the output's gradient and
 the table's.

@@ -1,10 +1,11 @@
-"""What stands before the first result: the imports, and each op's first call, forward and backward.
+"""The time before the first result: the imports, and the first call of each op, forward and
+backward.
 
-Every row is of fresh processes. `reference, eager` is the first call of the reference.
-`triton, cold` and `triton, warm` are the kernels' first call on a GPU, with Triton's cache
-(TRITON_CACHE_DIR) empty and as an earlier process has left it. Without a GPU `compile, cold` and
-`compile, warm` are in their place: what such a call compiles for sm_90, with nothing launched. The
-first op's row holds Triton's own start.
+Every row is measured in fresh processes. `reference, eager` is the first call of the reference.
+`triton, cold` and `triton, warm` are the first call of the kernels on a GPU, with an empty Triton
+cache (TRITON_CACHE_DIR) and with the cache of an earlier process. Without a GPU they are replaced
+by `compile, cold` and `compile, warm`, which compile the same kernels for sm_90 and launch nothing.
+The row of the first op includes the start of Triton.
 """
 
 import functools
@@ -23,12 +24,12 @@ from benchmarks.first_call_worker import CASES
 WORKER = Path(__file__).with_name("first_call_worker.py")
 KERNELS = "triton" if torch.cuda.is_available() else "compile"
 PROVIDERS = ["reference, eager", f"{KERNELS}, cold", f"{KERNELS}, warm"]
-PROCESSES = 2  # of a reference or of a warm cache
+PROCESSES = 2  # for the reference, and for a warm cache
 
 
 @functools.cache
 def processes(backend):
-    """The seconds of each step, by process, the first of them with an empty cache."""
+    """Returns the seconds of each step, by process; the first process has an empty cache."""
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(PROCESSES + (backend != "reference")):
@@ -56,7 +57,7 @@ def needs_triton():
 
 @pytest.mark.parametrize("provider", IMPORTS)
 def test_import(measure, provider):
-    """After the one before it; the kernels' import brings Triton's."""
+    """Each import follows the previous one; that of the kernels includes that of Triton."""
     samples = seconds(provider, PROVIDERS[2])
     measure(group="imports", provider=provider, samples=samples, dtype="-")
 

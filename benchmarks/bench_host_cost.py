@@ -1,11 +1,13 @@
-"""What a call costs on the host. A thousand calls each: ms stand for microseconds a call.
+"""The cost of a call on the host. Each row makes a thousand calls, so its ms are microseconds per
+call.
 
-The dispatch of an op: with almost no data, `reference` is what fastformer's op and the reference's
-few torch ops take, beside torch's op alone; on a GPU `triton` is handing the kernel over.
+Dispatch of an op, with almost no data: `reference` is the time of fastformer's op, which includes
+the few torch ops of the reference, beside torch's op alone. On a GPU `triton` is the time to hand
+over the kernel.
 
-A launch of attention, for a GPU that is not there: nothing is launched. `triton` is from the op's
-implementation to the launcher; its peer `stock` starts the same kernels with Triton's own
-`kernel[grid](...)` inside of a torch.library.custom_op.
+Launch of attention, without a GPU and with nothing launched: `triton` is the time from the op's
+implementation to the launcher. Its peer `stock` starts the same kernels with Triton's own
+`kernel[grid](...)` in a torch.library.custom_op.
 """
 
 import json
@@ -42,7 +44,7 @@ def test_dispatch(measure, device, dtype, op, provider):
 
 @pytest.fixture(scope="module")
 def worker():
-    """A process that answers (mode, provider, calls) with seconds."""
+    """Yields a function (mode, provider, calls) -> seconds, which asks a worker process."""
     pytest.importorskip("triton")
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("host_cost_worker.py"))],

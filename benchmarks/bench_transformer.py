@@ -1,13 +1,13 @@
-"""Training steps: of the copy task's model, of an encoder layer of the base Transformer, and of the
-whole of it.
+"""Training steps of the copy task's model, of an encoder layer of the base Transformer, and of the
+whole base Transformer.
 
-`torch` is the same model with the same weights and plain torch modules in the place of attention,
-feed-forward and LayerNorm: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
-nn.Dropout, nn.LayerNorm. That both compute the same is checked, in evaluation, before the timing.
-`tutorial` is the same with the Annotated Transformer's attention and LayerNorm in eager PyTorch,
-another formula (std + eps). `compile` is torch.compile of `torch`, on a GPU.
+`torch` is the same model with the same weights, whose attention, feed-forward and LayerNorm are
+plain torch modules: nn.Linear, F.scaled_dot_product_attention with the mask and dropout,
+nn.Dropout, nn.LayerNorm. Before the timing both are compared in evaluation. `tutorial` has the
+Annotated Transformer's attention and LayerNorm, which has another formula (std + eps). On a GPU
+`compile` is torch.compile of `torch`.
 
-On a CPU `auto` is to be no slower than `torch`, within 5%, and 1.3 times as fast as `tutorial`.
+The goal on a CPU: `auto` is at most 5% slower than `torch`, and 1.3 times as fast as `tutorial`.
 
 FLOPs of the encoder layer: forward 2 for each weight and token, backward twice that; attention as
 in bench_attention.
@@ -87,7 +87,7 @@ TUTORIAL = {**PLAIN, ff.MultiHeadedAttention: TutorialAttention, ff.LayerNorm: T
 
 
 def plain(model: nn.Module, parts: dict = PLAIN) -> nn.Module:
-    """A copy of the model with plain torch modules in the place of fastformer's."""
+    """Returns a copy of the model with plain torch modules in place of fastformer's."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -111,7 +111,7 @@ PEERS = available("torch", "tutorial", "compile")
 
 
 class TorchLayer(nn.Module):
-    """nn.TransformerEncoderLayer with the weights of ours, called as ours is."""
+    """nn.TransformerEncoderLayer with the weights and the signature of `ff.EncoderLayer`."""
 
     def __init__(self, like: ff.EncoderLayer) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
 """Training steps of Hugging Face's BERT-base and GPT-2 with random weights, by attn_implementation.
 
 `auto` and the other backends are "fastformer"; `torch` is "sdpa", `eager` is "eager", and
-`flash-attn`, on a GPU, "flash_attention_2". All are one model with one set of weights; they differ
-in the attention and in the masks that transformers makes for it. That they compute the same is
-checked, in evaluation, on the tokens that are no padding, before the timing.
+`flash-attn`, on a GPU, is "flash_attention_2". They share one model and its weights, and differ in
+the attention and in the masks that transformers makes for it. Before the timing they are compared
+in evaluation, at the tokens that are no padding.
 
-BERT's batch is padded: lengths spread evenly from S/2 to S. GPT-2's is not: its sdpa then takes
-torch's causal kernel. Dropout is the models' own, 0.1. On a CPU there is one layer of twelve and
-one sequence of 128 tokens; 512 tokens and all layers with --slow.
+The batch of BERT has padding: the lengths are spread evenly from S/2 to S. That of GPT-2 has none,
+so that sdpa runs torch's causal kernel. Dropout is 0.1, the default of the models. A CPU runs one
+of the twelve layers on one sequence of 128 tokens; with --slow all layers and 512 tokens.
 
 FLOPs: forward 2 for each weight of the layers and token, backward twice that; attention as in
 bench_attention.

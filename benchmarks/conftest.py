@@ -1,17 +1,17 @@
-"""What every benchmark shares: sizes, how a call is measured, and the closing table.
+"""What the benchmarks share: sizes, the measurement of a call, and the closing table.
 
-    pytest --benchmark-only                            all of it; on a CPU lengths to 1024
+    pytest --benchmark-only                            all of it; on a CPU lengths up to 1024
     pytest --benchmark-only --slow                     larger sizes on a CPU, slow peers on a GPU
     pytest --benchmark-only -k "attention and padding" some of it
     pytest --benchmark-only --benchmark-json=out.json  the figures with all that describes them
     pytest benchmarks --benchmark-disable              calls everything once and times nothing
 
-Groups compare providers of the same work: `reference` and `triton` are this package's backends
-(`auto` is what it picks by itself), every other provider is a peer (peers.py). `torch` is torch's
-own op, on a GPU the one that it picks by itself, and comes first in its group: on a GPU each of the
-others is measured in turn with it, on a CPU each of ours. The time is the median over rounds; on a
-GPU the table shows the time on the device. Data are random, never constant: a GPU runs faster on
-zeros. `python -m benchmarks.report out.json --out FOLDER` makes tables and plots of the figures.
+A group compares providers of the same work: `reference` and `triton` are this package's backends
+(`auto` is its own choice), and every other provider is a peer (peers.py). `torch` is torch's own
+op with its default backend, and comes first in its group. Others are measured in turn with it: on a
+GPU all of them, on a CPU those of this package. The time is the median over rounds; on a GPU the
+table shows the time on the device. The data are random, because a GPU runs faster on zeros.
+`python -m benchmarks.report out.json --out FOLDER` makes tables and plots of the figures.
 """
 
 import functools
@@ -42,7 +42,7 @@ TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batc
 SECONDS, SHORTEST = 0.2 if HAS_GPU else 0.1, 1e-3  # for a measurement, and of one of its rounds
 ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 7, 100  # at least; at least beside a peer; at most
 REPLAYS, LEAST_REPLAYS, REPLAY_SECONDS = 30, 5, 0.5  # on a GPU: at most, at least, in all
-L2_BYTES = 256 << 20  # more than any GPU's second-level cache
+L2_BYTES = 256 << 20  # more than the L2 cache of any GPU
 
 NOTES = list(report.LEGEND)
 if HAS_GPU:
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A peer that does not fit the memory or refuses the call is skipped with its reason."""
+    """Skips a peer that runs out of memory or refuses the call, with the reason."""
     try:
         return (yield)
     except torch.OutOfMemoryError as error:
@@ -100,16 +100,16 @@ def pytest_benchmark_update_json(output_json):
 
 @pytest.fixture(autouse=True)
 def poisoned_empty():
-    """In place of the tests' own: no memory is filled and no algorithm ruled out while timing."""
+    """Overrides the fixture of the tests: nothing fills memory, and no algorithm is forbidden."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
-    if "torch._dynamo" in sys.modules:  # after 8 shapes of a function it would run them uncompiled
+    if "torch._dynamo" in sys.modules:  # it compiles at most 8 shapes of a function
         torch._dynamo.reset()
     if HAS_GPU and not _lost:
-        torch.cuda.empty_cache()  # the graphs' private pools among it
+        torch.cuda.empty_cache()  # includes the private pools of the graphs
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def dtype():
 
 @pytest.fixture
 def batch(length):
-    """Sequences of `length` that make up the constant number of tokens."""
+    """The number of sequences of `length` that have TOKENS tokens together."""
     return max(1, TOKENS // length)
 
 
@@ -143,7 +143,7 @@ def mode(request):
 
 @pytest.fixture
 def differentiated(mode):
-    """(function, inputs) -> what is timed: the function without gradients, or with those of all its
+    """differentiated(function, inputs): the call to time, without gradients or with those of all
     outputs.
     """
 
@@ -164,14 +164,15 @@ def measure(benchmark, device):
     """Times a call and records the figures in `extra_info`.
 
     Args:
-        call: the work, without arguments; or, in its place, samples: seconds that it took
-            elsewhere, in another process say.
-        group: what the providers of the same work share; where `torch` is one, it comes first.
-        provider: who does it; backend: what that turned out to run on, where it chooses.
-        flops, nbytes: of one call; the formula stands in the benchmark. 0 leaves the figure out.
-        dtype: of the call; the roof is measured in it.
-        on_host: the time is the host's, on a GPU too.
-        shape: the sizes, as they shall be recorded.
+        call: the work, a function without arguments. In its place `samples` may hold the seconds
+            that it took in another process.
+        group: the name that the providers of the same work share; `torch`, if any, comes first.
+        provider: the name of the provider.
+        backend: the backend on which a provider ran that chooses one.
+        flops, nbytes: those of one call, by the formula in the benchmark. 0 omits the figure.
+        dtype: the dtype of the call and of the roofline.
+        on_host: measures the time of the host, on a GPU as well.
+        shape: the sizes to record.
     """
 
     def run(
@@ -196,7 +197,7 @@ def measure(benchmark, device):
         if benchmark.disabled:
             benchmark(call or (lambda: None))
             return
-        roof = _roof(device, dtype, torch.get_num_threads()) if flops or nbytes else None
+        roofline = _roofline(device, dtype, torch.get_num_threads()) if flops or nbytes else None
         if samples is not None:
             samples = _replayed(benchmark, samples)
         else:
@@ -215,8 +216,8 @@ def measure(benchmark, device):
             info["tflops"] = flops / seconds / 1e12
         if nbytes:
             info["gb_per_s"] = nbytes / seconds / 1e9
-        if roof is not None:
-            peak, bandwidth = roof
+        if roofline is not None:
+            peak, bandwidth = roofline
             info["of_roof"] = max(flops / peak, nbytes / bandwidth) / seconds
             info["roof_tflops"], info["roof_gb_per_s"] = peak / 1e12, bandwidth / 1e9
 
@@ -229,8 +230,10 @@ _torch = (None, None)  # group and call of the last provider `torch`
 
 
 def _torch_of(group, provider, call):
-    """torch's call of the same group, for the ratio of pairs of rounds: that does not see that a
-    machine's speed changes from minute to minute. None for torch itself, and where there is none.
+    """Returns torch's call of the same group, or None for torch itself and in a group without it.
+
+    The ratio of rounds that are run in turn is not affected when the speed of a machine changes
+    from minute to minute.
     """
     global _torch
     if provider == "torch":
@@ -245,14 +248,14 @@ _elsewhere = 0.0  # seconds
 
 
 def _clock():
-    """Seconds, once the device has finished all that it was given."""
+    """Returns the time in seconds, after the device has finished its work."""
     if HAS_GPU:
         torch.cuda.synchronize()
     return time.perf_counter() + _elsewhere
 
 
 def _replayed(benchmark, samples):
-    """Rounds that take as long as the samples did, by the clock."""
+    """Records the samples as rounds, by moving the clock."""
     remaining = iter(samples)
 
     def pass_by():
@@ -270,7 +273,7 @@ def _seconds(call):
 
 
 def _samples(benchmark, call, against):
-    """Seconds of rounds, (call,) or (call, against) each."""
+    """Returns the seconds of each round, as (call,) or (call, against)."""
     peer_times = []
     if against is not None:
         against()
@@ -285,8 +288,8 @@ def _samples(benchmark, call, against):
 
 
 def _device_samples(benchmark, info, call, against):
-    """The same on the device; what the host takes goes into `info`: host_ms to hand over a call,
-    wall_ms until the device has done it.
+    """Returns the same, measured on the device. `info` receives the time of the host: host_ms to
+    hand over a call, and wall_ms until the device has finished it.
     """
     _samples(benchmark, call, None)
     info["wall_ms"] = benchmark.stats.stats.median * 1e3
@@ -305,12 +308,12 @@ def _host_seconds(call):
 
 
 def _device_seconds(calls):
-    """(rounds of the seconds of each call on the device, how each was taken).
+    """Returns the seconds of each call on the device, by round, and how each was measured.
 
-    The calls are run in turn, each after the L2 cache was overwritten: as a CUDA graph's replays,
-    which hold no host time, or, where a call cannot be captured, as it is. torch cannot be used
-    again after a capture that fails, so rounds without graphs come first: these then count, and
-    the process ends with the test.
+    The calls are run in turn, each after the L2 cache was overwritten. A call runs as the replay of
+    a CUDA graph, which contains no time of the host, or unchanged if it cannot be captured. torch
+    cannot be used again after a failed capture, so rounds without graphs come first: these are then
+    the result, and the process ends with the test.
     """
     global _lost
     obstacles = list(map(_obstacle, calls))
@@ -330,7 +333,7 @@ def _device_seconds(calls):
     return _rounds(replays, rounds), timers
 
 
-_lost = None  # why this process can use the GPU no more
+_lost = None  # why this process cannot use the GPU any more
 
 
 def pytest_runtest_logfinish(nodeid, location):
@@ -339,7 +342,7 @@ def pytest_runtest_logfinish(nodeid, location):
 
 
 def _rounds(calls, rounds):
-    """Seconds of each call between two events, `rounds` times."""
+    """Returns the seconds of each call between two events, for each round."""
     flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
     events = []
     for _ in range(rounds):
@@ -356,8 +359,8 @@ def _rounds(calls, rounds):
 
 
 def _obstacle(call):
-    """Why the call cannot be captured, or None: called once, on a stream of its own, with an error
-    where it waits for the device.
+    """Returns why the call cannot be captured, or None. It is called once, on a stream of its own,
+    and torch raises an error if it waits for the device.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -377,7 +380,7 @@ def _obstacle(call):
 
 
 def _captured(call):
-    """The replay of a CUDA graph of the call."""
+    """Returns the replay of a CUDA graph of the call."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -389,9 +392,9 @@ def _first_line(error):
 
 
 def _peak_bytes(call, device):
-    """What a call holds at most beyond what was there before it: of torch's allocator alone."""
+    """Returns the peak of torch's allocator during a call, above the memory held before it."""
     if device.type == "cuda":
-        call()  # what the first call alone takes, as workspaces, is not counted
+        call()  # workspaces that only the first call allocates are not counted
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -409,9 +412,11 @@ def _peak_bytes(call, device):
 
 
 @functools.cache
-def _roof(device, dtype, threads):
-    """(FLOP/s of a large matrix product, bytes/s of a copy, read and written): on a GPU the median
-    of rounds, on a CPU, which others use too, the best of some.
+def _roofline(device, dtype, threads):
+    """Measures the FLOP/s of a large matrix product and the bytes/s of a copy, read and written.
+
+    The result is the median of rounds on a GPU, and the best round on a CPU, which other processes
+    use as well.
     """
     n, elements = (8192, 1 << 29) if device.type == "cuda" else (1024, 1 << 24)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -430,7 +435,7 @@ def _roof(device, dtype, threads):
 
 @functools.cache
 def _facts(device, threads):
-    """What a reader needs to know about the figures, the same for all of a run but the threads."""
+    """Describes the machine and the versions; within a run only the threads differ."""
     facts = describe(device)
     facts["commit"] = _output("git", "-C", str(HERE), "describe", "--always", "--dirty")
     if device.type == "cuda":
@@ -454,7 +459,7 @@ def _output(*command):
 def pytest_terminal_summary(terminalreporter, config):
     session = getattr(config, "_benchmarksession", None)
     rows = [{"group": b.group, **b.extra_info} for b in session.benchmarks] if session else []
-    # What these suites measured, and what came to its end.
+    # The rows of tests that measured something and finished.
     results = report.Results([row for row in rows if "ms" in row])
     if not results.rows:
         return
@@ -467,7 +472,7 @@ def pytest_terminal_summary(terminalreporter, config):
             write(f"    {name:30s}" + "".join(f"{cell:>10s}" for cell in cells))
     write("")
     notes = [report.machine(results.rows[0])]
-    notes += [f"roof in {roof}" for roof in report.roofs(results.rows)]
+    notes += [f"roofline in {text}" for text in report.rooflines(results.rows)]
     notes += map(str, report.growth(results))
     notes += [f"absent: {name} ({why})" for name, why in peers.ABSENT.items()]
     for note in notes + NOTES:

@@ -1,16 +1,17 @@
-"""What the compiler makes of the main loops, weighed by a model of the chip: no GPU is needed.
+"""Models the cost of the main loops from their machine code. It needs no GPU.
 
     python -m benchmarks.cost                prints the ledger
-    python -m benchmarks.cost --only TEXT    of the cases of tests/compile_gate.py that have TEXT
+    python -m benchmarks.cost --only TEXT    only the cases of tests/compile_gate.py with TEXT in
+                                             their name
 
-Counts are facts, read from the machine code (benchmarks/sass.py). A time is a prediction: the
-number of clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`), and the bound
-is the busiest one. The model does not see latency, bank conflicts, clocks under load, or how well
-the units overlap: a kernel takes at least its bound.
+The counts are facts, read from the machine code (benchmarks/sass.py). The times are predictions:
+the number of clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound
+is the busiest unit. The model ignores latency, bank conflicts, clocks under load, and how well the
+units overlap, so a kernel takes at least its bound.
 
-All figures of an attention loop are for a 128 x 64 tile of S, those of other kernels for 128
-elements (of a row; of the output tile, outside the main loop of a GEMM; of the product of BM, BN
-and BK over 64 in that loop).
+The figures of an attention loop are for a 128 x 64 tile of S. Those of other kernels are for 128
+elements: of a row; of the output tile, outside the main loop of a GEMM; or of the product of BM, BN
+and BK over 64 in that loop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TILE = 128 * 64
 
 @dataclass(frozen=True)
 class Chip:
-    """What one multiprocessor does in a clock, from NVIDIA's whitepapers and programming guide."""
+    """The rates of a multiprocessor per clock, from NVIDIA's whitepapers and programming guide."""
 
     products: int  # bfloat16 multiply-adds; a float32 operand (tf32) takes twice as long
     fma: int  # lanes
@@ -56,7 +57,9 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One loop, or the code outside of all loops. Clocks of a multiprocessor but where said."""
+    """One loop, or the code outside of all loops. The unit is clocks of a multiprocessor, unless a
+    comment names another.
+    """
 
     case: str
     kernel: str
@@ -76,8 +79,8 @@ class Entry:
 
     @property
     def bound(self) -> str:
-        """The unit that is busiest, and which share of the time the goal of the kernel is busy:
-        the tensor cores, or the memory.
+        """Names the busiest unit, and the share of its time in which the unit that does the useful
+        work is busy: the tensor cores, or the memory.
         """
         units = {f: getattr(self, f) for f in UNITS}
         unit = max(units, key=lambda name: units[name])
@@ -89,7 +92,7 @@ UNITS = ("issue", "tensor", "special", "fma", "alu", "traffic", "memory")
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
-    """The entries of a case that tests/compile_worker.py has compiled."""
+    """Yields the entries of a case that tests/compile_worker.py has compiled."""
     case = compile_gate.CASES[name]
     chip = CHIPS[case["arch"]]
     for record in records:
@@ -147,7 +150,7 @@ def _entry(
 
 
 def ledger(answers: dict[str, dict[str, Any]]) -> list[Entry]:
-    """The entries of all kernels, each under the first case that compiles it."""
+    """Returns the entries of all kernels, each under the first case that compiles it."""
     seen, found = set(), []
     for name, answer in answers.items():
         if compile_gate.CASES[name]["arch"] not in CHIPS:
@@ -191,7 +194,9 @@ def written(version: str, found: list[Entry]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="the cases that have TEXT")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
+    )
     options = parser.parse_args()
     cases = {
         name: {**case, "loops": True}

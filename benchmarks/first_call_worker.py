@@ -1,10 +1,9 @@
-"""Imports fastformer and calls each op once, forward and backward, in a process that has done
-neither before; prints how many seconds each step took, as one JSON object.
+"""Imports fastformer and calls each op once, forward and backward, in a fresh process, and prints
+the seconds of each step as one JSON object.
 
     python first_call_worker.py reference|triton|compile
 
-`compile` is what a first call of the kernels compiles, for a GPU that is not there (sm_90), with
-nothing launched.
+`compile` compiles the kernels of a first call for sm_90 without a GPU, and launches nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-# The cases of tests/compile_gate.py that stand for a first call.
+# The cases of tests/compile_gate.py that represent a first call.
 CASES = {
     "scaled_dot_product_attention": "sm_90 attention bf16 D=64 lengths, dropout",
     "layer_norm": "sm_90 layer_norm bf16 N=512",
@@ -31,7 +30,7 @@ CASES = {
 
 
 def calls(device: Any, dtype: Any) -> dict[str, Callable[[], Any]]:
-    """Of the public ops: what is to be summed and differentiated."""
+    """Returns a call of each public op, whose result is summed and differentiated."""
     import torch
     import torch.nn.functional as F
 
@@ -45,7 +44,7 @@ def calls(device: Any, dtype: Any) -> dict[str, Callable[[], Any]]:
     tokens = torch.randint(0, 256, (2, 128), device=device)
     lengths = torch.tensor([100, 128], device=device)
     attention = ff.scaled_dot_product_attention
-    F.linear(x, w_1).sum().backward()  # the library of matrix products and autograd are awake
+    F.linear(x, w_1).sum().backward()  # initialises the BLAS library and autograd
     return {
         "scaled_dot_product_attention": lambda: attention(q, q, q, None, 0.1, key_lengths=lengths),
         "layer_norm": lambda: ff.layer_norm(x, 512, b_2, b_2),
@@ -87,7 +86,9 @@ def compilations() -> dict[str, float]:
     JITFunction.run = lambda *a, warmup, **options: run(*a, warmup=True, **options) and None
     del os.environ["TRITON_DUMP_PTXAS_LOG"]
     for x in (torch.empty(2, 2, device="meta"), torch.empty(2, 2, 2, device="meta")):
-        torch.nn.functional.linear(x, x.view(-1, 2), x.view(-1, 2)[:, 0])  # such tensors' own start
+        torch.nn.functional.linear(
+            x, x.view(-1, 2), x.view(-1, 2)[:, 0]
+        )  # initialises meta tensors
     seconds = {}
     for op, name in CASES.items():
         case = compile_gate.CASES[name]
@@ -103,7 +104,7 @@ def main() -> None:
     backend = sys.argv[1]
     if backend != "reference":
         os.environ["TRITON_INTERPRET"] = "0"
-    replies, sys.stdout = sys.stdout, sys.stderr  # what Triton prints is no reply
+    replies, sys.stdout = sys.stdout, sys.stderr  # keeps what Triton prints out of the reply
     seconds = {}
     for what in ("torch", "fastformer", "fastformer.kernels.attention"):
         if what.startswith("fastformer.kernels") and backend == "reference":

@@ -1,22 +1,23 @@
-"""Everything that a GPU has to show, in minutes: correctness first, then the figures that matter
-most.
+"""Runs everything that matters on a GPU, in minutes: correctness first, then the most important
+figures.
 
     python -m benchmarks.gpu --out FOLDER --only first           nine minutes: what matters most
-    python -m benchmarks.gpu --out FOLDER --only tests           the kernels' tests
-    python -m benchmarks.gpu --out FOLDER --only rest            and all else
-    python -m benchmarks.gpu --out OTHER --resume FOLDER/run.zip      goes on elsewhere
-    python -m benchmarks.gpu --prepare kernels.zip               compiles ahead; needs no GPU
-    python -m benchmarks.gpu --out FOLDER --cache kernels.zip    compiles nothing of that again
+    python -m benchmarks.gpu --out FOLDER --only tests           the tests of the kernels
+    python -m benchmarks.gpu --out FOLDER --only rest            everything else
+    python -m benchmarks.gpu --out OTHER --resume FOLDER/run.zip      resumes on another machine
+    python -m benchmarks.gpu --prepare kernels.zip               compiles beforehand, without a GPU
+    python -m benchmarks.gpu --out FOLDER --cache kernels.zip    uses these compiled kernels
 
-Each part is a process of its own with a time limit: one that crashes, hangs or loses the GPU costs
-the test it was at, and the next parts nothing. FOLDER holds results.json, report.md and run.zip,
-with a log and a journal (a JSON line for each test) of each part, written anew after each part and
-every few seconds: a run that is cut keeps what it has, and the same command goes on behind it. Exit
-status 1 where a part or a test failed. Without a GPU a small run of the same kind takes its place.
+Each part is a process of its own with a time limit. If one crashes, hangs or loses the GPU, only
+the test that was running is lost, and the next parts run. FOLDER holds results.json, report.md and
+run.zip, which holds a log and a journal (a JSON line for each test) of each part. They are
+rewritten after each part and every few seconds, so an interrupted run loses little, and the same
+command resumes it. The exit status is 1 if a part or a test failed. Without a GPU a small run of
+the same kind is made.
 
---prepare walks through the same parts over benchmarks/stand_in, which launches nothing, and keeps
-what Triton has compiled. Such a cache serves one version of Triton and of Python, and one
-architecture: another is refused.
+--prepare runs the same parts over benchmarks/stand_in, which launches nothing, and saves what
+Triton has compiled. Such a cache fits one version of Triton, one version of Python and one
+architecture; others are refused.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from benchmarks.journal import DEVICE_LOST
 from benchmarks.stand_in import device
 
 ROOT = Path(__file__).resolve().parents[1]
-LEAST_SECONDS = 5.0  # a part is not begun with less
+LEAST_SECONDS = 5.0  # a part is not started with less
 POLL_SECONDS = 0.2
-SAVE_SECONDS = 15.0  # what a run that is killed loses, at most
-ENDED = ("done", "failed (1)")  # what is not begun again
-FINE = ("done", "no time", "no more time")  # the last two: for the whole of it
+SAVE_SECONDS = 15.0  # a run that is killed loses at most this
+ENDED = ("done", "failed (1)")  # is not started again
+FINE = ("done", "no time", "no more time")  # the last two: the time of the run was up
 RUN, STATUS = "run.zip", "parts.json"
 
-Variables = Mapping[str, str]  # of an environment
+Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
 
 
@@ -57,8 +58,8 @@ NONE: Variables = MappingProxyType({})
 class Part:
     """A command with its time limit, and how long it may go without a sign of life.
 
-    FOLDER in a word of the command stands for the working folder. One with a journal is run again
-    after a crash, and goes on behind the test that crashed; `processes` share its tests.
+    FOLDER in a word of the command is replaced by the working folder. A part with a journal runs
+    again after a crash, and continues after the test that crashed. `processes` share its tests.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Part:
     processes: int = 1
 
     def shards(self) -> list[Part]:
-        """What is started: for each process its share of the tests, a journal and a log."""
+        """Returns a part for each process, with its share of the tests, a journal and a log."""
         if self.processes == 1:
             return [self]
         return [
@@ -99,7 +100,7 @@ def figures(
 
 
 def having(*parameters: str) -> str:
-    """A regex of the test ids that have, in any order, each of these parameters."""
+    """Returns a regex for the test ids that have all of these parameters, in any order."""
     return "".join(rf"(?=.*[\[-]({one})[-\]])" for one in parameters)
 
 
@@ -113,7 +114,7 @@ SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 
 def on_gpu() -> dict[str, list[Part]]:
-    """By group what matters most first; a group fits ten minutes."""
+    """Returns the parts by group, the most important first. A group fits into ten minutes."""
     kernel_tests = " ".join(f"tests/test_{name}.py" for name in KERNELS.split())
     widths, copy_task = "(add|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
@@ -165,7 +166,7 @@ def on_cpu() -> dict[str, list[Part]]:
 
 
 def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
-    """All parts, or those of these names and groups. Raises Refused for an unknown one."""
+    """Returns all parts, or those of these names and groups. Raises Refused for an unknown name."""
     known = {part.name: [part] for parts in groups.values() for part in parts} | groups
     names = only.split(",") if only else list(groups)
     if unknown := [name for name in names if name not in known]:
@@ -177,43 +178,43 @@ def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
 
 
 class Run:
-    """A run, which goes on in `work` and leaves its results in `out`. Its processes see the
-    variables of `environment` beside those of this one.
+    """A run, which works in `work` and writes its results to `out`. Its processes inherit the
+    environment variables of this one, and `environment`.
 
-    Raises Refused where `out` holds results that these would not contain, and where the archive to
-    resume from is none.
+    Raises Refused if `out` holds results that this run would overwrite, or if the archive to resume
+    from is invalid.
     """
 
     def __init__(
         self, out: Path, work: Path, resume: Path | None = None, environment: Variables = NONE
     ) -> None:
         self.out, self.work = out, work
-        # Nothing measures in a process that xdist started, nor in what that starts.
+        # pytest-benchmark measures nothing in a process that inherits the variables of xdist.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         self.environment = {**inherited, **environment, "PYTHONUNBUFFERED": "1"}
         self.running: list[Part] = []
-        former = out / RUN
-        if not former.exists():
+        previous = out / RUN
+        if not previous.exists():
             if (out / "results.json").exists():
                 raise Refused(f"{out} has a results.json without its {RUN}: give another folder")
-            former = resume or former
-        elif resume is not None and not former.samefile(resume):
+            previous = resume or previous
+        elif resume is not None and not previous.samefile(resume):
             raise Refused(f"{out} has another run than {resume}: give another folder")
-        if former.exists() or resume is not None:
-            archives.check(former, archives.RUN)
-            archives.unpack(former, work)
-        # By name: {part, status, seconds}.
+        if previous.exists() or resume is not None:
+            archives.check(previous, archives.RUN)
+            archives.unpack(previous, work)
+        # {part, status, seconds} by name.
         self.done: dict[str, dict[str, Any]] = {}
         if (work / STATUS).exists():
             self.done = {one["part"]: one for one in json.loads((work / STATUS).read_text())}
         for one in self.done.values():
-            if one["status"] == "running":  # when the former run was killed
+            if one["status"] == "running":  # when the previous run was killed
                 one["status"] = "cut"
                 for path in work.glob(f"{one['part']}*.jsonl"):
                     _forget_the_last(path)
 
     def go(self, parts: Sequence[Part], seconds: float, after: Callable[[], None]) -> None:
-        """Runs in turn, until the time is up, the parts that have not come to their end yet."""
+        """Runs the unfinished parts in turn, until the time is up."""
         deadline = time.monotonic() + seconds
         for part in parts:
             left, started = deadline - time.monotonic(), time.monotonic()
@@ -240,7 +241,7 @@ class Run:
             after()
 
     def run(self, part: Part, seconds: float) -> str:
-        """done, failed, or how it was cut short; of several processes the worst."""
+        """Returns done, failed, or why the part was interrupted: the worst of its processes."""
         end, stop, found = time.monotonic() + seconds, threading.Event(), {}
 
         def start(shard: Part) -> None:
@@ -263,7 +264,7 @@ class Run:
         return max(found.values(), key=lambda status: (status not in ENDED, status != "done"))
 
     def follow(self, part: Part, end: float, stop: threading.Event) -> str:
-        """done, failed, or how it was cut short."""
+        """Returns done, failed, or why the process was interrupted."""
         written, log = (self.work / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
         command = [word.replace("FOLDER", str(self.work.resolve())) for word in part.command]
         if part.journal:
@@ -275,7 +276,7 @@ class Run:
             if not (again and _size(written) > size and end - time.monotonic() > LEAST_SECONDS):
                 return status
             with log.open("a") as file:
-                print(f"\n=== {status}: again, behind that test\n", file=file)
+                print(f"\n=== {status}: continues after that test\n", file=file)
 
     def follow_once(
         self, command: list[str], signs: tuple[Path, Path], end: float, silence: float,
@@ -305,10 +306,10 @@ class Run:
         code = process.returncode
         if code < 0 or code == DEVICE_LOST or code > 128:
             return "crashed, GPU lost" if code == DEVICE_LOST else f"crashed ({code})"
-        return "done" if code in (0, 5) else f"failed ({code})"  # 5: every test was done before
+        return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
     def save(self) -> dict[str, Any]:
-        """Writes results.json, report.md and the archive, of all that there is."""
+        """Writes results.json, report.md and the archive of the results so far."""
         paths = sorted(self.work.glob("*.jsonl"))
         results = report.load(*paths)
         for shard in self.running:  # the test that runs has not failed
@@ -329,7 +330,7 @@ class Run:
 
 
 def _forget_the_last(path: Path) -> None:
-    """The test that was running when the time was up: the same command begins it again."""
+    """Lets the test that was running when the time was up run again."""
     begun = [event["begun"] for event in journal.read(path) if "begun" in event]
     ended = {event["test"] for event in journal.read(path) if "test" in event}
     if begun and begun[-1] not in ended:
@@ -342,7 +343,7 @@ def _size(path: Path) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step: a run that is killed leaves the former file or the new one."""
+    """Replaces the file in one step: a killed run leaves the previous file or the new one."""
     whole = path.with_name(path.name + ".tmp")
     whole.write_text(text)
     whole.replace(path)
@@ -357,7 +358,7 @@ def summary(data: dict[str, Any]) -> list[str]:
                 name = f"{group}, {row['provider']}"
                 lines.append(f"{name[:66]:66}" + "".join(f"{cell:>9}" for cell in cells))
     lines += map(str, report.growth(results))
-    lines += [f"roof in {roof}" for roof in report.roofs(results.rows)]
+    lines += [f"roofline in {text}" for text in report.rooflines(results.rows)]
     lines += [f"absent: {', '.join(results.absent) or 'nothing'}"]
     lines += [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
     return lines
@@ -367,10 +368,9 @@ def summary(data: dict[str, Any]) -> list[str]:
 
 
 class Kernels:
-    """Triton's cache of this run's own, in `folder`, beside the archive that it is kept in.
+    """Triton's cache for this run, in `folder`, and the archive that saves it.
 
-    Raises Refused where the archive is of another kind than the processes of this run can use, or
-    cannot be written.
+    Raises Refused if the processes of this run cannot use the archive, or if it cannot be written.
     """
 
     def __init__(self, file: Path, folder: Path, environment: Variables = NONE) -> None:
@@ -388,21 +388,21 @@ class Kernels:
         return len(list(self.folder.glob("*/__grp__*.json")))
 
     def keep(self) -> None:
-        """Writes the archive anew, where something was compiled."""
+        """Rewrites the archive if something was compiled."""
         if self.count() != self.packed or not self.file.exists():
             archives.pack(self.folder, self.file, self.kind)
             self.packed = self.count()
 
 
 def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
-    """Compiles what the parts launch, without a GPU: 1 where one does not come to its end."""
+    """Compiles the kernels of the parts, without a GPU. Returns 1 if a part does not finish."""
     archives.writable(file)
     if reason := stand_in.obstacle():
-        raise Refused(f"without a GPU nothing can be prepared here: {reason}")
+        raise Refused(f"kernels cannot be prepared here without a GPU: {reason}")
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
         environment = device.environment(Path(base), _triton(version) if version else None)
         environment["TRITON_STORE_BINARY_ONLY"] = (
-            "1"  # a fifth of the bytes, and all that is loaded
+            "1"  # a fifth of the bytes; nothing else is loaded
         )
         kernels = Kernels(file, Path(base) / "triton", environment)
         work, out = Path(base) / "work", Path(base) / "out"
@@ -411,30 +411,30 @@ def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
         run.go([_once(part) for part in parts if part.journal], 1e6, kernels.keep)
         data = run.save()
     for test in data["failed"]:
-        print(f"needs results, or fails: {test}")  # nothing computes here
+        print(f"needs results, or fails: {test}")  # nothing is computed here
     print(f"Wrote {file}: {kernels.packed} kernels for {kernels.kind}")
     return 0 if all(one["status"] in ENDED for one in data["parts"]) else 1
 
 
 def _triton(version: str) -> Path:
-    """The folder of that version, fetched where it is not there yet."""
+    """Returns the folder of that version, and installs it if necessary."""
     sys.path.append(str(ROOT / "tests"))
     import versions
 
     try:
         return versions.install(version)
     except subprocess.CalledProcessError:
-        raise Refused(f"there is no Triton {version} to be had") from None
+        raise Refused(f"Triton {version} cannot be installed") from None
 
 
 def _once(part: Part) -> Part:
-    """The part with each of its calls made once, and none timed."""
+    """Returns the part with each call made once and not timed."""
     command = [word.replace("--benchmark-only", "--benchmark-disable") for word in part.command]
     return replace(part, command=command, seconds=1e6, silence=600.0, processes=1)
 
 
 def _status(data: dict[str, Any]) -> int:
-    """1 where a part or a test failed."""
+    """Returns 1 if a part or a test failed."""
     failed = data["failed"] or any(part["status"] not in FINE for part in data["parts"])
     return 1 if failed else 0
 
@@ -444,14 +444,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--out", type=folder, metavar="FOLDER", help="of the results")
-    add("--minutes", type=float, default=9.0, help="for all of it")
-    add("--only", metavar="NAMES", help="parts and groups of parts, with commas between")
-    add("--resume", type=Path, metavar="FILE", help=f"the {RUN} of the run to go on with")
-    add("--cache", type=Path, metavar="FILE", help="of compiled kernels, to begin with and to keep")
-    add("--prepare", type=Path, metavar="FILE", help="compile the kernels of --cache, and no more")
-    add("--triton", metavar="VERSION", help="with --prepare: of that Triton")
-    add("--dry-run", action="store_true", help="the small run, also with a GPU")
+    add("--out", type=folder, metavar="FOLDER", help="the folder for the results")
+    add("--minutes", type=float, default=9.0, help="the limit of the whole run")
+    add("--only", metavar="NAMES", help="parts and groups of parts, separated by commas")
+    add("--resume", type=Path, metavar="FILE", help=f"the {RUN} of the run to resume")
+    add("--cache", type=Path, metavar="FILE", help="compiled kernels to use and to save")
+    add("--prepare", type=Path, metavar="FILE", help="only compile the kernels for --cache")
+    add("--triton", metavar="VERSION", help="with --prepare: compile with this Triton")
+    add("--dry-run", action="store_true", help="make the small run on a GPU as well")
     return parser
 
 
@@ -480,7 +480,7 @@ def _measure(options: argparse.Namespace) -> int:
         print("A dry run" if options.dry_run else "There is no GPU: a small run on the CPU instead")
         groups = on_cpu()
     parts = chosen(groups, options.only)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running part
     with tempfile.TemporaryDirectory(prefix="fastformer-") as base:
         work = Path(base) / "work"
         work.mkdir()

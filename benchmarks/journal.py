@@ -1,11 +1,12 @@
-"""A pytest plugin that writes down what each test came to as soon as it ends, so that a run that is
-cut short keeps what it has, and the next one goes on behind it.
+"""A pytest plugin that records the outcome of each test as soon as it ends, so that an interrupted
+run keeps its outcomes, and the next run continues there.
 
     python -m pytest -p benchmarks.journal --journal FILE [--matching REGEX] [--shard 0/8] ...
 
-One JSON line for each event: the test that begins, then its outcome and what a benchmark measured.
-A test that FILE has already begun is left out: where the same command runs again after a crash, it
-goes on with the test after the one that crashed. Processes that share the tests take a shard each.
+It writes one JSON line for each event: the start of a test, then its outcome and the figures of a
+benchmark. A test that has already started in FILE is deselected: if the same command runs again
+after a crash, it continues with the test after the one that crashed. Processes that share the tests
+take a shard each.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 
 import pytest
 
-DEVICE_LOST = 75  # the exit status of a process that can use its GPU no more
+DEVICE_LOST = 75  # the exit status of a process that cannot use its GPU any more
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a journal; the last line may have been cut."""
+    """Yields the events of a journal, whose last line may be incomplete."""
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             yield json.loads(line)
@@ -33,7 +34,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def unfinished(path: Path) -> str | None:
-    """The test that was begun last, where it has no outcome yet."""
+    """Returns the test that started last, if it has no outcome yet."""
     test = None
     for event in read(path):
         test = event.get("begun", test)
@@ -43,7 +44,7 @@ def unfinished(path: Path) -> str | None:
 
 
 def begun(events: Iterable[dict[str, Any]]) -> set[str]:
-    """The tests that were begun, without those whose run was cut for lack of time."""
+    """Returns the tests that started, without those that were interrupted when the time was up."""
     tests = set()
     for event in events:
         if "begun" in event:
@@ -104,9 +105,9 @@ class Journal:
 
 
 def pytest_addoption(parser: Any) -> None:
-    parser.addoption("--journal", type=Path, help="append what each test came to, as JSON lines")
-    parser.addoption("--matching", default="", help="only the tests whose id this regex finds")
-    parser.addoption("--shard", default="0/1", help="I/N: the Ith of N parts of the tests, from 0")
+    parser.addoption("--journal", type=Path, help="append the outcome of each test, as JSON lines")
+    parser.addoption("--matching", default="", help="only the tests whose id matches this regex")
+    parser.addoption("--shard", default="0/1", help="I/N: part I of N of the tests, counted from 0")
 
 
 def pytest_configure(config: Any) -> None:

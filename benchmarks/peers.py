@@ -44,9 +44,9 @@ PACKAGES = {
 ON_GPU = dict.fromkeys(
     ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES], "needs a GPU"
 ) | {
-    "triton": "needs a GPU: interpreted, its speed means nothing",
-    "compile": "torch.compile of these takes a C++ compiler on a CPU",
-    "flex": "flex_attention is compiled, and has no gradient on a CPU",
+    "triton": "needs a GPU: the speed of the interpreter means nothing",
+    "compile": "torch.compile needs a C++ compiler on a CPU",
+    "flex": "flex_attention has no gradient on a CPU",
 }
 
 

@@ -1,4 +1,4 @@
-"""Tables and plots of figures that were measured.
+"""Makes tables and plots of measured figures.
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
     python -m benchmarks.report --readme                     the README's block of figures, made
@@ -6,8 +6,8 @@
                                                              accuracy.csv, mutation.json; and from
                                                              tests/compile_table.md
 
-Takes what `pytest --benchmark-only --benchmark-json=results.json` and `python -m benchmarks.gpu`
-write, and its journals (.jsonl). Nothing here measures, and no figure stands here.
+It reads the files of `pytest --benchmark-only --benchmark-json=results.json` and of
+`python -m benchmarks.gpu`, and its journals (.jsonl). It measures nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 OURS = ("auto", "reference", "triton", "packed")
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
-COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "of roof")
+COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [
-    "x torch, x best: the time of torch's own op, and of the best peer, over this one's; "
-    "x torch: the median over pairs of rounds, run in turn, where there are such",
-    "of roof: max(FLOPs / P, bytes / BW) over the time, with P and BW as measured in this run; "
-    "above 1 where the data fit a cache that the copy for BW does not",
-    "by events: no CUDA graph could be captured, and the time holds what the host takes",
+    "x torch, x best: the time of torch's own op, and of the best peer, divided by the time of the "
+    "provider; x torch is the median over pairs of rounds that are run in turn, if there are any",
+    "roofline: max(FLOPs / P, bytes / BW) divided by the time, with P and BW as measured in this "
+    "run; it exceeds 1 if the data fit a cache that the copy for BW does not fit",
+    "by events: no CUDA graph could be captured, and the time includes that of the host",
 ]
-# What the README shows: of each family the largest size with a kernel's figure.
+# The README shows the largest size of each of these families that has a figure of a kernel.
 HEADLINES = [
     r"attention padding\+dropout d=64 ",
     r"attention plain d=128 ",
@@ -65,10 +65,11 @@ Row = dict[str, Any]
 
 @dataclass
 class Results:
-    """What a run left: a row for each measurement, the providers that were absent, and what failed.
+    """The results of a run: a row for each measurement, the absent providers, and the failures.
 
-    A row has group, provider, backend, ms and its quartiles ms_low and ms_high, and where known
-    tflops, gb_per_s, peak_mib, of_roof, x_torch_in_turn; the sizes; and the facts of the machine.
+    A row has group, provider, backend, ms and its quartiles ms_low and ms_high; tflops, gb_per_s,
+    peak_mib, of_roof and x_torch_in_turn if they are known; the sizes; and the description of the
+    machine.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Results:
         return groups
 
     def families(self) -> dict[str, list[Row]]:
-        """Rows that differ in length and provider alone, by what they have in common."""
+        """Groups the rows that differ only in length and provider."""
         families: dict[str, list[Row]] = {}
         for row in self.rows:
             if "length" in row:
@@ -91,7 +92,7 @@ class Results:
 
 
 def load(*paths: Path) -> Results:
-    """The results in files: JSON of pytest-benchmark or of benchmarks.gpu, or its journals."""
+    """Reads results from JSON files of pytest-benchmark or benchmarks.gpu, or from its journals."""
     results = Results()
     for path in paths:
         data = _journal(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
@@ -113,7 +114,7 @@ def _journal(path: Path) -> Row:
         if event.get("outcome") == "failed":
             data["failed"][event["test"]] = event["reason"]
     lost = sorted(journal.begun(events) - ended)
-    data["failed"].update(dict.fromkeys(lost, "did not come to its end"))
+    data["failed"].update(dict.fromkeys(lost, "did not finish"))
     return data
 
 
@@ -121,10 +122,10 @@ def _journal(path: Path) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """(provider, cells of COLUMNS) for each row of a group; a ratio of 2: twice as fast."""
+    """Yields (provider, cells of COLUMNS) of each row; a ratio of 2 is twice as fast."""
     times = {row["provider"]: row["ms"] for row in rows}
     peers = [ms for name, ms in times.items() if name not in OURS]
-    if len(peers) == len(times):  # there is nothing of ours to compare
+    if len(peers) == len(times):  # no row is of this package
         peers = []
     for row in rows:
         name, ms = row["provider"], row["ms"]
@@ -153,7 +154,7 @@ def _cell(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """time ~ length^exponent, by least squares in the logarithms; `late` over the upper half."""
+    """time ~ length^exponent, by least squares in the logarithms; `late` fits the upper half."""
 
     family: str
     provider: str
@@ -171,7 +172,9 @@ class Growth:
 
 
 def growth(results: Results) -> list[Growth]:
-    """Of the families whose rows say what work they expect (`work`), over three lengths or more."""
+    """Fits the families that have three lengths or more and whose rows state the expected work
+    (`work`).
+    """
     found = []
     for family, rows in results.families().items():
         for provider in dict.fromkeys(row["provider"] for row in rows):
@@ -186,7 +189,7 @@ def growth(results: Results) -> list[Growth]:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of log y over log x, by least squares."""
+    """Returns the slope of log y over log x, by least squares."""
     x, y = ([math.log(v) for v in values] for values in zip(*points))
     x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
     products = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y))
@@ -194,7 +197,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def machine(row: Row) -> str:
-    """Where a row was measured, with which versions."""
+    """Describes the machine and the versions of a row."""
     words = [row.get("gpu") or row.get("platform") or "unknown machine"]
     words += ["**its times mean nothing**"] if row.get("gpu") == STAND_IN else []
     for name in ("driver", "torch", "triton", "commit"):
@@ -202,8 +205,8 @@ def machine(row: Row) -> str:
     return ", ".join(words)
 
 
-def roofs(rows: Iterable[Row]) -> list[str]:
-    """P and BW of each machine and dtype."""
+def rooflines(rows: Iterable[Row]) -> list[str]:
+    """Describes P and BW of each machine and dtype."""
     return list(
         dict.fromkeys(
             f"{row['dtype']}{_threads(row)}: P = {row['roof_tflops']:.3g} TFLOP/s, "
@@ -219,12 +222,12 @@ def _threads(row: Row) -> str:
 
 
 def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:
-    """The whole of the results."""
+    """Writes all results as Markdown."""
     lines = ["# Measured figures", ""]
     lines += [f"- {place}" for place in dict.fromkeys(map(machine, results.rows))]
-    lines += [f"- roof in {roof}" for roof in roofs(results.rows)]
+    lines += [f"- roofline in {text}" for text in rooflines(results.rows)]
     lines += [f"- {note}" for note in LEGEND]
-    lines += ["- a time stands with the lower and the upper quartile of its rounds"]
+    lines += ["- the lower and the upper quartile of the rounds stand behind each time"]
     lines += [f"- absent: {name} ({why})" for name, why in sorted(results.absent.items())]
     lines += [f"- FAILED: {name}: {why}" for name, why in results.failed.items()]
     lines += [f"- {found}" for found in growth(results)]
@@ -245,7 +248,7 @@ SHAPES += ("d_model", "layers", "vocab", "classes", "dropout_p")
 
 
 def _shape(rows: Sequence[Row]) -> str:
-    """The sizes that all of the rows share."""
+    """Describes the sizes that all rows share."""
     first = {k: rows[0][k] for k in SHAPES if k in rows[0]}
     shared = {k: v for k, v in first.items() if all(row.get(k) == v for row in rows)}
     return ", ".join([str(rows[0]["dtype"]), *(f"{k} = {v}" for k, v in shared.items())])
@@ -255,8 +258,9 @@ def _shape(rows: Sequence[Row]) -> str:
 
 
 def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]]:
-    """provider: (length, value), sorted. `value` is a field of the rows, `roof` (what the roof
-    allows, in the unit of `rate`) or `x best` (the best peer's time over the provider's own).
+    """Returns sorted pairs (length, value) for each provider. `value` is a field of the rows,
+    `roofline` (its height, in the unit of `rate`) or `x best` (the best peer's time divided by the
+    provider's own).
     """
     best: dict[int, float] = {}
     for row in rows:
@@ -267,24 +271,24 @@ def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]
         y = row.get(value)
         if value == "x best" and row["provider"] in OURS and row["length"] in best:
             y = best[row["length"]] / row["ms"]
-        if value == "roof" and "of_roof" in row:
+        if value == "roofline" and "of_roof" in row:
             y = row[rate(rows)] / row["of_roof"]
         if y is not None:
-            name = "roof" if value == "roof" else row["provider"]
+            name = value if value == "roofline" else row["provider"]
             found.setdefault(name, []).append((row["length"], y))
-    if "roof" in found:  # the same for all providers
-        found["roof"] = list(dict(found["roof"]).items())
+    if "roofline" in found:  # the same for all providers
+        found["roofline"] = list(dict(found["roofline"]).items())
     return {name: sorted(points) for name, points in found.items()}
 
 
 def rate(rows: Sequence[Row]) -> str:
-    """The figure that the roof bounds: FLOPs, where they are counted, or bytes."""
+    """Returns the field that the roofline bounds: FLOPs if they are counted, else bytes."""
     return "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
 
 
 def draw(family: str, rows: Sequence[Row]) -> Any:
-    """A matplotlib Figure: time, rate under its roof, peak memory, and the ratio to the best peer,
-    against the length.
+    """Draws time, rate and roofline, peak memory, and the ratio to the best peer against the
+    length, as a matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -300,7 +304,7 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
     colours = {name: f"C{i % 10}" for i, name in enumerate(providers)}
     for axes, (value, label) in zip(figure.subplots(2, 2).flat, panels.items()):
         drawn = curves(rows, value)
-        if not drawn:  # of no peer, or of no memory
+        if not drawn:  # there is no peer, or no memory was measured
             fitted = [f"{g.provider}: ~ n^{g.exponent:.2f}" for g in growth(Results(list(rows)))]
             axes.set_axis_off()
             axes.text(0.1, 0.5, "\n".join(["growth of the time", *fitted] if fitted else []))
@@ -317,8 +321,8 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
                 lengths = [r["length"] for r in band]
                 axes.fill_between(lengths, low, high, color=colours[name], alpha=0.2, linewidth=0)
             axes.legend(fontsize=8)
-        if value == unit and (roof := curves(rows, "roof").get("roof")):
-            axes.plot(*zip(*roof), color="black", linestyle="--", label="roof, measured")
+        if value == unit and (height := curves(rows, "roofline").get("roofline")):
+            axes.plot(*zip(*height), color="black", linestyle="--", label="roofline, measured")
             axes.legend(fontsize=8)
         if value == "x best":
             axes.axhline(1, color="black", linewidth=0.8)
@@ -330,14 +334,14 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
         axes.set(xlabel="sequence length", title=label)
         axes.grid(alpha=0.3)
     figure.suptitle(family)
-    caption = [_shape(rows), *roofs(rows), *dict.fromkeys(map(machine, rows))]
+    caption = [_shape(rows), *rooflines(rows), *dict.fromkeys(map(machine, rows))]
     figure.supxlabel("\n".join(caption), fontsize=8)
     return figure
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """report.md and, with matplotlib, a picture for each family of two lengths or more; returns the
-    paths.
+    """Writes report.md and, with matplotlib, a plot of each family of two lengths or more. Returns
+    the paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
@@ -365,7 +369,7 @@ def readme_block(results: Results) -> str:
 
 
 def accuracy_table() -> list[str]:
-    """Of each op the largest relative error of the kernels and of eager PyTorch."""
+    """Tabulates the largest relative error of the kernels and of eager PyTorch for each op."""
     with (RESULTS / "accuracy.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["condition"] == "benign"]
     dtypes = ("float32", "float16", "bfloat16")
@@ -391,7 +395,7 @@ def accuracy_table() -> list[str]:
 
 
 def compile_table() -> list[str]:
-    """Of each architecture what its compiler makes of the shipped configurations."""
+    """Tabulates what the compiler makes of the shipped configurations for each architecture."""
     text = (ROOT / "tests" / "compile_table.md").read_text()
     kernels: dict[str, list[list[str]]] = {}
     for line in text[text.index("|---") :].splitlines()[1:]:
@@ -419,7 +423,7 @@ def compile_table() -> list[str]:
 
 
 def mutation_line() -> str:
-    """How many of the planted bugs the tests see."""
+    """States how many of the planted bugs the tests see."""
     from benchmarks import mutation
 
     verdicts = mutation.load(RESULTS / "mutation")
@@ -438,7 +442,7 @@ def mutation_line() -> str:
 
 
 def speed_block(results: Results) -> str:
-    """Of the kernels on a GPU, or that nothing was measured there."""
+    """Tabulates the speed of the kernels on a GPU, or says that it was not measured."""
     shown = list(_headlines(results))
     if not shown:
         return UNMEASURED
@@ -450,32 +454,32 @@ def speed_block(results: Results) -> str:
                 lines.append(f"| {row['group']}, {name} | " + " | ".join(cells) + " |")
     rows = [row for group in shown for row in group]
     lines += [""] + [f"Measured on {place}." for place in dict.fromkeys(map(machine, rows))]
-    lines += [f"Roof in {roof}." for roof in roofs(rows)]
+    lines += [f"Roofline in {text}." for text in rooflines(rows)]
     lines += [f"**Failed in this run**: `{test}`." for test in results.failed]
     family = headline_family(results)
     return "\n".join([f"![{family[0]}]({PICTURE})", "", *lines] if family else lines)
 
 
 def _headlines(results: Results) -> Iterator[list[Row]]:
-    """The groups of HEADLINES, of each the largest size, forward and with the gradients."""
+    """Yields the largest size of each group of HEADLINES, forward and with the gradients."""
     for headline in HEADLINES:
         largest: dict[bool, list[Row]] = {}
         for group, rows in results.groups().items():
             kernels = [row for row in rows if measured(row) and row["backend"] == "triton"]
             if kernels and re.match(headline, group):
-                former = largest.setdefault("backward" in group, rows)
-                if _size(rows) > _size(former):
+                previous = largest.setdefault("backward" in group, rows)
+                if _size(rows) > _size(previous):
                     largest["backward" in group] = rows
         yield from largest.values()
 
 
 def measured(row: Row) -> bool:
-    """Whether the row is of a GPU, and of one that is there."""
+    """Whether the row was measured on a real GPU."""
     return row.get("gpu") not in (None, STAND_IN)
 
 
 def headline_family(results: Results) -> tuple[str, list[Row]] | None:
-    """What the README draws: the first of its groups that was measured at several lengths."""
+    """Returns the family that the README draws: the first one measured at several lengths."""
     shown = {rows[0]["group"] for rows in _headlines(results)}
     for family, rows in results.families().items():
         lengths = {row["length"] for row in rows}
@@ -489,7 +493,7 @@ def _size(rows: Sequence[Row]) -> float:
 
 
 def with_figures(text: str, block: str) -> str:
-    """The README with the block between its marks. ValueError where it has no marks."""
+    """Returns the README with the block between its marks. Raises ValueError if it has none."""
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):
@@ -502,9 +506,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("results", nargs="*", type=Path, help=f"JSON files; by default {RESULTS.name}/gpu*.json")
-    add("--out", type=folder, help="folder of report.md and the plots")
-    add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to bring up")
+    add(
+        "results", nargs="*", type=Path, help=f"JSON files; the default is {RESULTS.name}/gpu*.json"
+    )
+    add("--out", type=folder, help="the folder for report.md and the plots")
+    add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to update")
     options = parser.parse_args(argv)
     if not (options.out or options.readme):
         parser.error("nothing to do: give --out FOLDER or --readme")

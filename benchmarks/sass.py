@@ -1,8 +1,8 @@
 """Reads the machine code (SASS) of compiled kernels for NVIDIA GPUs: instructions, loops, and which
 unit of a multiprocessor each instruction keeps busy.
 
-`nvdisasm` of Triton's wheel disassembles; no GPU is needed. Counts are facts. What follows from
-them for time is a model: benchmarks/cost.py.
+It uses `nvdisasm` of Triton's wheel and needs no GPU. The counts are facts; benchmarks/cost.py
+models the time that follows from them.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Code(NamedTuple):
     labels: dict[str, int]
 
     def loops(self) -> list[tuple[int, int]]:
-        """(first, last) instruction of every innermost loop that does more than wait.
+        """Returns the first and last instruction of every innermost loop that does more than wait.
 
-        What stands behind the last EXIT are waits for a barrier and the trap.
+        The code after the last EXIT waits for barriers or traps, and is ignored.
         """
         ends: dict[int, int] = {}
         names = [name for name, _ in self.instructions]
@@ -99,7 +99,7 @@ def parse(text: str) -> Code:
 
 
 def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
-    """What one pass over the instructions takes, by a block of so many warps.
+    """Counts what one pass over the instructions needs, for a block of that many warps.
 
     issue        instructions a warp
     <unit>       those of them that a unit executes, see `UNITS`
@@ -132,7 +132,9 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
 
 
 def _bytes(name: str) -> int:
-    """What a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, 4 matrices of 8 x 16 bytes a warp."""
+    """Returns the bytes that a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, in which a warp
+    moves 4 matrices of 8 x 16 bytes.
+    """
     words = name.split(".")
     if words[0] in ("LDSM", "STSM"):
         return 4 * int(words[-1]) if words[-1] in ("2", "4") else 4
@@ -141,13 +143,13 @@ def _bytes(name: str) -> int:
 
 
 def products(ttir: str) -> list[int]:
-    """For each loop that multiplies matrices, in order: the multiply-adds of one iteration."""
+    """Returns the multiply-adds of one iteration, for each loop that multiplies matrices."""
     return [sum(found) for found in _by_loop(ttir, _product) if found]
 
 
 def outstanding(ttgir: str) -> list[int | None]:
-    """For each loop that multiplies matrices, in order: how many groups of copies may be under way
-    where it waits for one. 0: it waits for all of them. None: it copies nothing ahead.
+    """Returns how many groups of copies may be in flight where a loop waits for one, for each loop
+    that multiplies matrices. 0 means that it waits for all, None that it copies nothing ahead.
     """
     return [
         min((n for kind, n in found if kind == "wait"), default=None)
@@ -172,7 +174,7 @@ def _wait_or_product(line: str) -> tuple[str, int] | None:
 
 
 def _by_loop(text: str, read: Callable[[str], Any]) -> list[list[Any]]:
-    """What `read` finds on the lines of each scf.for of MLIR text, but not of loops inside it."""
+    """Collects what `read` finds in each scf.for of MLIR text, without the loops inside it."""
     found: list[list[Any]] = []
     inside: list[tuple[int, list[Any]]] = []  # indent and findings of the loops that are open
     for line in text.splitlines():

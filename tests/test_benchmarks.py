@@ -80,13 +80,13 @@ def test_the_table_compares_with_torch_and_with_the_best_peer(benchmarks, result
     assert list(cells) == ["torch", "cudnn", "triton", "auto (triton)"]
     assert dict(zip(columns, cells["triton"])) == {
         "ms": "1", "TFLOP/s": "2", "GB/s": "-", "MiB": "64", "x torch": "4", "x best": "2",
-        "of roof": "0.2",
+        "roofline": "0.2",
     }  # fmt: skip
     rows[2]["x_torch_in_turn"] = 3.5  # of pairs of rounds: what counts where it is known
     assert dict(benchmarks.report.table(rows))["triton"][4] == "3.5"
 
 
-def test_curves_hold_what_was_measured_and_the_roof(benchmarks, results):
+def test_curves_hold_what_was_measured_and_the_roofline(benchmarks, results):
     (family, rows), *others = results.families().items()
     assert family == "attention causal d=64 forward" and not others
     curves = benchmarks.report.curves
@@ -95,9 +95,9 @@ def test_curves_hold_what_was_measured_and_the_roof(benchmarks, results):
         "triton": [(n, 2.0) for n in (512, 1024, 2048)],
         "auto": [(n, 1.6) for n in (512, 1024, 2048)],
     }
-    (name, roof), *others = curves(rows, "roof").items()
-    assert name == "roof" and not others
-    assert roof == [(n, pytest.approx(10.0)) for n in (512, 1024, 2048)]
+    (name, roofline), *others = curves(rows, "roofline").items()
+    assert name == "roofline" and not others
+    assert roofline == [(n, pytest.approx(10.0)) for n in (512, 1024, 2048)]
 
 
 def test_growth_is_fitted_where_the_work_is_told(benchmarks, results):
@@ -126,7 +126,7 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     figure = benchmarks.report.draw("family", results.rows)
-    assert [len(axes.lines) for axes in figure.axes] == [4, 5, 4, 3]  # the roof; the line at 1
+    assert [len(axes.lines) for axes in figure.axes] == [4, 5, 4, 3]  # the roofline; the line at 1
     caption = figure.get_supxlabel()
     for fact in ("Imaginary 1", "torch 9.9", "head_dim = 64", "P = 10 TFLOP/s, BW = 1000 GB/s"):
         assert fact in caption
@@ -245,10 +245,10 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
     assert statuses(data) == [*expected, ("after", "done")]
     assert json.loads((out / "results.json").read_text()) == data
     found = {name.partition("::test_")[2]: why for name, why in data["failed"].items()}
-    assert found["crashes"] == found["hangs"] == "did not come to its end"
+    assert found["crashes"] == found["hangs"] == "did not finish"
     assert set(found) == {"crashes", "hangs", "fails"} and "3" in found["fails"]
     log = member(out / "run.zip", "tests.log")
-    assert "crashed (-6): again" in log and f"silent for {patience} s: again" in log
+    assert "crashed (-6): continues" in log and f"silent for {patience} s: continues" in log
     assert member(out / "run.zip", "after.log").strip() == str(tmp_path / "work0")
     # Once more: what has come to its end is left, and nothing is lost.
     again = go(parts)
@@ -304,7 +304,7 @@ def test_it(i):
     for i in range(12):
         assert ran[f"test_it[{i}]"] == ["begun", "failed" if i == 5 else "passed"]
     logs = "".join(member(archive, f"tests-{i}.log") for i in range(3))
-    assert logs.count("crashed, GPU lost: again") == 1
+    assert logs.count("crashed, GPU lost: continues") == 1
 
 
 def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
@@ -377,7 +377,9 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
     assert "no part everything, x; there are machine, " in refused(*taken[:3], "everything,x")
     for damaged in ("cut", "begun", "empty", "flipped"):
         line = refused(*taken, "--resume", tmp_path / f"{damaged}.zip")
-        assert f"{damaged}.zip is " in line and ("no whole" in line or "damaged" in line), line
+        assert f"{damaged}.zip is " in line and ("not a complete" in line or "damaged" in line), (
+            line
+        )
     assert "cannot be read: No such file" in refused(*taken, "--resume", tmp_path / "none.zip")
     assert "expected run of benchmarks.gpu" in refused(*taken, "--resume", cache)
     if not torch.cuda.is_available():
@@ -389,14 +391,16 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
     before = cache.read_bytes()
     monkeypatch.setattr(archives, "kind", lambda _: kind)
     (tmp_path / "cut.zip").write_bytes(before[:-40])
-    assert "no whole archive" in refused(*taken, "--cache", tmp_path / "cut.zip")
+    assert "not a complete archive" in refused(*taken, "--cache", tmp_path / "cut.zip")
     assert cache.read_bytes() == before
     nowhere = tmp_path / "none" / "cache.zip"
     assert "a folder that does not exist" in refused(*taken, "--cache", nowhere)
     assert "expected a file" in refused("--prepare", tmp_path)
     assert "no part x" in refused("--prepare", tmp_path / "new.zip", "--only", "x")
     monkeypatch.setattr(gpu.stand_in, "obstacle", lambda: "there is no C compiler")
-    assert "prepared here: there is no C compiler" in refused("--prepare", tmp_path / "new.zip")
+    assert "prepared here without a GPU: there is no C compiler" in refused(
+        "--prepare", tmp_path / "new.zip"
+    )
     assert "is no folder" in refused("--out", run / "out")
     assert "--out FOLDER, or --prepare FILE" in refused()
     assert "option of --prepare" in refused(*taken, "--triton", "3.6.0")

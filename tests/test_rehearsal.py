@@ -172,7 +172,7 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     out = tmp_path / "second"
     assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "run.zip"}
     data = json.loads((out / "results.json").read_text())
-    assert data["failed"].pop(HANGS) == "did not come to its end"
+    assert data["failed"].pop(HANGS) == "did not finish"
     assert "illegal memory access" in data["failed"].pop(LOSES_THE_GPU)
     assert data["failed"] == {}
     assert set(statuses(data).values()) == {"done"}, statuses(data)
@@ -194,8 +194,8 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     assert {test: n for test, n in begun.items() if n > 1} == {CUT: 2}
     assert set(begun) - set(ended) == {HANGS} and set(ended.values()) == {1}
     logs = {name: (tmp_path / "unpacked" / name).read_text() for name in names if "log" in name}
-    assert sum("crashed, GPU lost: again" in log for log in logs.values()) == 2
-    assert sum("silent for 60 s: again" in log for log in logs.values()) == 1
+    assert sum("crashed, GPU lost: continues" in log for log in logs.values()) == 2
+    assert sum("silent for 60 s: continues" in log for log in logs.values()) == 1
 
     # Every row is of no GPU, and says how its time was taken.
     assert all(row["gpu"] == device.STAND_IN for row in data["rows"])

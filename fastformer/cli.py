@@ -1,10 +1,11 @@
 """The command `fastformer`.
 
-    fastformer copy-task    train the copy task under both backends and compare them
-    fastformer plot NAME    draw what the tutorials draw: masks, encodings, targets, attention
-    fastformer info         versions, devices, and the backend that each op would take, and why
+    fastformer copy-task    train the copy task on both backends and compare them
+    fastformer plot NAME    draw the tutorials' figures: masks, encodings, targets, attention
+    fastformer info         print versions, devices, and the backend of each op with its reason
 
-Exit status: 0 success, 1 the copy task failed, 2 a bad option or a request that cannot be met here.
+The exit status is 0 on success, 1 if the copy task failed, and 2 for a bad option or a request that
+this machine cannot serve.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _gated_example(device: torch.device) -> tuple[Any, ...]:
     return z[:1], z, None, z[:16], None
 
 
-# A small call of each op, by which `info` asks for its backend.
+# A small call of each op, for which `info` prints the backend.
 EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
     "scaled_dot_product_attention": lambda d: (torch.zeros(1, 1, 16, 16, device=d),) * 3,
     "packed_attention": lambda d: (
@@ -68,7 +69,7 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, with the arguments of the process by default; returns its exit status."""
+    """Runs the command, by default with the arguments of the process. Returns its exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     return arguments.run(arguments, arguments.parser)
@@ -87,18 +88,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, tried; `cuda` is the current one."""
+    """Returns the device of that name, after a trial. `cuda` is the current device."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {reason}") from error
+        raise argparse.ArgumentTypeError(
+            f"{name!r} cannot be used on this machine: {reason}"
+        ) from error
     return device
 
 
 def _output_file(name: str) -> Path:
-    """A path that can be written: asked before the work, not after it."""
+    """Returns a path that can be written, so that an error comes before the work and not after."""
     path = Path(name)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{name!r} is a folder; expected a file")
@@ -124,23 +127,23 @@ def _figure_file(name: str) -> Path:
 def _add_copy_task(commands: Any) -> None:
     parser = commands.add_parser(
         "copy-task",
-        help="train the copy task under both backends and compare them",
-        description="Trains a small Transformer to copy random sequences. From one seed both "
+        help="train the copy task on both backends and compare them",
+        description="Trains a small Transformer to copy random sequences. With one seed both "
         "backends start from the same weights, see the same batches and draw the same dropout "
         "masks. On a CPU the Triton kernels run in Triton's interpreter and train the first steps "
-        "of the same run. Exit status 1 if a run of the default steps or more fails to copy, or if "
-        "the backends' first losses differ.",
+        "of the same run. The exit status is 1 if a run of the default number of steps or more "
+        "does not copy, or if the first losses of the backends differ.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = copy_task.Settings()
     add = parser.add_argument
     add("--backend", choices=("auto", "triton", "reference", "both"), default="both")
     add("--steps", type=int, default=default.steps, help="batches to train on")
-    add("--seed", type=int, default=default.seed, help="of weights, data and dropout")
+    add("--seed", type=int, default=default.seed, help="the seed of weights, data and dropout")
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    # Two threads gain nothing for so small a model; where another program holds one of the cores,
-    # they wait for each other: 29 tokens/s were measured, and 914 with one thread.
-    add("--threads", type=int, default=1, help="of the CPU; more help at larger sizes only")
+    # A second thread does not speed up such a small model. If another program uses one of the
+    # cores, the threads wait for each other: 29 tokens/s were measured, and 914 with one thread.
+    add("--threads", type=int, default=1, help="CPU threads; more help at larger sizes only")
     add("--json", type=_output_file, metavar="FILE", help="write losses and environment here")
     add("--plot", type=_figure_file, metavar="FILE", help="draw the loss curves here")
     add("--batch", type=int, default=default.batch, help="sequences in a batch")
@@ -152,8 +155,14 @@ def _add_copy_task(commands: Any) -> None:
     add("--heads", "--h", type=int, default=default.h, dest="h", metavar="H")
     add("--dropout", type=float, default=default.dropout, metavar="P")
     add("--warmup", "--warm-up", type=int, default=default.warmup, metavar="STEPS")
-    add("--factor", type=float, default=default.factor, help="on the learning rate")
-    add("--smoothing", type=float, default=default.smoothing, metavar="P", help="of the labels")
+    add("--factor", type=float, default=default.factor, help="multiplies the learning rate")
+    add(
+        "--smoothing",
+        type=float,
+        default=default.smoothing,
+        metavar="P",
+        help="smoothing of the labels",
+    )
     parser.set_defaults(run=_copy_task, parser=parser)
 
 
@@ -165,23 +174,23 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(str(error))
     if arguments.threads < 1:
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
-    if settings.device.type == "cpu":  # read when triton is imported, which nothing has done yet
+    if settings.device.type == "cpu":  # read when triton is imported, which happens later
         os.environ["TRITON_INTERPRET"] = "1"
     chosen = ["reference", "triton"] if arguments.backend == "both" else [arguments.backend]
-    left_out = None
+    skipped = None
     try:
         copy_task.interpreted(chosen[-1], settings.device)
     except RuntimeError as error:
         if arguments.backend != "both":
             parser.error(str(error))
         chosen.remove("triton")
-        left_out = str(error)
+        skipped = str(error)
 
     with _threads(arguments.threads):
         runs = copy_task.compare(settings, chosen)
         where = environment.describe(settings.device)
-    if left_out is not None:
-        print(f"\nThe triton run is left out: {left_out}")
+    if skipped is not None:
+        print(f"\nThe triton run is skipped: {skipped}")
     if arguments.json is not None:
         result = copy_task.summary(runs, where | {"command": _command(arguments)})
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -191,10 +200,10 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         title = f"Copy task on {where['gpu'] or settings.device}, seed {settings.seed}"
         plots.loss_curves(curves, title).savefig(arguments.plot)
         print(f"Wrote {arguments.plot}")
-    found = copy_task.faults(settings, runs)
-    for fault in found:
+    faults = copy_task.faults(settings, runs)
+    for fault in faults:
         print(f"FAILED: {fault}")
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 @contextlib.contextmanager
@@ -208,7 +217,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """The command line, every option written out, that gives these runs again."""
+    """Returns the command line that repeats these runs, with every option written out."""
     words = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
         if value is not None and name not in ("run", "parser", "json", "plot"):
@@ -225,19 +234,30 @@ TRAINED = ("attention-maps", "loss-curves")
 def _add_plot(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
-        help="draw what the tutorials draw",
-        description="Draws one picture from what the package computes. attention-maps trains the "
-        "copy task first; loss-curves trains it under both backends, as copy-task --plot does, or "
-        "draws what copy-task --json wrote.",
+        help="draw a figure of the tutorials",
+        description="Draws a figure from values that the package computes. attention-maps trains "
+        "the copy task first. loss-curves trains it on both backends, as copy-task --plot does, or "
+        "reads a file of copy-task --json.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = copy_task.Settings()
     add = parser.add_argument
     add("name", choices=(*plots.PICTURES, *TRAINED))
-    add("--out", type=_figure_file, required=True, metavar="FILE", help="its ending: the format")
-    add("--steps", type=int, default=default.steps, help="to train, where the picture needs it")
-    add("--seed", type=int, default=default.seed, help="of that training")
-    add("--json", type=Path, metavar="FILE", help="loss-curves: of this file of copy-task --json")
+    add(
+        "--out",
+        type=_figure_file,
+        required=True,
+        metavar="FILE",
+        help="the file to write; its suffix chooses the format",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=default.steps,
+        help="training steps, for a figure that needs them",
+    )
+    add("--seed", type=int, default=default.seed, help="the seed of that training")
+    add("--json", type=Path, metavar="FILE", help="for loss-curves: a file of copy-task --json")
     parser.set_defaults(run=_plot, parser=parser)
 
 
@@ -257,7 +277,7 @@ def _plot(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
             maps = copy_task.attention_maps(settings)
         figure = plots.attention_maps(maps, settings.sentence)
     elif arguments.json is not None:
-        figure = _drawn(arguments.json, parser)
+        figure = _loss_curves(arguments.json, parser)
     else:
         words = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
         return main(["copy-task", *words, "--plot", str(out)])
@@ -266,8 +286,8 @@ def _plot(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     return 0
 
 
-def _drawn(path: Path, parser: argparse.ArgumentParser) -> Any:
-    """The loss curves of a file that copy-task --json wrote."""
+def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
+    """Draws the loss curves of a file that copy-task --json wrote."""
     try:
         result = json.loads(path.read_text())
         where, runs = result["environment"], result["runs"]
@@ -278,7 +298,7 @@ def _drawn(path: Path, parser: argparse.ArgumentParser) -> Any:
             for run in runs
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"{path} holds no result of copy-task --json: {error}")
+        parser.error(f"{path} is not a result of copy-task --json: {error}")
     return plots.loss_curves(curves, f"Copy task on {where.get('gpu') or where.get('device')}")
 
 
@@ -286,7 +306,7 @@ def _drawn(path: Path, parser: argparse.ArgumentParser) -> Any:
 
 
 def _add_info(commands: Any) -> None:
-    what = "print versions, devices, and the backend that each op would take, and why"
+    what = "print versions, devices, and the backend of each op with its reason"
     parser = commands.add_parser("info", help=what, description=what)
     parser.set_defaults(run=_info, parser=parser)
 
@@ -305,11 +325,11 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
         for op in sorted(backends.OPERATIONS):
-            print(f"  {_explained(op, device)}")
+            print(f"  {_explanation(op, device)}")
     return 0
 
 
-def _explained(op: str, device: torch.device) -> str:
+def _explanation(op: str, device: torch.device) -> str:
     try:
         return str(backends.explain(op, *EXAMPLES[op](device)))
     except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run

@@ -1,7 +1,7 @@
-"""The copy task: a Transformer learns to repeat random symbols, under one backend or both.
+"""The copy task: a Transformer learns to repeat random symbols, on one backend or on both.
 
-The first example of the Annotated Transformer, and the end-to-end check of the kernels: from one
-seed both backends start from the same weights, see the same batches and draw the same dropout
+It is the first example of the Annotated Transformer, and the end-to-end check of the kernels. With
+one seed both backends start from the same weights, see the same batches and draw the same dropout
 masks, so their first losses have to agree.
 """
 
@@ -48,17 +48,17 @@ __all__ = [
 
 PAD, START = 0, 1
 DEFAULT_STEPS = 400
-INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # as many steps as fit, and at least these
-COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # beyond these steps any two correct runs drift apart
+INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # limits of an interpreted run: at most, at least
+COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # after these steps correct runs diverge by rounding
 FINAL_STEPS, FINAL_TOLERANCE = 20, 0.1
-MAX_LENGTH = 5000  # of make_model's positional encoding
+MAX_LENGTH = 5000  # the positions of make_model's encoding
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One copy task: what is learned, by which model, how long.
+    """The settings of a copy task: the data, the model and the number of steps.
 
     Raises ValueError or TypeError for a number out of its range.
     """
@@ -76,7 +76,7 @@ class Settings:
     dropout: float = 0.1
     warmup: int = 200
     factor: float = 1.0
-    smoothing: float = 0.1  # at 0 a sequence with a repeated symbol is copied right less often
+    smoothing: float = 0.1  # at 0 the model copies repeated symbols less reliably
 
     def __post_init__(self) -> None:
         require_size(steps=self.steps, batch=self.batch, warmup=self.warmup, N=self.N)
@@ -96,12 +96,14 @@ class Settings:
 
     @property
     def sentence(self) -> list[int]:
-        """What the model is to copy: 1 3 2 5 4 6 7 8 9 10, cut or repeated to `length`."""
+        """The sequence to copy after the training: 1 3 2 5 4 6 7 8 9 10, cut or repeated to
+        `length`.
+        """
         symbols = [s for s in (1, 3, 2, 5, 4, *range(6, self.vocab)) if s < self.vocab]
         return list(islice(cycle(symbols), self.length))
 
     def model(self) -> EncoderDecoder:
-        """The untrained model, drawn from torch's generator, on the device."""
+        """Returns the untrained model on the device, initialised from torch's generator."""
         model = make_model(
             self.vocab, self.vocab, self.N, self.d_model, self.d_ff, self.h, self.dropout
         )
@@ -109,9 +111,10 @@ class Settings:
 
 
 class CopyData:
-    """`steps` batches of random symbols, the first of each sequence 1, with the source as target.
+    """`steps` batches of random symbols. A sequence begins with 1, and the target is the source.
 
-    Drawn from a generator of its own on the CPU: every pass sees the same batches, on any device.
+    The symbols are drawn from a separate generator on the CPU, so every pass sees the same batches
+    on any device.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -132,10 +135,12 @@ class CopyData:
 
 @dataclass(frozen=True)
 class Run:
-    """What one backend did.
+    """The result of one backend.
 
-    losses: per token, one a step. tokens_per_second: the median over the reports, as the first may
-    hold a compilation. decoded: from the start symbol on; None where not every step was trained.
+    Attributes:
+        losses: the loss per token of each step.
+        tokens_per_second: the median over the reports, since the first may include a compilation.
+        decoded: the decoded sequence with its start symbol; None if not every step was trained.
     """
 
     backend: str
@@ -146,9 +151,9 @@ class Run:
 
 
 def interpreted(backend: str, device: torch.device) -> bool:
-    """Whether `backend` on `device` means Triton's interpreter.
+    """Whether `backend` runs in Triton's interpreter on `device`.
 
-    Raises RuntimeError, with the reason, where the backend cannot run there.
+    Raises RuntimeError with the reason if the backend cannot run there.
     """
     with use_backend(backend):
         choice = explain("layer_norm", torch.zeros(1, 8, device=device), 8)
@@ -164,8 +169,8 @@ def train(
 ) -> Run:
     """Trains one model from `settings.seed` and decodes the sentence before and after.
 
-    Kernels that are interpreted train as many steps as fit `limit` seconds, at least three.
-    Raises RuntimeError where the backend cannot run on the device.
+    Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
+    RuntimeError if the backend cannot run on the device.
     """
     return _trained(settings, backend, limit, verbose)[0]
 
@@ -174,24 +179,24 @@ def _trained(
     settings: Settings, backend: str, limit: float, verbose: bool
 ) -> tuple[Run, EncoderDecoder]:
     is_interpreted = interpreted(backend, settings.device)
-    say = _say if verbose else _silent
-    say(f"\n{backend}" + (", in Triton's interpreter on the CPU" if is_interpreted else ""))
+    write = _write_line if verbose else _ignore_line
+    write(f"\n{backend}" + (", in Triton's interpreter on the CPU" if is_interpreted else ""))
     data: Iterable[Batch] = CopyData(settings)
     if is_interpreted:
         from fastformer.kernels import interpreter
 
         interpreter.repair()
-        data = _within(data, limit, INTERPRETED_STEPS)
-        say(
-            f"  (Python runs each program of a kernel: these are the first steps of the same\n"
-            f"  run, as many as fit {limit:.0f} s, {INTERPRETED_STEPS} at least; "
-            "the speed says nothing about the kernels)"
+        data = _items_within(data, limit, INTERPRETED_STEPS)
+        write(
+            f"  (Python runs each program of a kernel. These are the first steps of the same run:\n"
+            f"  as many as fit into {limit:.0f} s, and at least {INTERPRETED_STEPS}. "
+            "The speed says nothing about the kernels.)"
         )
 
     with use_backend(backend):
         torch.manual_seed(settings.seed)
         model = settings.model()
-        say("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
+        write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
         model.train()
         optimizer, scheduler = make_optimizer(
             model.parameters(), settings.d_model, settings.factor, settings.warmup
@@ -209,7 +214,7 @@ def _trained(
         def report(step: int, loss: float, tokens_per_second: float) -> None:
             speeds.append(tokens_per_second)
             bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
-            say(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
+            write(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
 
         started = time.perf_counter()
         run_epoch(
@@ -226,21 +231,24 @@ def _trained(
         seconds = time.perf_counter() - started
 
         speed, done = statistics.median(speeds), len(losses)
-        say(f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s")
+        write(
+            f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
+        )
         decoded = None
         if done == settings.steps:
             decoded = _decode(settings, model.eval())
             verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
-            say(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
+            write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
         else:
-            say("  not trained in full, so there is nothing to decode")
+            write("  the training is incomplete, so nothing is decoded")
     return Run(backend, is_interpreted, torch.stack(losses).tolist(), speed, decoded), model
 
 
 def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
-    """Trains a model and has it copy the sentence: by name the weights [h, T, S] of each attention.
+    """Trains a model, lets it copy the sentence, and returns the weights [h, T, S] of each
+    attention by its name.
 
-    The decoder is given all of the sentence but the last symbol, and is to say all but the first.
+    The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
     model = _trained(settings, backend, INTERPRETED_SECONDS, True)[1].eval()
     layers = {
@@ -267,17 +275,19 @@ def _arrow(settings: Settings, decoded: list[int]) -> str:
     return f"{' '.join(map(str, settings.sentence))} -> {' '.join(map(str, decoded))}"
 
 
-def _say(line: str) -> None:
-    tqdm.write(line, file=sys.stdout)  # above the progress bar, where there is one
+def _write_line(line: str) -> None:
+    tqdm.write(line, file=sys.stdout)  # above the progress bar, if there is one
     sys.stdout.flush()
 
 
-def _silent(line: str) -> None:
+def _ignore_line(line: str) -> None:
     pass
 
 
-def _within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
-    """The first `least` items, and then as many as fit `seconds`, going by the slowest so far."""
+def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
+    """Yields the first `least` items, and then as many as fit into `seconds` at the slowest pace so
+    far.
+    """
     started = last = time.perf_counter()
     slowest = 0.0
     for i, item in enumerate(data):
@@ -289,7 +299,9 @@ def _within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
 
 
 def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float | None:
-    """The largest difference of two runs' losses over their first `steps` common steps, or None."""
+    """Returns the largest difference of the losses of two runs over their first `steps` common
+    steps, or None for another number of runs.
+    """
     if len(runs) != 2:
         return None
     pairs = zip(runs[0].losses[:steps], runs[1].losses[:steps], strict=False)
@@ -298,7 +310,9 @@ def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float |
 
 
 def _final_difference(runs: Sequence[Run]) -> float | None:
-    """Of the mean loss of the last steps; None unless two runs had the default steps or more."""
+    """Returns the difference of the mean losses of the last steps; None unless both of two runs
+    have the default number of steps or more.
+    """
     if len(runs) != 2 or any(r.decoded is None or len(r.losses) < DEFAULT_STEPS for r in runs):
         return None
     a, b = (statistics.fmean(r.losses[-FINAL_STEPS:]) for r in runs)
@@ -306,11 +320,11 @@ def _final_difference(runs: Sequence[Run]) -> float | None:
 
 
 def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
-    """What went wrong, a sentence each.
+    """Returns the faults of the runs, a sentence each.
 
-    A run of the default steps or more that does not copy; losses of the two backends that differ by
-    more than 1e-4 in the first 20 steps; final losses that differ by more than 0.1 where both ran
-    for the default steps or more.
+    A fault is a run of the default number of steps or more that does not copy; losses of the two
+    backends that differ by more than 1e-4 in the first 20 steps; and final losses that differ by
+    more than 0.1 if both ran for the default number of steps or more.
     """
     found = [
         f"{run.backend}: trained {len(run.losses)} steps and does not copy the sequence"
@@ -332,7 +346,7 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
 
 
 def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
-    """Trains under each backend in turn; prints as it goes, and the comparison at the end."""
+    """Trains on each backend in turn, and prints the progress and the comparison."""
     s = settings
     parameters = sum(p.numel() for p in s.model().parameters())
     print(
@@ -352,7 +366,7 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
         )
         if common > compared:
             whole = loss_difference(runs, common)
-            print(f"Over all {common} common steps, where rounding drives them apart: {whole:.1e}")
+            print(f"Over all {common} common steps, which diverge by rounding: {whole:.1e}")
         final = _final_difference(runs)
         if final is not None:
             print(f"Difference of the final losses: {final:.1e} (at most {FINAL_TOLERANCE})")
@@ -360,9 +374,8 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
 
 
 def summary(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:
-    """What --json writes: max_loss_difference is over the first 20 steps, None for a single run.
-
-    A loss that is not finite is None.
+    """Returns what --json writes. max_loss_difference is over the first 20 steps, and None for a
+    single run. A loss that is not finite is None.
     """
     listed = [asdict(run) for run in runs]
     for run in listed:

@@ -1,4 +1,4 @@
-"""Where a measurement was made: versions, device, driver, platform."""
+"""Describes the environment of a measurement: versions, device, driver, platform."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["describe", "devices"]
 
 
 def devices() -> list[torch.device]:
-    """The CPU and every CUDA or HIP device."""
+    """Returns the CPU and every CUDA or HIP device."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """What a reader has to know about a measurement on `device`; None where there is no such thing.
+    """Describes the environment of a measurement on `device`. A value is None if it does not apply.
 
-    Imports no triton.
+    This does not import triton.
     """
     is_gpu = device.type == "cuda"
     return {
@@ -49,7 +49,7 @@ def _triton_version() -> str | None:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version, which torch does not tell; None without nvidia-smi."""
+    """Returns the version of the NVIDIA driver, or None without nvidia-smi."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -1,10 +1,10 @@
-"""Figures. matplotlib is imported when one is drawn: `pip install fastformer[plot]`.
+"""The figures of the tutorials. matplotlib is imported when a figure is drawn.
 
-PICTURES holds what the tutorials draw, by name: the data of a picture, computed by the package
-itself, and the function that draws it. `fastformer plot NAME --out FILE` makes one.
+PICTURES holds the figures by name: a function that computes the data with the package, and one that
+draws them. `fastformer plot NAME --out FILE` makes one.
 
-Every drawing function returns a matplotlib Figure that no window holds: save it with
-`figure.savefig(path)`, or leave it as the last line of a notebook's cell.
+Every drawing function returns a matplotlib Figure without a window. Save it with
+`figure.savefig(path)`, or make it the last line of a notebook cell.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plots need matplotlib, which is not installed: pip install fastformer[plot]"
+            "plots need matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def require_format(path: str | Path) -> None:
-    """Raises ValueError where a figure cannot have this name, ImportError without matplotlib."""
+    """Raises ValueError if matplotlib cannot write the format, ImportError without matplotlib."""
     formats = _figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in formats:
@@ -51,7 +51,7 @@ def require_format(path: str | Path) -> None:
 
 
 def lines(series: Series, title: str, x: str, y: str) -> Figure:
-    """A curve for each name: (abscissae, ordinates)."""
+    """Draws a curve (abscissae, ordinates) for each name."""
     figure = _figure()
     axes = figure.subplots()
     for name, (abscissae, ordinates) in series.items():
@@ -68,7 +68,7 @@ def _array(values: Tensor) -> Any:
 
 
 def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
-    """values: [rows, columns], the first row on top."""
+    """Draws values [rows, columns], the first row on top."""
     figure = _figure(6.0, 5.0)
     from matplotlib.ticker import MaxNLocator
 
@@ -82,9 +82,8 @@ def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
 
 
 def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
-    """A row for each name and a panel for each head: weights [h, T, S], queries down, keys across.
-
-    symbols: what stands at the positions.
+    """Draws weights [h, T, S], queries down and keys across: a row of panels for each name, and a
+    panel for each head. `symbols` label the positions.
     """
     heads = max(len(weights) for weights in maps.values())
     figure = _figure(2.0 * heads + 1.0, 2.1 * len(maps))
@@ -102,9 +101,9 @@ def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Fig
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
-    """Loss per token against the step, a curve for each name.
+    """Draws the loss per token against the step, a curve for each name.
 
-    A later curve lies on top and is thinner, so that both are seen where they coincide.
+    A later curve is drawn on top and thinner, so that both are visible where they coincide.
     """
     figure = _figure()
     axes = figure.subplots()
@@ -131,7 +130,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
 
 
 def _positions(d_model: int, length: int = 100) -> Tensor:
-    """[length, d_model]: what PositionalEncoding adds."""
+    """Returns what PositionalEncoding adds, [length, d_model]."""
     encode = PositionalEncoding(d_model, dropout=0.0, max_len=length)
     return encode(torch.zeros(1, length, d_model))[0].detach()
 
@@ -143,7 +142,7 @@ def _dimensions() -> Series:
 
 
 def _smoothed_targets() -> Tensor:
-    """[targets, classes]: what the loss compares with; class 0 is padding, and so is target 0."""
+    """Returns the smoothed targets, [targets, classes]; class 0 and target 0 are padding."""
     criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=0.5)
     criterion(torch.full((5, 5), 0.2).log(), torch.tensor([2, 1, 0, 3, 3]))
     assert criterion.true_dist is not None
@@ -171,7 +170,7 @@ class Picture(NamedTuple):
 PICTURES = {
     "subsequent-mask": Picture(
         lambda: subsequent_mask(20)[0],
-        lambda mask: heat_map(mask, "subsequent_mask(20): what may be seen", "key", "query"),
+        lambda mask: heat_map(mask, "subsequent_mask(20): the keys that are kept", "key", "query"),
     ),
     "positional-encoding": Picture(
         _dimensions,

@@ -103,7 +103,7 @@ def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsy
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert copied("--steps", "1") == 0
     printed = capsys.readouterr().out
-    assert "The triton run is left out: " in printed and "triton is not installed" in printed
+    assert "The triton run is skipped: " in printed and "triton is not installed" in printed
     with pytest.raises(SystemExit) as stopped:
         copied("--steps", "1", "--backend", "triton")
     assert stopped.value.code == 2
@@ -130,9 +130,9 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("--seed -1", "seed is -1"),
         ("--threads 0", "threads is 0; expected 1 or more"),
         ("--backend cudnn", "argument --backend: invalid choice: 'cudnn'"),
-        ("--device abacus", "argument --device: 'abacus' cannot be used here"),
-        ("--device cuda:99", "argument --device: 'cuda:99' cannot be used here"),
-        ("--device meta", "argument --device: 'meta' cannot be used here"),
+        ("--device abacus", "argument --device: 'abacus' cannot be used on this machine"),
+        ("--device cuda:99", "argument --device: 'cuda:99' cannot be used on this machine"),
+        ("--device meta", "argument --device: 'meta' cannot be used on this machine"),
         ("--json /nowhere/x.json", "argument --json: '/nowhere/x.json' is in a folder that does"),
         ("--json /", "argument --json: '/' is a folder; expected a file"),
         ("--plot curves.xyz", "argument --plot: curves.xyz ends in 'xyz'; expected one of"),
@@ -156,7 +156,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         cli.main(["copy-task", "--plot", "curves.png"])
     assert stopped.value.code == 2
-    assert "pip install fastformer[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- the rest

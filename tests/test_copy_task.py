@@ -136,7 +136,7 @@ def test_as_many_items_as_fit(monkeypatch):
 
     def taken(costs, seconds, least):
         n = 0
-        for cost in copy_task._within(costs, seconds, least):
+        for cost in copy_task._items_within(costs, seconds, least):
             now[0] += cost
             n += 1
         return n

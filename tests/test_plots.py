@@ -104,7 +104,7 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
 
     source.write_text("{}")
     for words, complaint in (
-        (["loss-curves", "--json", str(source)], "holds no result of copy-task --json"),
+        (["loss-curves", "--json", str(source)], "is not a result of copy-task --json"),
         (["relu", "--json", str(source)], "relu takes no --json"),
         (["attention-maps", "--steps", "0"], "steps is 0"),
         (["a-portrait"], "invalid choice: 'a-portrait'"),

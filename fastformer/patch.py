@@ -285,10 +285,10 @@ def _disagreement(module: nn.Module, kind: type[AnnotatedModule]) -> str | None:
         x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
         return x.to(device)
 
-    classes = (type(module), class_for(kind, type(module)))
     fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with fork, torch.no_grad(), _state_kept(module), backends.use_backend("reference"):
         try:
+            classes = (type(module), class_for(kind, type(module)))
             weights = {name: random(*p.shape) * 0.5 for name, p in module.named_parameters()}
             for training in (False, True):
                 for args in kind._probes(module, random):  # type: ignore[arg-type]

@@ -1336,8 +1336,13 @@ def near_misses(annotated):
         def forward(self, x):
             return self.dropout(self.w_2(self.w_1(x).relu()))
 
+    class Closed(annotated.LayerNorm):
+        def __init_subclass__(cls, code):
+            pass
+
     evaluation, training = "trial run in evaluation", "trial run in training"
     return [
+        (Closed(E), "a trial run raised TypeError"),
         (Inverted(H, E), evaluation),
         (Unscaled(H, E), evaluation),
         (NeverDrops(H, E), training),

@@ -315,15 +315,17 @@ class MultiHeadedAttention(AliasedModule):
         softcap: float | None = None,
     ) -> Tensor:
         inputs = {"query": query, "key": key, "value": value}
-        band = dict(is_causal=is_causal, window=window, causal_alignment=causal_alignment)
-        scores = dict(
-            bias=bias, alibi_slopes=alibi_slopes, softcap=softcap, key_lengths=key_lengths
+        options: dict[str, Any] = dict(  # of `scaled_dot_product_attention`
+            bias=bias,
+            key_lengths=key_lengths,
+            is_causal=is_causal,
+            window=window,
+            causal_alignment=causal_alignment,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
         )
         if isinstance(mask, Packing):
-            given = [name for name, x in scores.items() if x is not None]
-            if given:
-                raise ValueError(f"{given[0]} is given together with a Packing; expected None")
-            return self._forward_packed(inputs, mask, band)
+            return self._forward_packed(inputs, mask, options)
         for name, x in inputs.items():
             _require_features(name, x, self.h * self.d_k)
         if autocast_dtype(query) is None:
@@ -334,16 +336,18 @@ class MultiHeadedAttention(AliasedModule):
             require_tensor("mask", mask)
             require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
-        options: dict[str, Any] = {**band, **scores}
         p = dropout_probability(self.dropout)
         out = functional.scaled_dot_product_attention(q, k, v, mask, p, **options)
         self._keep_weights(q, k, mask, options)
         return self.linears[3](out.transpose(1, 2).flatten(2))
 
     def _forward_packed(
-        self, inputs: dict[str, Tensor], packing: Packing, band: dict[str, Any]
+        self, inputs: dict[str, Tensor], packing: Packing, options: dict[str, Any]
     ) -> Tensor:
         """Return the output [tokens, d_model] of inputs [tokens, d_model]."""
+        for name in ("bias", "alibi_slopes", "softcap", "key_lengths"):
+            if options.pop(name) is not None:
+                raise ValueError(f"{name} is given together with a Packing; expected None")
         for name, x in inputs.items():
             require_tokens(name, x, packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
@@ -356,13 +360,13 @@ class MultiHeadedAttention(AliasedModule):
         offsets, longest = packing.cu_seqlens, packing.longest
         p = dropout_probability(self.dropout)
         out = functional.packed_attention(
-            q, k, v, offsets, offsets, longest, longest, dropout_p=p, **band
+            q, k, v, offsets, offsets, longest, longest, dropout_p=p, **options
         )
         if self.keep_attention:
             q, k = (pad(x.detach(), packing).transpose(1, 2) for x in (q, k))
             positions = torch.arange(packing.length, device=q.device)
             real = positions.view(-1, 1) < packing.lengths.view(-1, 1, 1, 1)
-            self._keep_weights(q, k, real, {**band, "key_lengths": packing.lengths})
+            self._keep_weights(q, k, real, {**options, "key_lengths": packing.lengths})
         return self.linears[3](out.flatten(1))
 
     def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:

@@ -1,21 +1,24 @@
-"""The mutation score: what share of bugs planted in the kernels the tests see.
+"""Measures the mutation score: the share of the bugs planted in the kernels that the tests see.
 
     python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
-    python -m benchmarks.mutation --only '^attention.*int32'        these anew, the others stay
+    python -m benchmarks.mutation --only '^attention.*int32'        only these; keeps the others
     python -m benchmarks.mutation --resume               keeps the good verdicts
-    python -m benchmarks.mutation --draw 300 --seed 7    300 that nobody chose; again: goes on
+    python -m benchmarks.mutation --draw 300 --seed 7    draws 300; the same command resumes
 
 A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
-tests that cover the file, quick ones first, and stops at the first failure. A mutant is killed by a
-test that fails, or crashes the process, with the change and passes without it; else it survives, or
-runs into the time limit. (The checks that plant bugs themselves are left out: a change of the text
-that they replace is no test.) The mutants of tests/mutants.py are those that somebody thought of: a
-list of regressions. `--draw` takes them by a seed from all changes that the operators of
-mutation_operators.py make in the kernels, their launchers, the autograd function, the dispatch and
-the packing; first all with the quick tests, then the others for those that live. Run again it goes
-on, and tries once more what has survived: a draw's score counts the first time alone. Writes
-benchmarks/results/mutation.json and .md (mutation_draw of a draw) after each mutant. Exit status 1
-where one is left that is not known to be equivalent.
+tests that cover the file, quick ones first, and stops at the first failure. A test kills a mutant
+if it fails, or crashes the process, with the change and passes without it. Otherwise the mutant
+survives, or runs into the time limit. The checks that plant bugs themselves do not run, because a
+change of the text that they replace tests nothing.
+
+The mutants of tests/mutants.py are written by people: they are a list of regressions. `--draw`
+draws mutants by a seed from all changes that the operators of mutation_operators.py make in the
+kernels, their launchers, the autograd function, the dispatch and the packing. The quick tests try
+all of them first, and the other tests try those that live. The same command resumes the draw, and
+tries the survivors again; the score of a draw counts the first trial only.
+
+Each mutant updates benchmarks/results/mutation.json and .md (mutation_draw for a draw). The exit
+status is 1 if a mutant is left that is not known to be equivalent.
 """
 
 from __future__ import annotations
@@ -623,14 +626,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default="", metavar="REGEX", help="of 'kernel: name'")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="only the mutants whose 'kernel: name' matches"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300, help="CPU seconds of a run of tests")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="the limit of a run of tests, in CPU seconds"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
-    parser.add_argument("--draw", type=int, metavar="N", help="try N that are drawn")
-    parser.add_argument("--seed", type=int, help="of the draw; a fresh one by default")
-    parser.add_argument("--tests", nargs="+", help="of a draw: these alone, for what lives")
-    parser.add_argument("--quick", action="store_true", help="a draw with the quick tests alone")
+    parser.add_argument("--draw", type=int, metavar="N", help="draw N mutants and try them")
+    parser.add_argument("--seed", type=int, help="the seed of the draw; random by default")
+    parser.add_argument(
+        "--tests", nargs="+", help="for a draw: only these tests for the mutants that live"
+    )
+    parser.add_argument("--quick", action="store_true", help="for a draw: only the quick tests")
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"

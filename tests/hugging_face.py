@@ -1,18 +1,19 @@
-"""Every model type of transformers, tiny and randomly initialised: fastformer against eager.
+"""Compares fastformer to eager attention in every model type of transformers, small and randomly
+initialised.
 
-    python tests/hugging_face.py                 all types; which are worse than the table
+    python tests/hugging_face.py                 all types; exits with 1 if one got worse
     python tests/hugging_face.py bert llama      some of them
-    python tests/hugging_face.py --write         makes docs/hugging_face.md anew, or with types
-                                                 their rows of it
+    python tests/hugging_face.py --write         writes docs/hugging_face.md, or with types only
+                                                 their rows
 
-Compared are the outputs and the gradient of every parameter, without padding and with it on either
-side, and the tokens of generate(). A type has one status:
+It compares the outputs and the gradient of every parameter, without padding and with padding on
+either side, and the tokens of generate(). A type has one status:
 
-    agrees            all of it, and fastformer's attention ran
-    never calls us    it agrees, by an attention of its own or by none
-    refused           an error of fastformer's, which names what it does not do
-    not built         no tiny model of the type could be built and run with eager attention: why
-    fails, differs    what must not be
+    agrees            everything agrees, and fastformer's attention ran
+    never calls us    everything agrees, but the model runs an attention of its own, or has none
+    refused           fastformer raises an error that names what it does not support
+    not built         no small model could be built and run with eager attention
+    fails, differs    a fault
 
 Each type runs in a process that others share until one crashes or takes too long.
 """
@@ -613,17 +614,18 @@ def table(rows, version):
     lines = [
         "# Model types of transformers",
         "",
-        f"Made by `python tests/hugging_face.py --write`, with transformers {version}. Each type",
-        "is built tiny, with random weights, and fastformer's attention is compared with the eager",
-        "one: the outputs and the gradient of every parameter, to a relative error of",
-        f"{BOUND:.0e}, without padding and with padding on the right and on the left (what the",
-        "note lists), and the tokens of `generate()`, one for one.",
+        f"Written by `python tests/hugging_face.py --write`, with transformers {version}. Each",
+        "type is built small, with random weights, and fastformer's attention is compared to eager",
+        "attention: the outputs and the gradient of every parameter to a relative error of",
+        f"{BOUND:.0e}, without padding (none) and with padding on the right and on the left, and",
+        "every token of `generate()`. The note lists what was compared.",
         "",
-        "- **agrees**: in what the note lists, and fastformer's attention ran.",
-        "- **never calls us**: agrees, by an attention of its own, or has none: the name changes",
-        "  nothing.",
-        "- **refused**: an error that names what is not supported.",
-        "- **not built**: no tiny model was built and run with eager attention: nothing is known.",
+        "- **agrees**: all that the note lists agrees, and fastformer's attention ran.",
+        "- **never calls us**: the outputs agree, but the model runs an attention of its own, or",
+        "  has none: fastformer changes nothing.",
+        "- **refused**: fastformer raises an error that names what it does not support.",
+        "- **not built**: no small model could be built and run with eager attention, so nothing",
+        "  is known. The note holds the reason.",
         "",
         ", ".join(f"{n} {status}" for status, n in counts.items() if n) + ".",
         "",

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_architecture import LAYERS
 
 import fastformer as ff
 
@@ -26,3 +27,35 @@ def test_documented_arguments_are_parameters(name):
     documented = [word for line in lines for word in re.split(", *", line)]
     assert len(documented) == len(set(documented))
     assert set(documented) <= set(inspect.signature(item).parameters)
+
+
+# -------------------------------------------------------------------------------------------- paths
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PATH = re.compile(
+    r"(?<![\w./-])((?:\.ci|\.github|benchmarks|docs|examples|fastformer|kernels|tests)/[\w./<>-]+)"
+)
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_named_paths_exist(page):
+    """`kernels/<stem>.py` and `gpu-NAME.json` stand for several files."""
+    for path in PATH.findall(page.read_text()):
+        if not re.search("[<>]|NAME", path):
+            assert (ROOT / path.rstrip(".")).exists(), path
+
+
+@pytest.mark.parametrize("folder", ["fastformer", "kernels"])
+def test_the_tree_names_every_file(folder):
+    """And no other: architecture.md draws each package in a block of its own."""
+    drawn = re.search(rf"^{folder}/ .*\n((?:  .*\n)+)", ARCHITECTURE, re.M)[1]
+    named = re.findall(r"(?:^| )(\w+(?:\.py|/))(?= |$)", drawn, re.M)
+    files = [path.name for path in (ROOT / folder).rglob("*.py") if path.name[0] != "_"]
+    folders = [f"{path.parent.name}/" for path in (ROOT / folder).glob("*/__init__.py")]
+    assert sorted(named) == sorted(files + folders)
+
+
+def test_the_direction_of_imports_is_the_one_that_is_tested():
+    drawn = re.search(r"## The direction of imports.*?```\n(.*?)```", ARCHITECTURE, re.DOTALL)[1]
+    assert [sorted(layer) for layer in LAYERS] == [line.split() for line in drawn.splitlines()]

@@ -7,6 +7,8 @@ tile, which any run shows. No run can show
 - docstrings, annotations, messages, assertions (`raise AssertionError` too), hints to the compiler;
 - the width of an integer in a kernel beyond what it holds: `.to(tl.int32)`, `.to(tl.uint32)` and
   whether the latter is a bitcast. (It shows in the machine code: tests/compile_table.md.)
+- a conversion that Triton's promotion repeats: `.to(ACC)` of a factor whose other factor has it, or
+  of what is added to a sum that has that type; `tl.where(c, x, 0.0).to(x.dtype)`;
 - placeholders: strides of a tensor that is not there, `(0, 0, 0, 0)`, and PLACEHOLDERS;
 - one guard more in a kernel: a flag turned on; and what was done under a condition done always,
   where it is a load, a `tl.where`, or an index made wider (WIDE);
@@ -99,6 +101,7 @@ class _Walk:
         self.compiled = (
             False  # in a kernel: its flags are guards, and what it loads it need not use
         )
+        self.wide: set[str] = set()  # names of what the function holds in the accumulator's type
         self.kept = ""  # the mask of all stores of an elementwise kernel
         self.others: set[int] = set()  # what a masked load gives
         self.passed: set[int] = set()  # nodes of which a change shows in no run
@@ -170,9 +173,14 @@ class _Walk:
 
     def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.function.append(node.name)
-        outer = self.arguments, self.compiled, self.kept
+        outer = self.arguments, self.compiled, self.kept, self.wide
         self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
         self.kept = self.one_mask(node) if self.compiled else ""
+        self.wide = {
+            ast.unparse(part.targets[0])
+            for part in ast.walk(node)
+            if isinstance(part, ast.Assign) and "ACC" in ast.unparse(part.value)
+        }
         if isinstance(node, ast.FunctionDef):
             self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
             for default in (*node.args.defaults, *node.args.kw_defaults):
@@ -181,7 +189,7 @@ class _Walk:
         for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 self.walk(statement)
-        self.arguments, self.compiled, self.kept = outer
+        self.arguments, self.compiled, self.kept, self.wide = outer
         self.function.pop()
 
     def one_mask(self, function: ast.AST) -> str:
@@ -231,6 +239,8 @@ class _Walk:
 
     def BinOp(self, node: ast.BinOp, numbers: bool) -> None:
         kind = type(node.op)
+        if _wide(node.left) and _wide(node.right):
+            self.passed.update((id(node.left), id(node.right)))
         if kind in ARITHMETIC:
             self.operator("arithmetic", node, node.left, node.right, *ARITHMETIC[kind])
         guard = kind in (ast.BitAnd, ast.BitOr)
@@ -274,7 +284,7 @@ class _Walk:
         if isinstance(node.func, ast.Attribute) and id(node) not in self.passed:
             if name == "to" and "int64" in self.text(node):
                 self.instead("int64 dropped", node, node.func.value)
-            elif name in ("to", "contiguous", "abs") and not _narrow(node):
+            elif name in ("to", "contiguous", "abs") and not (_narrow(node) or _again(node)):
                 self.instead("a conversion dropped", node, node.func.value)
         if name == "unit_stride":
             self.instead("a conversion dropped", node, arguments[0])
@@ -331,6 +341,9 @@ class _Walk:
 
     def AugAssign(self, node: ast.AugAssign, numbers: bool) -> None:
         self.add("a statement removed", node, "pass")
+        value = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+        if _wide(value) and ast.unparse(node.target) in self.wide:
+            self.passed.add(id(value))
         symbol = ARITHMETIC[type(node.op)][0]
         text = self.text(node).replace(f" {symbol}= ", " = ", 1)
         self.add("a term dropped", node, text)
@@ -360,6 +373,20 @@ def _guards(statement: ast.stmt) -> bool:
 
 def _hint(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and _name(value.func) in HINTS
+
+
+def _wide(value: ast.expr) -> bool:
+    return ast.unparse(value).endswith(".to(ACC)")
+
+
+def _again(conversion: ast.Call) -> bool:
+    """Of tl.where(c, x, a number) to the type of x, which it has."""
+    chosen = conversion.func.value if isinstance(conversion.func, ast.Attribute) else None
+    if not (isinstance(chosen, ast.Call) and _name(chosen.func) == "where"):
+        return False
+    types = [f"{ast.unparse(chosen.args[1])}.dtype"]
+    number = isinstance(chosen.args[2], ast.Constant)
+    return number and [ast.unparse(argument) for argument in conversion.args] == types
 
 
 def _narrow(conversion: ast.Call) -> bool:

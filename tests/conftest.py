@@ -4,8 +4,10 @@ import contextlib
 import importlib.util
 import inspect
 import linecache
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -280,3 +282,34 @@ def in_bounds(monkeypatch):
     monkeypatch.setattr(executor, "_init_args_hst", arguments)
     monkeypatch.setattr(builder, "create_masked_load", load)
     monkeypatch.setattr(builder, "create_masked_store", store)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """work(call): how many kernels the call launches, in how many programs, and how many products
+    of tiles these take (interpreter only).
+    """
+    if torch.cuda.is_available():
+        pytest.skip("counted in the interpreter")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    counts = SimpleNamespace(launches=0, programs=0, products=0)
+
+    def launch(self, *arguments, former=executor.__call__, **options):
+        counts.launches += 1
+        counts.programs += math.prod(self.grid)
+        return former(self, *arguments, **options)
+
+    def product(self, *operands, former=builder.create_dot):
+        counts.products += 1
+        return former(self, *operands)
+
+    monkeypatch.setattr(executor, "__call__", launch)
+    monkeypatch.setattr(builder, "create_dot", product)
+
+    def work(call):
+        counts.launches = counts.programs = counts.products = 0
+        call()
+        return counts
+
+    return work

@@ -818,6 +818,7 @@ DRAWN_FROM = (
 _TILES = "the tiles alone: tests/compile_table.md holds those that are shipped"
 NOT_DRAWN = {
     "kernels/attention/configurations.py": {"configuration": _TILES},
+    "kernels/attention/launchers.py": {"_Plan.tiles": _TILES},
     "kernels/cross_entropy.py": {"configuration": _TILES},
     "kernels/embedding.py": {"configuration": _TILES},
     "kernels/feed_forward.py": {"configuration": _TILES},

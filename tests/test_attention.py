@@ -1585,34 +1585,6 @@ def test_a_bias_that_float32_does_not_hold_in_base_2(backend, device, dtype):
     assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()
 
 
-@pytest.fixture
-def work(device, monkeypatch):
-    """work(call): (kernels that it launches, products of tiles in them), on the interpreter."""
-    if device.type == "cuda":
-        pytest.skip("counted in the interpreter")
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    counts = {"launches": 0, "products": 0}
-
-    def counted(owner, name, what):
-        former = getattr(owner, name)
-
-        def call(*arguments, **options):
-            counts[what] += 1
-            return former(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(interpreter.GridExecutor, "__call__", "launches")
-    counted(interpreter.InterpreterBuilder, "create_dot", "products")
-
-    def work(call):
-        counts.update(launches=0, products=0)
-        call()
-        return counts["launches"], counts["products"]
-
-    return work
-
-
 WALKED = [  # window, causal_alignment, key_lengths
     (None, "top_left", None),
     ((None, 0), "top_left", None),
@@ -1652,8 +1624,10 @@ def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, 
     with use_backend("triton"):
         out = []
         run = functional.scaled_dot_product_attention
-        assert work(lambda: out.append(run(*x, **options))) == (1, 2 * of_rows)
-        assert work(lambda: out[0].sum().backward()) == (3, 3 * of_rows + 4 * of_columns)
+        found = work(lambda: out.append(run(*x, **options)))
+        assert (found.launches, found.products) == (1, 2 * of_rows)
+        found = work(out[0].sum().backward)
+        assert (found.launches, found.products) == (3, 3 * of_rows + 4 * of_columns)
 
 
 LAUNCHED = {  # by what has a gradient; the forward, and the kernels of the backward
@@ -1680,4 +1654,60 @@ def test_kernels_that_are_launched(device, work, case):
     leaves = {name: t.requires_grad_(name in wanted) for name, t in x.items()}
     with use_backend("triton"):
         found = work(lambda: functional.scaled_dot_product_attention(**leaves).sum().backward())
-    assert found[0] == expected
+    assert found.launches == expected
+
+
+@pytest.mark.parametrize("window", [None, (16, 0), (None, 15)], ids=str)
+def test_tiles_of_a_bias_gradient_that_are_walked(device, tiles, work, window):
+    """Those of the band, for each batch and head that shares the bias."""
+    tiles(16, 16)
+    x = qkv(b=2, h=2, sq=50, sk=70, d=8, device=device)
+    bias = torch.randn(50, 70, device=device, requires_grad=True)
+    left, right = (1000 if n is None else n for n in window or (None, None))
+    i, j = torch.arange(64)[:, None], torch.arange(80)
+    seen = ((j <= i + right) & (j >= i - left)).view(4, 16, 5, 16).any(3).any(1)
+    with use_backend("triton"):
+        out = functional.scaled_dot_product_attention(**x, bias=bias, window=window)
+        found = work(out.sum().backward)
+    assert (found.launches, found.products) == (2, 2 * 2 * 2 * int(seen.sum()))
+
+
+@pytest.mark.parametrize("by", ["bias", "mask"])
+def test_hidden_keys_of_whole_tiles_may_hold_anything(device, tiles, by):
+    """Beside a mask or a bias of every pair."""
+    tiles(16, 16)
+    x = qkv(b=1, h=1, sq=32, sk=64, d=8, device=device)
+    visible = torch.ones(64, dtype=torch.bool, device=device)
+    visible[[5, 20, 21, 40]] = False
+    pairs = torch.rand(1, 1, 32, 64, device=device) > 0.3
+    options = {"attn_mask": pairs, "bias": torch.where(visible, 0.5, -torch.inf)}
+    if by == "mask":
+        options = {"attn_mask": visible, "bias": torch.randn(1, 1, 32, 64, device=device)}
+    results = []
+    for fill in (0.0, float("nan")):
+        leaves = [t.masked_fill(~visible[:, None], fill) for t in (x["key"], x["value"])]
+        leaves = [t.requires_grad_() for t in (x["query"].clone(), *leaves)]
+        with use_backend("triton"):
+            out = functional.scaled_dot_product_attention(*leaves, **options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, poisoned in zip(*results):
+        assert torch.equal(clean, poisoned)
+
+
+def test_a_plan_serves_every_seed_and_every_offset(device):
+    """Wherever they lie, as long as they are aligned alike."""
+    plans = pytest.importorskip("fastformer.kernels.launch").plans
+    x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
+    offsets = torch.zeros(6, 4, dtype=torch.int32, device=device)
+    offsets[:, 1] = 20
+    seeds = torch.arange(12, device=device).view(6, 2)
+    plans.clear()
+    with use_backend("triton"):
+        for seed, starts in zip(seeds, offsets):
+            functional.packed_attention(
+                *(t[0].transpose(0, 1) for t in x.values()), starts[:2], starts[:2], 20, 20,
+                dropout_p=0.1, dropout_seed=seed[0], sinks=None,
+            )  # fmt: skip
+            functional.scaled_dot_product_attention(**x, key_lengths=starts[1:2])
+    assert len(plans) == 2
+    plans.clear()

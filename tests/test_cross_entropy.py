@@ -387,6 +387,24 @@ def test_the_logits_are_never_there(device, monkeypatch):
             ff.linear_cross_entropy(**x, target=target)
 
 
+def test_kernels_that_are_launched(device, monkeypatch, work):
+    """Of a chunk one for its loss, and one more for a gradient that somebody wants."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "CHUNK", 20)
+    x = linear(50, 8, 40, device=device)
+    target = targets(50, classes=40, device=device)
+    losses = []
+
+    def forward():
+        losses.append(ff.linear_cross_entropy(**x, target=target))
+
+    with use_backend("triton"):
+        assert work(forward).launches == 3
+        x["linear_bias"].requires_grad_()
+        assert work(forward).launches == 6
+        assert work(losses[1].backward).launches == 0
+
+
 def test_same_bits_every_time(backend, device):
     x = {n: t.requires_grad_() for n, t in linear(60, 24, 37, device=device).items()}
     target = targets(60, classes=37, device=device)

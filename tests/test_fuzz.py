@@ -403,7 +403,9 @@ def test_fuzz(case, backend, device, small_tiles, in_bounds, request):
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 def test_fakes(case, device, monkeypatch):
-    """What tracing takes an op's results for is what they are: shapes, strides and dtypes."""
+    """What tracing takes an op's results for is what they are: shapes, strides and dtypes, in
+    memory of their own; and the op leaves what it is given as it was.
+    """
     pytest.importorskip("triton")
     if case is not attention_weights:  # no op of its own
         backends._load(case.__name__)
@@ -411,7 +413,14 @@ def test_fakes(case, device, monkeypatch):
 
     def checked(op):
         def call(*given):
+            inputs = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+            before = [x.detach().clone() for x in inputs]
             made = op(*given)
+            for x, y in zip(inputs, before):
+                assert torch.equal(x.nan_to_num(), y.nan_to_num()), f"{op} writes into its inputs"
+            places = [x.untyped_storage().data_ptr() for x in tree_leaves(made) if x.numel()]
+            places += {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
+            assert len(set(places)) == len(places), f"{op} returns memory that has another name"
             with FakeTensorMode(shape_env=None) as mode:
                 fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, given))
             for x, y in zip(*(tree_leaves(results) for results in (made, fake)), strict=True):

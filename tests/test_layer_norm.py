@@ -472,3 +472,38 @@ def test_offsets_of_wide_rows_past_int32(device, monkeypatch, spread, far):
             out = functional.layer_norm(**leaves, normalized_shape=30)
         results.append([out, *torch.autograd.grad(out, wanted, gradient)])
     assert all(torch.equal(*pair) for pair in zip(*results))
+
+
+@pytest.mark.parametrize("n, kernels", [(16, 1), (17, 2)])
+@pytest.mark.parametrize("needed", ["input", "weight", "both"])
+def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed):
+    """A row that fits a block takes one in the backward; a wider one each of what is wanted. The
+    rows of a program are as many as leave few partial sums.
+    """
+    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    monkeypatch.setattr(norm, "PARTIAL_SUMS", 3)
+    x, weight = torch.randn(40, n, device=device), torch.randn(n, device=device)
+    x.requires_grad_(needed != "weight")
+    weight.requires_grad_(needed != "input")
+    with use_backend("triton"):
+        outputs = []
+        found = work(lambda: outputs.append(ff.layer_norm(x, n, weight)))
+        assert (found.launches, found.programs) == (1, 20)
+        found = work(outputs[0].sum().backward)
+    programs = 3 if kernels == 1 else {"input": 20, "weight": 3, "both": 23}[needed]
+    assert found.launches == (kernels if needed == "both" else 1)
+    assert found.programs == programs
+
+
+@pytest.mark.parametrize("n", [30, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, dtype, n):
+    """Rounded as the residual is, in one block and in several."""
+    if backend == "triton":
+        norm = pytest.importorskip("fastformer.kernels.layer_norm")
+        monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(4, 32, 4))
+    x, residual, weight, bias = (torch.randn(s, device=device) for s in [(40, n)] * 2 + [n] * 2)
+    x, residual = x.to(dtype), 8 * residual.to(dtype)
+    y, total = ff.dropout_add_layer_norm(x, residual, weight, bias)
+    assert torch.equal(y, ff.layer_norm(total, n, weight, bias))

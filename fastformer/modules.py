@@ -330,8 +330,10 @@ class MultiHeadedAttention(AliasedModule):
             _require_features(name, x, self.h * self.d_k)
         if autocast_dtype(query) is None:
             require_floating(**inputs)
-        require_linear_input("query", query, self.linears[0])
-        q, k, v = (x.transpose(1, 2) for x in self._projected(inputs))  # [B, h, T or S, d_k], views
+        linears = list(self.linears)
+        require_linear_input("query", query, linears[0])
+        projected = self._projected(inputs, linears)
+        q, k, v = [x.transpose(1, 2) for x in projected]  # [B, h, T or S, d_k], views
         if mask is not None:
             require_tensor("mask", mask)
             require_device("mask", mask, "query", query)
@@ -339,7 +341,7 @@ class MultiHeadedAttention(AliasedModule):
         p = dropout_probability(self.dropout)
         out = functional.scaled_dot_product_attention(q, k, v, mask, p, **options)
         self._keep_weights(q, k, mask, options)
-        return self.linears[3](out.transpose(1, 2).flatten(2))
+        return linears[3](out.transpose(1, 2).flatten(2))
 
     def _forward_packed(
         self, inputs: dict[str, Tensor], packing: Packing, options: dict[str, Any]
@@ -348,6 +350,7 @@ class MultiHeadedAttention(AliasedModule):
         for name in ("bias", "alibi_slopes", "softcap", "key_lengths"):
             if options.pop(name) is not None:
                 raise ValueError(f"{name} is given together with a Packing; expected None")
+        linears = list(self.linears)
         for name, x in inputs.items():
             require_tokens(name, x, packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
@@ -355,8 +358,8 @@ class MultiHeadedAttention(AliasedModule):
                 raise ValueError(
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
-            require_linear_input(name, x, self.linears[0])
-        q, k, v = self._projected(inputs)
+            require_linear_input(name, x, linears[0])
+        q, k, v = self._projected(inputs, linears)
         offsets, longest = packing.cu_seqlens, packing.longest
         p = dropout_probability(self.dropout)
         out = functional.packed_attention(
@@ -367,28 +370,27 @@ class MultiHeadedAttention(AliasedModule):
             positions = torch.arange(packing.length, device=q.device)
             real = positions.view(-1, 1) < packing.lengths.view(-1, 1, 1, 1)
             self._keep_weights(q, k, real, {**options, "key_lengths": packing.lengths})
-        return self.linears[3](out.flatten(1))
+        return linears[3](out.flatten(1))
 
-    def _projected(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h, d_k].
 
         The projections of one input are one GEMM, with their weights concatenated.
         """
         query, key, value = inputs.values()
-        layers: list[Any] = list(self.linears)[:3]
         joined = 3 if query is key is value else 2 if key is value else 0
-        together = layers[3 - joined :]
+        together = linears[3 - joined : 3]
         if not all(
             type(x) is nn.Linear and is_unmodified(x) and x.bias is not None for x in together
         ):
             joined = 0
-        alone = zip(layers[: 3 - joined], inputs.values())
-        out = [linear(x).unflatten(-1, (self.h, self.d_k)) for linear, x in alone]
+        alone = zip(linears[: 3 - joined], inputs.values())
+        out = [torch.unflatten(linear(x), -1, (self.h, self.d_k)) for linear, x in alone]
         if joined:
             weight = torch.cat([x.weight for x in together])
             bias = torch.cat([x.bias for x in together])
-            heads = F.linear(value, weight, bias).unflatten(-1, (joined, self.h, self.d_k))
-            out += heads.unbind(-3)
+            heads = F.linear(value, weight, bias)
+            out += torch.unflatten(heads, -1, (joined, self.h, self.d_k)).unbind(-3)
         return out
 
     def _keep_weights(

@@ -303,8 +303,9 @@ class EncoderLayer(nn.Module):
         return stream.value()
 
     def _through(self, stream: ResidualStream, mask: Tensor | Packing | None) -> None:
-        _add(stream, self.sublayer[0], lambda x: self.self_attn(x, x, x, mask))
-        _add(stream, self.sublayer[1], self.feed_forward)
+        connections = list(self.sublayer)
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask))
+        _add(stream, connections[1], self.feed_forward)
 
 
 class DecoderLayer(nn.Module):
@@ -356,9 +357,10 @@ class DecoderLayer(nn.Module):
         src_mask: Tensor | None,
         tgt_mask: Tensor | None,
     ) -> None:
-        _add(stream, self.sublayer[0], lambda x: self.self_attn(x, x, x, tgt_mask))
-        _add(stream, self.sublayer[1], lambda x: self.src_attn(x, memory, memory, src_mask))
-        _add(stream, self.sublayer[2], self.feed_forward)
+        connections = list(self.sublayer)
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask))
+        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask))
+        _add(stream, connections[2], self.feed_forward)
 
 
 def _add(

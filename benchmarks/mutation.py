@@ -71,20 +71,20 @@ SHARED = ("common", "launch")
 
 
 def kernel_files(kernel: str) -> list[Path]:
-    """The files of a kernel: one, or those of a folder."""
+    """Returns the files of a kernel: one, or those of a folder."""
     path = ROOT / "kernels" / kernel
     return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def kernel_of(file: str) -> str:
-    """The kernel that a file belongs to: its stem, or that of its folder in kernels/."""
+    """Returns the kernel of a file: its stem, or the name of its folder in kernels/."""
     path = Path(file)
     return path.parent.name if path.parent.name not in ("kernels", "fastformer") else path.stem
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One of tests/mutants.py."""
+    """A mutant of tests/mutants.py."""
 
     kernel: str
     name: str
@@ -96,7 +96,7 @@ class Mutant:
         return f"{self.kernel}: {self.name}"
 
     def file(self) -> str:
-        """The kernel's file with its function, or that of what all kernels share."""
+        """Returns the file that holds the function, of the kernel or shared by all kernels."""
         for kernel in (self.kernel, *SHARED):
             for path in kernel_files(kernel):
                 source = path.read_text()
@@ -105,7 +105,7 @@ class Mutant:
         raise AssertionError(f"{self}: there is no {self.function}")
 
     def planted(self) -> str:
-        """The text of its file with the change in it."""
+        """Returns the text of its file with the change."""
         source = (ROOT / self.file()).read_text()
         place = _lines(source, self.function)
         assert place is not None, f"{self}: there is no {self.function}"
@@ -117,7 +117,7 @@ class Mutant:
         return "".join(lines[:first]) + body + "".join(lines[last:])
 
     def digest(self) -> str:
-        """Of the function with the change in it, or of a change outside of them."""
+        """Returns a digest of the changed function, or of a change outside of functions."""
         source, body = self.planted(), self.new
         if self.function:
             first, last = _lines(source, self.function) or (0, 0)
@@ -125,7 +125,7 @@ class Mutant:
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def quick(self) -> list[str]:
-        """Tests that see most of what happens to the file; of some there are none."""
+        """Returns the tests that see most changes of the file; some files have none."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [
             f"tests/test_fuzz.py::{test}{op}]"
@@ -135,14 +135,14 @@ class Mutant:
         return [*own, *fuzz]
 
     def others(self) -> list[list[str]]:
-        """All that cover it, in several runs; first those that have killed most of the file's."""
+        """Returns all tests that cover it, in several runs, the most successful tests first."""
         files = [[f"tests/{name}"] for name in COVERED_BY[self.kernel]]
         return [tests for tests in (_frequent(self.kernel), *files) if tests]
 
 
 @dataclass(frozen=True)
 class Drawn(Mutant):
-    """One that an operator makes."""
+    """A mutant that an operator makes."""
 
     change: Change
 
@@ -156,7 +156,7 @@ class Drawn(Mutant):
         return self.change.apply((ROOT / self.file()).read_text())
 
     def quick(self) -> list[str]:
-        """First those that are made for what the operator does."""
+        """Returns first the tests that are written for the operator."""
         return [
             *(f"tests/{test}" for test in SEEN_BY.get(self.change.operator, ())),
             *super().quick(),
@@ -169,7 +169,7 @@ class Drawn(Mutant):
 
 @functools.cache
 def _lines(source: str, function: str) -> tuple[int, int] | None:
-    """Where a function, or method after a dot, stands; the whole file for an empty name."""
+    """Returns the lines of a function, or of a method after a dot; without a name the file."""
     scope: Any = ast.parse(source)
     if not function:
         return 0, len(source.splitlines())
@@ -183,7 +183,7 @@ def _lines(source: str, function: str) -> tuple[int, int] | None:
 
 @functools.cache
 def _frequent(kernel: str) -> list[str]:
-    """The tests that have killed most of the file's mutants so far."""
+    """Returns the tests that killed most of the file's mutants so far."""
     killed = [v.test.partition("[")[0] for v in load(RESULTS / "mutation") if v.kernel == kernel]
     tests = [test.split("::") for test, _ in Counter(killed).most_common() if "::" in test]
     there = ["::".join(t) for t in tests if f"def {t[1]}(" in (ROOT / t[0]).read_text()]
@@ -200,12 +200,12 @@ MUTANTS = [
 
 @functools.cache
 def sources() -> str:
-    """What the files are that mutants are drawn from."""
+    """Returns a digest of the files that mutants are drawn from."""
     return _digest(ROOT / file for file in DRAWN_FROM)
 
 
 def commit() -> str:
-    """That which the sources were last committed with."""
+    """Returns the last commit of these files."""
     words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM]
     return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
@@ -217,7 +217,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 @functools.cache
 def candidates() -> list[Change]:
-    """All that can be drawn, in the order of the files; what two operators make alike, once."""
+    """Returns all changes that can be drawn, in the order of the files, without duplicates."""
     found = [c for file in DRAWN_FROM for c in changes(file, (ROOT / file).read_text())]
     once = {(c.file, c.start, c.end, c.new): c for c in reversed(found)}
     return [c for c in reversed(once.values()) if c.function not in NOT_DRAWN.get(c.file, ())]
@@ -232,7 +232,7 @@ def drawn(n: int, seed: int) -> list[Drawn]:
 
 
 def _place(change: Change, source: str) -> str:
-    """Line and column, and which words become which, with one that stays on either side."""
+    """Describes a change: line and column, the old and the new words, and a word on either side."""
     column = change.start - source.rfind("\n", 0, change.start)
     old, new = (_words(text) for text in (change.old, change.new))
     while len(old) > 1 and old[:2] == new[:2]:
@@ -256,11 +256,11 @@ class Verdict:
     name: str
     function: str
     verdict: str  # killed, survived, time out; lives: the quick tests pass, others were not run
-    test: str  # that killed it
+    test: str  # the test that killed it
     seconds: float
     digest: str  # of the changed function
     operator: str = ""
-    first: str = ""  # of a mutant that is tried again: the verdict of the first time
+    first: str = ""  # the first verdict of a mutant that is tried again
 
     def good(self) -> bool:
         if (self.kernel, self.name) in (DRAWN_EQUIVALENT if self.operator else EQUIVALENT):
@@ -272,7 +272,7 @@ class Verdict:
 
 
 class Checkout:
-    """A copy of the checkout, to change, and a process that runs its tests."""
+    """A copy of the checkout that can be changed, and a process that runs its tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -286,7 +286,7 @@ class Checkout:
         self._worker: subprocess.Popen[str] | None = None
 
     def pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """(exit status, None past the limit of CPU seconds; output)."""
+        """Returns the exit status, or None past the limit of CPU seconds, and the output."""
         if self._worker is None:
             self._worker = subprocess.Popen(
                 [sys.executable, Path(__file__).with_name("mutation_worker.py")],
@@ -317,7 +317,7 @@ class Checkout:
 
 
 class Trials:
-    """Mutants against the tests, in as many checkouts as there are workers."""
+    """Runs the tests on mutants, in a checkout for each worker."""
 
     def __init__(self, workers: int, limit: float) -> None:
         self.limit, self.workers = limit, workers
@@ -334,7 +334,7 @@ class Trials:
             raise RuntimeError("the copy of the checkout does not import its own kernels")
 
     def __call__(self, mutant: Mutant, *stages: Sequence[str]) -> Verdict:
-        """Tried with the tests of each stage in turn, until one kills it."""
+        """Runs the tests of each stage in turn, until one kills the mutant."""
         checkout = self._free.get()
         planted, file = mutant.planted(), checkout.folder / mutant.file()
         original, started = file.read_text(), time.monotonic()
@@ -378,16 +378,16 @@ class Trials:
         return "killed", test
 
     def passes(self, *tests: str) -> bool:
-        """Whether the tests pass on kernels that nobody changed, within the limit."""
+        """Whether the tests pass on the unchanged kernels, within the limit."""
         with self._lock:
             if tests not in self._passes:
                 self._passes[tests] = self._clean.pytest(tests, self.limit)[0] == 0
             return self._passes[tests]
 
     def ends(self, tests: Sequence[str]) -> None:
-        """Raises an error where the tests take longer than the limit without any mutant."""
+        """Raises an error if the tests take longer than the limit without a mutant."""
         if not self.passes(*tests):
-            raise RuntimeError(f"{' '.join(tests)} ran out of time, and without any mutant too")
+            raise RuntimeError(f"{' '.join(tests)} exceeds the limit without any mutant as well")
 
     def close(self) -> None:
         for checkout in self._all:
@@ -412,7 +412,7 @@ def load(stem: Path) -> list[Verdict]:
 
 
 def still_holds(verdict: Verdict) -> bool:
-    """As it should be, and the same text today."""
+    """Whether the verdict is good, and the text of the mutant has not changed since."""
     for mutant in MUTANTS:
         if (mutant.kernel, mutant.name) == (verdict.kernel, verdict.name):
             return verdict.good() and verdict.digest == mutant.digest()
@@ -464,15 +464,15 @@ def _same(verdict: Verdict) -> bool:
 
 @dataclass
 class Draw:
-    """What was drawn, and what became of it."""
+    """A draw of mutants, and their verdicts."""
 
     size: int
     seed: int
     candidates: int
     sources: str  # a digest of the files
-    tests: str  # and of the tests at first
+    tests: str  # a digest of the tests at the start
     verdicts: list[Verdict]
-    commit: str = ""  # where the sources stand like this
+    commit: str = ""  # that holds these sources
 
     def save(self, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -489,7 +489,7 @@ class Draw:
         return cls(**{**fields, "verdicts": [Verdict(**v) for v in fields["verdicts"]]})
 
     def counts(self, verdicts: Iterable[Verdict]) -> Counter[str]:
-        """Of each fate: killed at first; else killed by a test since, equivalent, or open."""
+        """Counts verdicts: killed at first, killed since by a newer test, equivalent, open."""
         return Counter(
             "killed"
             if v.killed_at_first()
@@ -502,7 +502,7 @@ class Draw:
         )
 
     def line(self) -> str:
-        """The score, in a sentence."""
+        """States the score in a sentence."""
         found = self.counts(self.verdicts)
         tried = len(self.verdicts)
         return (
@@ -551,9 +551,10 @@ class Draw:
 
 
 def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
-    """All of a draw with the quick tests, then what lives with the others; what survived before,
-    and is not known to be equivalent, once more. What tests see that are newer than the verdict is
-    seen since, not at first.
+    """Tries all mutants of a draw with the quick tests, and those that live with the others.
+
+    A survivor of an earlier run that is not known to be equivalent is tried again. A mutant that
+    only tests newer than its verdict kill counts as killed since, and not as killed at first.
     """
     stem = arguments.out / "mutation_draw"
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
@@ -576,7 +577,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         key, before = (mutant.kernel, mutant.name), verdict_of(mutant)
         try:
             verdict = trials(mutant, *stages)
-        except RuntimeError as error:  # of this one no verdict; the next run tries it again
+        except RuntimeError as error:  # it gets no verdict, and the next run tries it again
             print(f"{mutant}: {error}", file=sys.stderr, flush=True)
             return
         if verdict.verdict == "survived" and not whole:
@@ -592,7 +593,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
             )
 
     def each(verdict: str, quick: bool, others: bool) -> None:
-        """Those of this verdict, or of none, with the quick tests, the others, or both."""
+        """Tries the mutants of this verdict, or without one, with the quick or the other tests."""
 
         def attempt_of(mutant: Mutant) -> None:
             first = [mutant.quick()] if quick and mutant.quick() else []
@@ -648,11 +649,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         chosen = [m for m in MUTANTS if re.search(arguments.only, str(m))]
     except re.error as error:
-        parser.error(f"--only {arguments.only!r} is no regex: {error}")
+        parser.error(f"--only {arguments.only!r} is not a regex: {error}")
     if arguments.draw is not None:
         return any(not v.good() for v in try_draw(arguments))
     if not chosen:
-        parser.error(f"no mutant is like {arguments.only!r}")
+        parser.error(f"no mutant matches {arguments.only!r}")
     names = {(m.kernel, m.name): m in chosen for m in MUTANTS}
     known = [v for v in load(stem) if (v.kernel, v.name) in names]
     verdicts = [

@@ -1,8 +1,8 @@
 """Runs pytest for `benchmarks.mutation`, once for each line {"tests": [...], "limit": seconds of
 CPU} on its standard input, and answers with a line {"status": ..., "output": ...}.
 
-It starts in a copy of the checkout and has imported what takes long before it forks a process for
-each run, fastformer apart: that one reads the copy as it is then.
+It starts in a copy of the checkout, imports the large packages, and forks a process for each run.
+That process imports fastformer, and so reads the copy as it is then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 OPTIONS = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
-WAITED = 10  # seconds for each of CPU, on a machine that does other things
+WAITED = 10  # seconds of the clock per second of CPU, on a busy machine
 
 
 def preload() -> None:
@@ -41,7 +41,7 @@ def child(tests: list[str], limit: float, output: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
-    with contextlib.suppress(OSError):  # if memory runs out, then for this process
+    with contextlib.suppress(OSError):  # if memory runs out, this process is killed
         Path("/proc/self/oom_score_adj").write_text("1000")
     status = 2
     try:
@@ -53,7 +53,7 @@ def child(tests: list[str], limit: float, output: int) -> None:
 
 
 def run(tests: list[str], limit: float) -> dict[str, Any]:
-    """The exit status, negative for a signal, None past the limit; and what was printed."""
+    """Returns the output and the exit status: negative for a signal, None past the limit."""
     with tempfile.TemporaryFile() as output:
         process = os.fork()
         if process == 0:
@@ -76,6 +76,6 @@ def run(tests: list[str], limit: float) -> dict[str, Any]:
 if __name__ == "__main__":
     preload()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what else is printed goes elsewhere
+    os.dup2(2, 1)  # keeps other output out of the answers
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), file=answers, flush=True)

@@ -59,3 +59,22 @@ def test_the_tree_names_every_file(folder):
 def test_the_direction_of_imports_is_the_one_that_is_tested():
     drawn = re.search(r"## The direction of imports.*?```\n(.*?)```", ARCHITECTURE, re.DOTALL)[1]
     assert [sorted(layer) for layer in LAYERS] == [line.split() for line in drawn.splitlines()]
+
+
+# ------------------------------------------------------------------------------------------- habits
+
+
+def test_the_site_lists_every_page():
+    listed = re.findall(r"^  - (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_script_runs_the_commands_of_a_change():
+    """Those of CONTRIBUTING.md; pytest is in the README's second command, which the script runs."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"## The four commands.*?```\n(.*?)```", text, re.DOTALL)[1]
+    assert len(block.splitlines()) == 4
+    script = (ROOT / ".ci" / "run").read_text() + (ROOT / "README.md").read_text()
+    for command in re.split(r" && |\n", block.strip()):
+        assert command in script, command
+    assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

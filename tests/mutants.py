@@ -789,6 +789,7 @@ COVERED_BY = {
         "test_attention.py",
     ),
     "launch": ("test_load.py", "test_layer_norm.py", "test_attention.py", "test_backends.py"),
+    "registration": ("test_load.py", "test_autograd.py"),
     "autograd": ("test_autograd.py",),
     "backends": ("test_backends.py", "test_autograd.py"),
     "padding": ("test_padding.py",),
@@ -808,6 +809,7 @@ DRAWN_FROM = (
     "kernels/feed_forward.py",
     "kernels/launch.py",
     "kernels/layer_norm.py",
+    "kernels/registration.py",
     "fastformer/autograd.py",
     "fastformer/backends.py",
     "fastformer/padding.py",
@@ -823,6 +825,9 @@ NOT_DRAWN = {
     "kernels/embedding.py": {"configuration": _TILES},
     "kernels/feed_forward.py": {"configuration": _TILES},
     "kernels/layer_norm.py": {"configuration": _TILES},
+    "kernels/registration.py": {
+        "_spare_cache": "a folder for compiled kernels, which the interpreter has none of",
+    },
     "kernels/launch.py": {
         "architecture": "reads a GPU",
         "dot_precision": "the interpreter has one: tests/compile_table.md shows the others",
@@ -911,6 +916,7 @@ FUZZED = {
     "cross_entropy": ("cross_entropy", "linear_cross_entropy"),
     "common": ("embed", "dropout_add_layer_norm", "feed_forward", "scaled_dot_product_attention"),
     "launch": ("scaled_dot_product_attention", "layer_norm"),
+    "registration": ("embed",),
     "autograd": (),
     "backends": (),
     "padding": (),

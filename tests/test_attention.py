@@ -1694,20 +1694,26 @@ def test_hidden_keys_of_whole_tiles_may_hold_anything(device, tiles, by):
         assert torch.equal(clean, poisoned)
 
 
-def test_a_plan_serves_every_seed_and_every_offset(device):
-    """Wherever they lie, as long as they are aligned alike."""
+def test_a_plan_serves_every_call_alike(device):
+    """Wherever the tensors lie, as long as they are aligned alike; and each plan is made once."""
     plans = pytest.importorskip("fastformer.kernels.launch").plans
-    x = qkv(b=1, h=1, sq=20, sk=20, d=8, device=device)
-    offsets = torch.zeros(6, 4, dtype=torch.int32, device=device)
-    offsets[:, 1] = 20
-    seeds = torch.arange(12, device=device).view(6, 2)
+    fixed = qkv(b=1, h=2, sq=20, sk=20, d=8, device=device)
+    fixed |= {"sinks": torch.randn(2, device=device), "bias": torch.randn(20, 20, device=device)}
+    fixed |= {"alibi_slopes": torch.rand(2, device=device)}
+    fixed["attn_mask"] = torch.rand(20, 20, device=device) > 0.3
+    fixed["key_lengths"] = torch.tensor([17], device=device)
+    offsets = torch.tensor([0, 20], dtype=torch.int32, device=device)
     plans.clear()
-    with use_backend("triton"):
-        for seed, starts in zip(seeds, offsets):
-            functional.packed_attention(
-                *(t[0].transpose(0, 1) for t in x.values()), starts[:2], starts[:2], 20, 20,
-                dropout_p=0.1, dropout_seed=seed[0], sinks=None,
-            )  # fmt: skip
-            functional.scaled_dot_product_attention(**x, key_lengths=starts[1:2])
-    assert len(plans) == 2
+    held, made = [], []
+    for seed in range(3):
+        x = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in fixed.items()}
+        packed = [x[name][0].transpose(0, 1) for name in ("query", "key", "value")]
+        starts, options = offsets.clone(), {"dropout_p": 0.1, "dropout_seed": seed}
+        with use_backend("triton"):
+            one = functional.scaled_dot_product_attention(**x, **options)
+            two = functional.packed_attention(*packed, starts, starts, 20, 20, **options)
+        (one.sum() + two.sum()).backward()
+        held.append((x, one, two, starts))  # so that each tensor has an address of its own
+        made = made or list(plans.values())
+    assert [id(plan) for plan in plans.values()] == [id(plan) for plan in made] and len(made) == 4
     plans.clear()

@@ -201,6 +201,17 @@ def test_without_a_tangent_the_kernels_run(device, monkeypatch):
     assert len(launched) == 1
 
 
+def test_without_a_gradient_no_graph_is_made(device, monkeypatch):
+    """Which costs a call on the host more than the rest of it."""
+    autograd = pytest.importorskip("fastformer.autograd")
+    monkeypatch.setattr(autograd._Kernel, "apply", lambda *_: pytest.fail("a graph is made"))
+    q = torch.randn(1, 1, 5, 8, device=device, requires_grad=True)
+    with use_backend("triton"):
+        ff.scaled_dot_product_attention(*[q.detach()] * 3)
+        with torch.no_grad():
+            ff.scaled_dot_product_attention(q, q, q)
+
+
 @pytest.mark.parametrize("name", [n for n in SMALL if n != "feed_forward relu"])
 def test_double_backward(device, name):
     """Under create_graph=True a kernel's gradient is that of the reference, which gradgradcheck

@@ -8,6 +8,7 @@ and no interpreted program reads outside of its tensors.
 """
 
 import contextlib
+import inspect
 import math
 import zlib
 
@@ -439,3 +440,29 @@ def test_fakes(case, device, monkeypatch):
             alone = n // 2 if n % 2 else None
             check(case, Draw([15, n], device), "triton", contextlib.nullcontext(), alone)
     assert compared or case is attention_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
+def test_accumulators(case, dtype, device, monkeypatch):
+    """A kernel computes in float32, of float64 in float64: on a GPU that takes 64 times as long."""
+    if device.type == "cuda":
+        pytest.skip("seen in the interpreter")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    seen = set()
+
+    def launch(self, *given, former=interpreter.GridExecutor.__call__, **named):
+        options = {name: x for name, x in named.items() if name in self.arg_names}
+        kinds = inspect.getcallargs(self.fn, *given, **options)
+        seen.add(kinds.get("ACC") or next(x.ACC for x in kinds.values() if hasattr(x, "ACC")))
+        return former(self, *given, **named)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    draw = Draw([3, len(DRAWN)], device)
+    draw.dtype = dtype
+    if case is attention_weights:  # it has no kernel of its own
+        return
+    with ff.use_backend("triton"):
+        check(case, draw, "triton", contextlib.nullcontext())
+    wide = interpreter.tl.float64 if dtype == torch.float64 else interpreter.tl.float32
+    assert {getattr(kind, "value", kind) for kind in seen} == {wide}

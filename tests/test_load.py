@@ -212,6 +212,35 @@ def plans():
     plans.clear()
 
 
+def test_rows_whose_elements_stand_together_are_not_copied():
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    x = torch.zeros(4, 6, 8)
+    for view in (x, x.transpose(0, 1), x[::2, :, 2:5], x[..., :1], x[:, 0, 3:4].t()[None]):
+        apart = view.stride(-1) != 1 and view.shape[-1] != 1
+        assert (launch.unit_stride(view) is view) != apart
+    for view in (x.transpose(1, 2), x[..., ::2]):
+        assert launch.unit_stride(view).is_contiguous()
+
+
+NOTHING = {  # calls without rows
+    "attention": lambda x: ff.scaled_dot_product_attention(*[x.view(2, 1, 0, 8)] * 3),
+    "layer_norm": lambda x: ff.layer_norm(x, 8),
+    "feed_forward": lambda x: ff.feed_forward(x, *[torch.ones(8, 8), None] * 2, "gelu"),
+    "geglu": lambda x: ff.geglu(x, torch.ones(16, 8), None, torch.ones(8, 8), None),
+    "embed": lambda x: functional.embed(torch.zeros(0).long(), x.new_ones(3, 8) + x.sum(), None),
+    "cross_entropy": lambda x: ff.cross_entropy(x, torch.zeros(0).long(), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_is_launched_for_nothing(case, work):
+    def call():
+        NOTHING[case](torch.zeros(0, 8, requires_grad=True)).sum().backward()
+
+    with use_backend("triton"):
+        assert work(call).launches == 0
+
+
 def test_many_calls(backend, device, plans, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
     launch = pytest.importorskip("fastformer.kernels.launch")

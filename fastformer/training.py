@@ -267,7 +267,7 @@ class SimpleLossCompute:
 
     Args:
         generator: [B, T, d_model] -> log-probabilities [B, T, V].
-        criterion: (log-probabilities [B*T, V], targets [B*T]) -> their sum, such as
+        criterion: (log-probabilities [B * T, V], targets [B * T]) -> their sum, such as
             `LabelSmoothing`.
 
     Called with x [B, T, d_model], y [B, T] and norm, the number of tokens (0 counts as 1), it

@@ -16,12 +16,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastformer import autograd, reference
 
@@ -34,24 +32,25 @@ _log = logging.getLogger("fastformer")
 
 
 class _State(threading.local):
-    def __init__(self) -> None:  # of the instance: torch.compile looks whether they are there
+    def __init__(self) -> None:  # on the instance, where the guards of torch.compile look
         self.backend: str | None = None
-        self.explaining = False
-        # Told why an op cannot run on the kernels, which then is no error under `triton` either.
-        self.obstacle: Callable[[str, str], None] | None = None
-        self.watch: Callable[[Choice], None] | None = None  # told of each op that runs
-        # As autograd's are, that run a GPU's backward and compute its checkpoints again.
-        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        self.explained: list[Choice] | None = None  # a list within `explain`, which runs nothing
+        self.on_choice: Callable[[Choice], None] | None = None
+        self.on_obstacle: Callable[[str, str], None] | None = None
+        # Autograd has such threads: they run the backward of a GPU, and recompute checkpoints.
+        self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _state = _State()
-_CHOICE = "fastformer: backend"  # the key of what torch takes along into autograd's own threads
+_CHOICE = "fastformer: backend"  # the key under which torch hands it to the threads of autograd
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
-# Public ops by name, and the kernel file of each; `operation` fills both.
+# Public ops by name, and the kernel file of each; `operation` fills these.
 OPERATIONS: dict[str, Callable[..., Any]] = {}
 _kernel_files: dict[str, str] = {}
 _kernels: dict[str, ModuleType] = {}
+_on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
+_autocasts = torch._C._is_any_autocast_enabled
 
 
 def _check(name: str, source: str) -> str:
@@ -61,7 +60,7 @@ def _check(name: str, source: str) -> str:
 
 
 class use_backend:
-    """Chooses the backend of this thread, at once; a `with` restores the former one.
+    """Chooses the backend of this thread, at once; a `with` restores the previous one.
 
         use_backend("reference")
         with use_backend("triton"):
@@ -73,11 +72,11 @@ class use_backend:
     def __init__(self, name: str) -> None:
         self._name = _check(name, "backend")
         own = _state.backend
-        self._former = own, _inherited() if _state.foreign else own
+        self._previous = own, _inherited() if _state.not_from_python else own
         _choose(name, name)
 
     def __enter__(self) -> None:
-        _choose(self._name, self._name)  # again: it may have been left before
+        _choose(self._name, self._name)  # again: a `with` may have ended before
 
     def __exit__(
         self,
@@ -85,7 +84,7 @@ class use_backend:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _choose(*self._former)
+        _choose(*self._previous)
 
 
 def _choose(name: str | None, inherited: str | None) -> None:
@@ -96,22 +95,20 @@ def _choose(name: str | None, inherited: str | None) -> None:
 
 def current_backend() -> str:
     """The backend chosen for this thread: auto, triton or reference."""
-    return (
-        _state.backend
-        or (_inherited() if _state.foreign else None)
-        or _check(_default, "the environment variable FASTFORMER_BACKEND")
-    )
+    if _state.backend is not None:
+        return _state.backend
+    inherited = _inherited() if _state.not_from_python else None
+    return inherited or _check(_default, "the environment variable FASTFORMER_BACKEND")
 
 
 def _inherited() -> str | None:
-    """In a thread of autograd's own: the choice of the thread that called backward()."""
+    """The choice of the thread that called backward(), in a thread of autograd."""
     if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
         return None
     return torch._C._get_obj_in_tls(_CHOICE)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What a call would run on, and why."""
 
     op: str
@@ -122,17 +119,14 @@ class Choice:
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
-class _Explained(Exception):
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-
-
 def operation(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a function of `functional` as an op; its kernels are in kernels/<kernel>.py."""
+    """Mark a function of `functional` as an op; its kernels are `fastformer.kernels.<kernel>`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        OPERATIONS[function.__name__] = function
-        _kernel_files[function.__name__] = kernel
+        op = function.__name__
+        OPERATIONS[op] = function
+        _kernel_files[op] = kernel
+        _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
         return function
 
     return register
@@ -145,14 +139,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
-    _state.explaining = True
+    explained: list[Choice] = []
+    _state.explained = explained
     try:
         OPERATIONS[op](*args, **kwargs)
-    except _Explained as explained:
-        return explained.choice
     finally:
-        _state.explaining = False
-    raise AssertionError(f"{op} returned without a dispatch")
+        _state.explained = None
+    return explained[0]
 
 
 def _import(op: str) -> bool:
@@ -160,7 +153,7 @@ def _import(op: str) -> bool:
     if op not in _kernels:
         module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
         autograd.pair(op)
-        _kernels[op] = module  # last: another thread may look now
+        _kernels[op] = module  # last: another thread may read it from now on
     return True
 
 
@@ -192,21 +185,21 @@ def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str |
 def choose(op: str, arguments: dict[str, Any]) -> Choice:
     """The backend for a checked call. Raises RuntimeError where an explicit `triton` cannot run."""
     backend = current_backend()
-    device = next(a for a in arguments.values() if isinstance(a, Tensor)).device
     if backend == "reference":
         return Choice(op, "reference", "it was chosen")
-    if backend == "auto" and device.type == "cpu":
-        return Choice(op, "reference", "the tensors are on the CPU")
-    reason = _obstacle(op, arguments, device)
+    first = next(iter(arguments.values()))
+    if backend == "auto" and first.is_cpu:
+        return _on_a_cpu[op]
+    reason = _obstacle(op, arguments, first.device)
     if reason is not None:
-        if backend == "triton" and _state.obstacle is None:
+        if _state.on_obstacle is not None:
+            _state.on_obstacle(op, reason)
+        elif backend == "triton":
             raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
-        if _state.obstacle is not None:
-            _state.obstacle(op, reason)
         return Choice(op, "reference", reason)
     if backend == "triton":
         return Choice(op, "triton", "it was chosen")
-    return Choice(op, "triton", "the tensors are on a GPU" + _caveat(device))
+    return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
 
 
 def _caveat(device: torch.device) -> str:
@@ -223,38 +216,57 @@ def _gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-class telling:
-    """Within it this thread says what it runs: `watch(choice)` for each op, and `obstacle(op,
-    reason)` where the kernels cannot run one, which then is no error under an explicit `triton`
-    but goes to the reference.
+class observe:
+    """A context in which this thread reports how its ops run.
+
+    on_choice: called with the `Choice` of each op that runs.
+    on_obstacle: called with (op, reason) where the kernels cannot run an op. The op then falls back
+        to the reference under an explicit `triton` as well, where it raises otherwise.
+
+    Of nested contexts the innermost that has a function calls it.
     """
 
     def __init__(
         self,
-        obstacle: Callable[[str, str], None] | None = None,
-        watch: Callable[[Choice], None] | None = None,
+        on_choice: Callable[[Choice], None] | None = None,
+        on_obstacle: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._own = obstacle, watch
+        self._functions = on_choice, on_obstacle
 
     def __enter__(self) -> None:
-        obstacle, watch = self._own
-        self._former = _state.obstacle, _state.watch
-        if obstacle is not None:
-            _state.obstacle = obstacle
-        if watch is not None:
-            _state.watch = watch
+        on_choice, on_obstacle = self._functions
+        self._previous = _state.on_choice, _state.on_obstacle
+        if on_choice is not None:
+            _state.on_choice = on_choice
+        if on_obstacle is not None:
+            _state.on_obstacle = on_obstacle
 
     def __exit__(self, *error: object) -> None:
-        _state.obstacle, _state.watch = self._former
+        _state.on_choice, _state.on_obstacle = self._previous
+
+
+def report(choice: Choice) -> None:
+    """Reports what runs, to the function of `observe`: `run` does for each op."""
+    if _state.on_choice is not None:
+        _state.on_choice(choice)
 
 
 def run(op: str, **arguments: Any) -> Any:
-    """Runs an op on the backend chosen for it. The names and their order are the op's own."""
+    """Run an op on the backend chosen for it, with torch.autocast off: `functional` applied it.
+
+    The arguments have the names and the order of the reference; the first one is a tensor.
+    """
+    if _autocasts():
+        kind = next(iter(arguments.values())).device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return run(op, **arguments)
     choice = choose(op, arguments)
-    if _state.explaining:
-        raise _Explained(choice)
-    if _state.watch is not None:
-        _state.watch(choice)
+    if _state.explained is not None:
+        _state.explained.append(choice)
+        return next(iter(arguments.values()))  # in place of the result, which `explain` drops
+    if _state.on_choice is not None:
+        _state.on_choice(choice)
     if choice.backend == "triton":
         return autograd.apply(op, arguments)
     if current_backend() == "auto" and not torch.compiler.is_compiling():

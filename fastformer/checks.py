@@ -19,6 +19,8 @@ from fastformer import reference
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_STRIDED, _autocasts = torch.strided, torch._C._is_any_autocast_enabled
 INTS, FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 
 
@@ -27,35 +29,34 @@ def shape_of(x: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
-def require_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
+def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
     """A tensor whose elements lie in memory, each by its strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not _STRIDED or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
 
 
 def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
     """All of one floating dtype and on one device, those of the first; the optional may be None."""
-    first: tuple[str, Tensor] | None = None
+    first: Tensor | None = None
     for name, x in tensors.items():
         if x is None and name in optional:
             continue
-        require_tensor(name, x)
+        if not isinstance(x, Tensor) or x.layout is not _STRIDED or x.is_nested:
+            require_tensor(name, x)
         assert x is not None
         if first is None:
-            if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            first, first_name, dtype, device = x, name, x.dtype, x.device
+            if dtype not in FLOATING:
                 raise TypeError(
-                    f"{name} has dtype {x.dtype}; expected float32, float16, bfloat16 or float64"
+                    f"{name} has dtype {dtype}; expected float32, float16, bfloat16 or float64"
                 )
-            first = (name, x)
-            continue
-        if x.dtype != first[1].dtype:
-            raise TypeError(
-                f"{name} has dtype {x.dtype}; expected that of {first[0]}, {first[1].dtype}"
-            )
-        require_device(name, x, *first)
+        elif x.dtype != dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; expected that of {first_name}, {dtype}")
+        elif x.device != device:
+            require_device(name, x, first_name, first)
 
 
 def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
@@ -73,7 +74,7 @@ def require_number(name: str, x: float, expected: str = "a number") -> float:
 
 def require_probability(name: str, p: float) -> float:
     p = require_number(name, p, "a number in [0, 1]")
-    if not 0 <= p <= 1:
+    if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; expected a number in [0, 1]")
     return p
 
@@ -88,6 +89,8 @@ def require_int(name: str, x: int) -> None:
 
 def require_flag(name: str, x: bool) -> bool:
     """What is not a bool is refused: "no" would count as True."""
+    if x is True or x is False:
+        return x
     if not isinstance(x, FLAGS):
         raise TypeError(f"{name} is {x!r}; expected True or False")
     return bool(x)
@@ -133,6 +136,8 @@ def seed_tensor(
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of the surrounding torch.autocast on the tensor's device, or None."""
+    if not _autocasts():
+        return None
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -141,6 +146,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Tensors in the dtype of the surrounding torch.autocast, if there is one; float64 stays."""
+    if not _autocasts():
+        return tensors
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
     dtype = None if first is None else autocast_dtype(first)
     if dtype is None:

@@ -100,7 +100,7 @@ class _Recorder:
             _hooks.register_module_forward_hook(self._leave, always_call=True),  # after errors too
         ]
         try:
-            with backends.telling(watch=self.record), _DirectAttention(self):
+            with backends.observe(on_choice=self.record), _DirectAttention(self):
                 yield
         finally:
             running.modules = previous

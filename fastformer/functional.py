@@ -65,14 +65,6 @@ __all__ = [
 ]
 
 
-def _run(op: str, first: Tensor, **arguments: Any) -> Any:
-    """`backends.run` with torch.autocast off: it was applied above, alike for both backends."""
-    if autocast_dtype(first) is None:
-        return backends.run(op, **arguments)
-    with torch.autocast(first.device.type, enabled=False):
-        return backends.run(op, **arguments)
-
-
 # -------------------------------------------------------------------------------------- attention
 
 
@@ -180,8 +172,10 @@ def scaled_dot_product_attention(
     query, key, value = autocast(query, key, value)
     require_floating(query=query, key=key, value=value)
     three = query.dim() == 3
-    query, key, value = _with_heads(three, query=query, key=key, value=value)
-    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        query, key, value = _with_heads(three, query=query, key=key, value=value)
+    if attn_mask is not None or bias is not None:
+        attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale = _require_attention(query, key, value, scale, enable_gqa)
     if key_lengths is not None:
@@ -201,9 +195,8 @@ def scaled_dot_product_attention(
         _sinks(sinks, query),
         seed_tensor(dropout_seed, p, query.device),
     )
-    result = _run(
+    result = backends.run(
         "scaled_dot_product_attention",
-        query,
         query=query,
         key=key,
         value=value,
@@ -296,7 +289,7 @@ def packed_attention(
         max_q=max_q,
         max_k=max_k,
     )
-    return _run("packed_attention", query, query=query, key=key, value=value, attention=attention)
+    return backends.run("packed_attention", query=query, key=key, value=value, attention=attention)
 
 
 def attention_weights(
@@ -381,27 +374,29 @@ def _require_attention(
 ) -> float:
     """Checks the shapes [B, H, S, D]; the scale, or its default."""
     batch, heads, _, dim = query.shape
-    if key.shape[0] != batch or value.shape[0] != batch:
+    key_batch, key_heads, k_length, key_dim = key.shape
+    value_batch, value_heads, value_length, value_dim = value.shape
+    if key_batch != batch or value_batch != batch:
         raise ValueError(
             f"key {shape_of(key)} and value {shape_of(value)}; "
             f"expected the batch of query {shape_of(query)}, {batch}"
         )
-    if key.shape[3] != dim:
+    if key_dim != dim:
         raise ValueError(
             f"key {shape_of(key)}; expected the head dim of query {shape_of(query)}, {dim}"
         )
-    if value.shape[1:3] != key.shape[1:3]:
+    if value_heads != key_heads or value_length != k_length:
         raise ValueError(
             f"value {shape_of(value)}; expected the heads and the length of key {shape_of(key)}"
         )
-    if not enable_gqa and key.shape[1] != heads:
+    if not enable_gqa and key_heads != heads:
         raise ValueError(
             f"key {shape_of(key)}; "
             f"expected the {heads} heads of query {shape_of(query)} (or enable_gqa=True)"
         )
-    if enable_gqa and (heads % key.shape[1] if key.shape[1] else heads):
+    if enable_gqa and (heads % key_heads if key_heads else heads):
         raise ValueError(f"key {shape_of(key)}; expected a number of heads that divides {heads}")
-    if max(dim, value.shape[3]) > MAX_HEAD_DIM:
+    if dim > MAX_HEAD_DIM or value_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"query {shape_of(query)}, value {shape_of(value)}; "
             f"expected head dims of at most {MAX_HEAD_DIM}"
@@ -415,53 +410,55 @@ def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, k_length: int, three: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Checked, a floating mask as the bias, and for a query without heads with one."""
-    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
-        if bias is not None:
-            raise ValueError(
-                f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
-                "expected one of the two, or a boolean mask"
-            )
-        _require_bias("attn_mask", attn_mask, query)
-        attn_mask, bias = None, attn_mask
-    elif bias is not None:
-        _require_bias("bias", bias, query)
+    bias_name = "bias"
     if attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
-        if attn_mask.dtype != torch.bool:
+        if attn_mask.is_floating_point():
+            if bias is not None:
+                raise ValueError(
+                    f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
+                    "expected one of the two, or a boolean mask"
+                )
+            attn_mask, bias, bias_name = None, attn_mask, "attn_mask"
+        elif attn_mask.dtype != torch.bool:
             raise TypeError(
                 f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
                 "takes part, or a floating dtype, to be added to the scores"
             )
-    if bias is not None and autocast_dtype(query) is not None and bias.dtype != torch.float32:
-        bias = bias.to(query.dtype)
-    mask = _broadcast("attn_mask", attn_mask, query, k_length, three)
-    return mask, _broadcast("bias", bias, query, k_length, three)
+        else:
+            attn_mask = _broadcast("attn_mask", attn_mask, query, k_length, three)
+    if bias is not None:
+        _require_bias(bias_name, bias, query)
+        if bias.dtype != torch.float32 and autocast_dtype(query) is not None:
+            bias = bias.to(query.dtype)
+        bias = _broadcast("bias", bias, query, k_length, three)
+    return attn_mask, bias
 
 
 def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
     require_tensor(name, bias)
-    allowed = (torch.float32, query.dtype)
-    if bias.dtype not in allowed and not (
-        autocast_dtype(query) is not None and bias.is_floating_point()
-    ):
+    if bias.dtype in (torch.float32, query.dtype):
+        return
+    if autocast_dtype(query) is None or not bias.is_floating_point():
         raise TypeError(
             f"{name} has dtype {bias.dtype}; expected the dtype of query, {query.dtype}, or float32"
         )
 
 
-def _broadcast(
-    name: str, x: Tensor | None, query: Tensor, k_length: int, three: bool
-) -> Tensor | None:
-    if x is None:
-        return None
-    require_device(name, x, "query", query)
-    full = [*query.shape[:3], k_length]
-    if three:
-        del full[1]
-    aligned = full[len(full) - x.dim() :] if x.dim() <= len(full) else None
-    if aligned is None or any(have not in (want, 1) for have, want in zip(x.shape, aligned)):
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected one that broadcasts to {full}")
-    return x.unsqueeze(1) if three and x.dim() == 3 else x
+def _broadcast(name: str, x: Tensor, query: Tensor, k_length: int, three: bool) -> Tensor:
+    if x.device != query.device:
+        require_device(name, x, "query", query)
+    batch, heads, q_length, _ = query.shape
+    full = (batch, q_length, k_length) if three else (batch, heads, q_length, k_length)
+    shape = x.shape
+    fits = len(shape) <= len(full)
+    for have, want in zip(shape, full[len(full) - len(shape) :]):
+        fits = fits and (have == want or have == 1)
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {shape_of(x)}; expected one that broadcasts to {list(full)}"
+        )
+    return x.unsqueeze(1) if three and len(shape) == 3 else x
 
 
 def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
@@ -629,9 +626,8 @@ def layer_norm(
     """
     require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, bias)
-    return _run(
+    return backends.run(
         "layer_norm",
-        input,
         input=input,
         normalized_shape=shape,
         weight=weight,
@@ -672,7 +668,7 @@ def rms_norm(
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps
     eps = require_eps(eps)
-    return _run("rms_norm", input, input=input, normalized_shape=shape, weight=weight, eps=eps)
+    return backends.run("rms_norm", input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
 @backends.operation(kernel="layer_norm")
@@ -726,9 +722,8 @@ def dropout_add_layer_norm(
             f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
         )
     p = require_probability("dropout_p", dropout_p)
-    return _run(
+    return backends.run(
         "dropout_add_layer_norm",
-        input,
         input=input,
         residual=residual,
         weight=weight,
@@ -823,9 +818,8 @@ def feed_forward(
     _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
     require_choice("activation", activation, ACTIVATIONS)
     p = require_probability("dropout_p", dropout_p)
-    return _run(
+    return backends.run(
         "feed_forward",
-        input,
         input=input,
         w_1=w_1,
         b_1=b_1,
@@ -920,9 +914,8 @@ def _gated(
     input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
     _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
     p = require_probability("dropout_p", dropout_p)
-    return _run(
+    return backends.run(
         op,
-        input,
         input=input,
         w=w,
         b=b,
@@ -1032,9 +1025,8 @@ def embed(
     if scale is not None:
         scale = require_number("scale", scale, "a number or None")
     p = require_probability("dropout_p", dropout_p)
-    return _run(
+    return backends.run(
         "embed",
-        weight,
         tokens=tokens,
         weight=weight,
         positional=positional,
@@ -1113,7 +1105,7 @@ def cross_entropy(
     options = _loss_options(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
-    loss = _run("cross_entropy", logits, logits=logits, target=target, **options)
+    loss = backends.run("cross_entropy", logits=logits, target=target, **options)
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
@@ -1171,9 +1163,8 @@ def linear_cross_entropy(
     options = _loss_options(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
     )
-    return _run(
+    return backends.run(
         "linear_cross_entropy",
-        input,
         input=input,
         linear_weight=linear_weight,
         target=target,

@@ -260,7 +260,7 @@ def _visible(
 def _left_by(bias: Tensor) -> Tensor | None:
     """The keys that a bias leaves; None where it is known to be all."""
     least = max(MASKED_OUT, torch.finfo(bias.dtype).min)
-    if readable(bias) and (bias.numel() == 0 or bias.min() >= least):
+    if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
         return None
     return ~(bias < least)  # NaN stays
 
@@ -289,7 +289,7 @@ def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) ->
 
 def _finite(x: Tensor) -> bool:
     """Whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
-    return readable(x) and math.isfinite(x.detach().sum())
+    return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
 def _near_zero(added: Tensor) -> bool:
@@ -352,59 +352,142 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
     return weights if sinks is None else weights[..., :-1]
 
 
+def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
+    """Whether torch's own op, the fastest one on a CPU, computes the same."""
+    if not query.is_cpu or query.dtype is torch.float64 or attention.dropout_p != 0.0:
+        return False
+    if attention.softcap is not None or attention.sinks is not None or _formula.always:
+        return False
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        return False
+    return query.numel() > 0 and value.numel() > 0
+
+
+def _is_plain(attention: Attention) -> bool:
+    """Whether nothing but a causal mask from the top left changes or hides a score."""
+    mask, _, is_causal, _, bias, lengths, window, alignment, slopes, *_ = attention
+    if mask is not None or bias is not None or lengths is not None or window is not None:
+        return False
+    return slopes is None and not (is_causal and alignment == "bottom_right")
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> Tensor | None:
+    """Torch's op alone. None where it would lose a NaN, or spread one: it drops NaN from the
+    maximum of a row shorter than a vector, though not under a mask.
+    """
+    rows, columns = query.shape[2], key.shape[2]
+    if columns >= 16 and not (is_causal and rows < 16):
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
+    if readable(query):
+        mask = _short_mask(rows, columns, is_causal, query.dtype)
+        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+        return None if is_causal and not _finite(out) else out
+    if is_causal:
+        return None
+    mask = query.new_zeros(()).expand(rows, columns)
+    return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+
+
+def _under_one(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
+    """Torch's op under a mask alone or a bias alone; None for any other description, and where that
+    op needs what the caller prepares.
+    """
+    mask, _, is_causal, scale, bias, lengths, window, _, slopes, *_ = attention
+    if is_causal or lengths is not None or window is not None or slopes is not None:
+        return None
+    if (mask is None) == (bias is None) or not readable(query):
+        return None
+    if mask is not None:
+        return _masked_attention(query, key, value, mask, scale)
+    assert bias is not None
+    return _biased_attention(query, key, value, bias, scale)
+
+
+_short_masks: dict[Any, Tensor] = {}
+
+
+def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) -> Tensor:
+    """What is added to scores [rows, columns] on a CPU: -inf where a key is hidden, else 0."""
+    key = rows, columns, is_causal, dtype
+    mask = _short_masks.get(key)
+    if mask is not None:
+        return mask
+    with torch.inference_mode(False):
+        mask = torch.zeros((), dtype=dtype, device="cpu").expand(rows, columns)
+        if is_causal:
+            mask = torch.full_like(mask, float("-inf"), device="cpu").triu_(1)
+    if rows * columns <= 1 << 14 and eager(mask):
+        if len(_short_masks) >= 256:
+            _short_masks.clear()
+        _short_masks[key] = mask
+    return mask
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
+) -> Tensor | None:
+    """Torch's op under a boolean mask. Its output for a query that sees no key is zero, unless
+    something in it is not finite, and nothing of a hidden key reaches a finite output.
+    """
+    if visible.dim() < 2:
+        visible = visible.view(1, -1)
+    out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, scale=scale)
+    if out.requires_grad and visible.shape[-2] == 1 and not (_finite(key) and _finite(value)):
+        return None  # their gradients would hold what is hidden
+    return out if _finite(out) else None
+
+
+def _biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+) -> Tensor | None:
+    """Torch's op with a bias that hides no key."""
+    if _left_by(bias.detach()) is not None:
+        return None
+    # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
+    if _differentiates(query, key, value, bias) and not _near_zero(bias):
+        return None
+    bias = torch.atleast_2d(bias)  # torch's op takes no fewer
+    return F.scaled_dot_product_attention(query, key, value, bias, 0.0, scale=scale)
+
+
+def _differentiates(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
 ) -> Any:
-    batch, heads, q_length, _ = query.shape
-    scale, dropout_p, sinks = attention.scale, attention.dropout_p, attention.sinks
-    is_causal, bias = attention.is_causal, attention.bias
-    key, value = _grouped(key, heads), _grouped(value, heads)
-    fast = query.device.type == "cpu" and dropout_p == 0 and query.dtype != torch.float64
-    fast = fast and not _formula.always and attention.softcap is None and not return_lse
-    fast = fast and sinks is None
-    fast = fast and query.numel() > 0 and value.numel() > 0
-    fast = fast and (torch.compiler.is_compiling() or forward_ad._current_level < 0)
-    extras = attention.attn_mask, bias, attention.key_lengths, attention.window
-    plain = all(x is None for x in (*extras, attention.alibi_slopes))
-    plain = plain and not (is_causal and attention.causal_alignment == "bottom_right")
-    if fast and plain:
-        # A row shorter than a vector: that op drops NaN from its maximum, but not under a mask.
-        short, mask = key.shape[2] < 16 or (is_causal and q_length < 16), None
-        if short and not is_causal:
-            mask = query.new_zeros(()).expand(q_length, key.shape[2])
-        elif short:
-            fast = _finite(query) and _finite(key) and math.isfinite(scale)  # no graph has the last
-        if fast:
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, 0.0, is_causal, scale=scale
-            )
-
-    i = torch.arange(q_length, device=query.device).view(-1, 1)
+    heads = query.shape[1]
+    if key.shape[1] != heads:
+        key, value = _grouped(key, heads), _grouped(value, heads)
+    fast, out = not return_lse and _torch_computes(query, value, attention), None
+    if fast and _is_plain(attention):
+        out = _plain(query, key, value, attention.is_causal, attention.scale)
+        fast = False  # without a result the formula computes it
+    elif fast:
+        out = _under_one(query, key, value, attention)
+    if out is not None:
+        return out
+    i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
     shift = _shift(query, key, attention)
     visible, keys = _visible(key, i, shift, attention)
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    mask, added = visible, _added(attention, i, shift, key)
+    added = _added(attention, i, shift, key)
+    mask = visible
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
-        mask = torch.atleast_2d(mask)  # torch's op takes no fewer
-        # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
-        needed = any(x is not None and x.requires_grad for x in (query, key, value, bias))
-        fast = not (needed and torch.is_grad_enabled()) or _near_zero(mask)
-
+        mask = torch.atleast_2d(mask)
+        fast = not _differentiates(query, key, value, attention.bias) or _near_zero(mask)
     if fast:
+        scale = attention.scale
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     else:
         scores = _scores(query, key, attention, added, visible)
-        weights = _softmax(scores, query.dtype, sinks)
-        if dropout_p > 0:
-            assert attention.dropout_seed is not None
-            drop = dropped(attention.dropout_seed, batch * heads, q_length, key.shape[2], dropout_p)
-            weights = torch.where(drop.view(weights.shape), 0.0, weights)
-        out = weights @ value
-        if dropout_p > 0:
-            out = out * _dropout_scale(dropout_p)
+        out = _weighted(scores, value, attention)
     empty = None if visible is None else ~visible.any(-1, keepdim=True)
     if empty is not None and (not readable(empty) or empty.any()):
         out = out.masked_fill(empty, 0.0)
@@ -413,9 +496,22 @@ def scaled_dot_product_attention(
     scores = scores if query.dtype == torch.float64 else scores.float()
     lse = _log_sum_exp(scores)
     if empty is not None:
+        sinks = attention.sinks
         nothing = float("-inf") if sinks is None else sinks.to(lse.dtype).view(-1, 1)
         lse = torch.where(empty.squeeze(-1), nothing, lse)
     return out, lse
+
+
+def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
+    """dropout(softmax(scores)) value, in the dtype of the value."""
+    weights = _softmax(scores, value.dtype, attention.sinks)
+    if attention.dropout_p == 0:
+        return weights @ value
+    assert attention.dropout_seed is not None
+    batch, heads, rows, columns = weights.shape
+    drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p)
+    weights = torch.where(drop.view(weights.shape), 0.0, weights)
+    return weights @ value * _dropout_scale(attention.dropout_p)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:

@@ -71,7 +71,7 @@ def _sdpa(
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # a head for all
-    with backends.telling(obstacle=_ignore):
+    with backends.observe(on_obstacle=_ignore):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
 
 

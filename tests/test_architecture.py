@@ -3,6 +3,7 @@ stem says.
 """
 
 import ast
+import collections
 import importlib
 from pathlib import Path
 
@@ -98,6 +99,37 @@ def test_kernels_know_torch_and_triton_only(path):
             continue
         unknown = {r for r in roots if r not in allowed and not _in_standard_library(r)}
         assert not unknown, f"{path.name} imports {unknown}"
+
+
+def private_names_of_others(path):
+    """What a file imports or reads of another module though its name begins with an underscore."""
+    tree, modules = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        ours = isinstance(node, ast.ImportFrom) and (
+            node.level > 0 or node.module.split(".")[0] == "fastformer"
+        )
+        if ours:
+            modules |= {a.asname or a.name for a in node.names}
+            yield from (a.name for a in node.names if private(a.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            of = node.value.id if isinstance(node.value, ast.Name) else None
+            if of in modules:
+                yield f"{of}.{node.attr}"
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in dir(tuple_with_names)
+
+
+tuple_with_names = collections.namedtuple("tuple_with_names", [])  # _fields, _replace
+
+
+@pytest.mark.parametrize("folder", ["fastformer", "kernels"])
+def test_no_private_name_crosses_modules(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = {str(f.relative_to(ROOT)): list(private_names_of_others(f)) for f in files}
+    assert {f: names for f, names in found.items() if names} == {}
 
 
 def _in_standard_library(name):

@@ -328,7 +328,7 @@ def test_a_leak_is_seen(device):
         def run(self, count):
             super().run(count, ops=["feed_forward"])
 
-    with use_backend("reference"), backends.telling(watch=keep):
+    with use_backend("reference"), backends.observe(on_choice=keep):
         size, _ = grown(lambda: Products(device), 200)
     assert LEAK / 2 < size < 4 * LEAK
 
@@ -401,7 +401,10 @@ def test_threads(device):
         backend, seed = job
         ran, results = set(), []
         calls = Calls(device, seed, most=12)
-        with use_backend(backend), backends.telling(watch=lambda choice: ran.add(choice.backend)):
+        with (
+            use_backend(backend),
+            backends.observe(on_choice=lambda choice: ran.add(choice.backend)),
+        ):
             for _ in range(6):
                 results += calls.run(1, ops.get(backend, backends.OPERATIONS))
         assert ran == {backend}

@@ -86,11 +86,11 @@ class _RunningModules(threading.local):
 running = _RunningModules()
 
 
-class ops_of(backends.telling):
+class ops_of(backends.observe):
     """A context in which the ops that run, and their fallbacks, count as those of `module`."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(lambda op, reason: _count_fallback(module, f"{op}: {reason}"))
+        super().__init__(on_obstacle=lambda op, reason: _count_fallback(module, f"{op}: {reason}"))
         self._module = module
 
     def __enter__(self) -> None:
@@ -118,8 +118,7 @@ def record_fallback(module: nn.Module, op: str, reason: str) -> None:
 
 def record_torch(op: str, reason: str) -> None:
     """Let `explain` record that torch ran `op` itself, and why."""
-    if backends._state.watch is not None:
-        backends._state.watch(backends.Choice(op, "torch", reason))
+    backends.report(backends.Choice(op, "torch", reason))
 
 
 # --------------------------------------------------------------------------------------- obstacles

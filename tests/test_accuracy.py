@@ -2,7 +2,6 @@
 committed one.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def accuracy():
-    """The module, which is no part of an installation."""
     pytest.importorskip("triton")
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import accuracy
+    from benchmarks import accuracy
 
-        yield accuracy
-    finally:
-        sys.path.remove(str(ROOT))
+    return accuracy
 
 
 @pytest.mark.parametrize("condition", ["benign", "ill"])

@@ -21,16 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    """The package, which is no part of an installation."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        import benchmarks.archives
-        import benchmarks.gpu
-        import benchmarks.report
+    import benchmarks.archives
+    import benchmarks.gpu
+    import benchmarks.report
 
-        yield benchmarks
-    finally:
-        sys.path.remove(str(ROOT))
+    return benchmarks
 
 
 def python(*words, **options):

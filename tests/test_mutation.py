@@ -1,7 +1,6 @@
 """The mutation tool: its table, its verdicts, and a sample of mutants."""
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,9 @@ SAMPLE = "^(embedding: scaled twice|cross_entropy: one g for all rows)$"
 
 @pytest.fixture(scope="module")
 def mutation():
-    """The module, which is no part of an installation."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks import mutation
+    from benchmarks import mutation
 
-        yield mutation
-    finally:
-        sys.path.remove(str(ROOT))
+    return mutation
 
 
 def test_every_mutant_can_be_planted(mutation):

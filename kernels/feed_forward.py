@@ -63,6 +63,7 @@ CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
 }
 GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the second-level cache
+ELEMENTWISE = (256, 256) if INTERPRETED else (32, 128)  # the tiles of the other kernels
 
 
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
@@ -250,7 +251,7 @@ def _elementwise(
     kernel, rows: int, width: int, x: Tensor, tensors: tuple[Tensor, ...], kind: str, p: float, seed
 ) -> None:
     """Launches a kernel over tiles of [rows, width]."""
-    BM, BN = (256, 256) if INTERPRETED else (32, 128)
+    BM, BN = ELEMENTWISE
     grid = (triton.cdiv(rows, BM), triton.cdiv(width, BN))
     if grid[0] and grid[1]:
         threshold, inv_keep = dropout_arguments(p)

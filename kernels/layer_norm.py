@@ -51,6 +51,9 @@ class Tiles(NamedTuple):
     warps: int
 
 
+WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, where a row is several blocks
+
+
 def configuration(n: int, arch: str) -> Tiles:
     """Whole rows where they fit, several of them where they are short; else blocks of 4096
     features.
@@ -399,10 +402,10 @@ def _run_backward(
                     *dropout, BM=tiles.BM, BLOCK=tiles.BLOCK, **flags, **constants,
                 )  # fmt: skip
             if need_weights:
-                _backward_wide_weights[(runs, triton.cdiv(n, 256))](
+                _backward_wide_weights[(runs, triton.cdiv(n, WIDE_WEIGHTS.BLOCK))](
                     rows, dy, partial[0], partial[1], mean, reciprocal, *strides[:2],
-                    rows.shape[0], n, per_program, BM=8, BLOCK=256, ACC=constants["ACC"],
-                    num_warps=4,
+                    rows.shape[0], n, per_program, BM=WIDE_WEIGHTS.BM, BLOCK=WIDE_WEIGHTS.BLOCK,
+                    ACC=constants["ACC"], num_warps=WIDE_WEIGHTS.warps,
                 )  # fmt: skip
     return dx, din, partial.sum(1)
 

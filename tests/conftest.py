@@ -219,9 +219,11 @@ def small_tiles():
             patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))
             patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
             patch.setattr(fed, "GROUP_ROWS", 2)  # three row blocks fill one and a half
+            patch.setattr(fed, "ELEMENTWISE", (16, 16))
             patch.setattr(norm, "ONE_BLOCK", 16)
             patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
             patch.setattr(norm, "PARTIAL_SUMS", 2)
+            patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
             patch.setattr(embedding, "configuration", lambda *_: (4, 16))
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
             patch.setattr(cross_entropy, "CHUNK", 4)

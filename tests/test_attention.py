@@ -1672,6 +1672,16 @@ def test_tiles_of_a_bias_gradient_that_are_walked(device, tiles, work, window):
     assert (found.launches, found.products) == (2, 2 * 2 * 2 * int(seen.sum()))
 
 
+@pytest.mark.parametrize("dtype, d, dv", [(torch.float32, 40, 70), (torch.bfloat16, 136, 150)])
+def test_a_bias_gradient_of_wide_heads(device, against_oracle, dtype, d, dv):
+    """Its products take part of a head's features at a time."""
+    x = qkv(b=1, h=2, sq=20, sk=30, d=d, dtype=dtype, device=device)
+    x["value"] = torch.randn(1, 2, 30, dv, device=device).to(dtype)
+    x["bias"] = torch.randn(20, 30, device=device)
+    with use_backend("triton"):
+        against_oracle(functional.scaled_dot_product_attention, x)
+
+
 @pytest.mark.parametrize("by", ["bias", "mask"])
 def test_hidden_keys_of_whole_tiles_may_hold_anything(device, tiles, by):
     """Beside a mask or a bias of every pair."""

@@ -551,8 +551,8 @@ MORE = {
         ),
         "wide columns of the weights": (
             "_run_backward",
-            "(runs, triton.cdiv(n, 256))",
-            "(runs, n // 256)",
+            "(runs, triton.cdiv(n, WIDE_WEIGHTS.BLOCK))",
+            "(runs, n // WIDE_WEIGHTS.BLOCK)",
         ),
         "weight of another block": (
             "_affine",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def folder(word: str) -> Path:
-    """Reads an argument of a command: a folder to write to, which is created if it is missing."""
+    """Read an argument of a command: a folder to write to, which is created if it is missing."""
     path = Path(word)
     try:
         path.mkdir(parents=True, exist_ok=True)

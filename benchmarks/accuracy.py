@@ -242,7 +242,7 @@ CASES = [
 
 
 def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
-    """Applies dropout with the masks of this package, of planes or of rows."""
+    """Apply dropout with the masks of this package, of planes or of rows."""
     from fastformer import reference
 
     at = torch.tensor([seed], device=x.device)
@@ -258,7 +258,7 @@ def attention(
     query, key, value, bias=None, key_lengths=None, is_causal=False, enable_gqa=False,
     dropout_p=0.0, dropout_seed=0,
 ):  # fmt: skip
-    """Computes attention as the Annotated Transformer does, with masks of -inf."""
+    """Compute attention as the Annotated Transformer does, with masks of -inf."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
@@ -388,7 +388,7 @@ def _ours(op: str) -> Callable[..., Tensor]:
 def results(
     function: Callable[..., Tensor], case: Case, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Returns the output and the gradient of each floating tensor, for a cotangent in `dtype`."""
+    """Return the output and the gradient of each floating tensor, for a cotangent in `dtype`."""
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
     output = function(**{**tensors, **leaves}, **case.options)
     generator = torch.Generator().manual_seed(1)
@@ -414,7 +414,7 @@ def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
-    """Returns the rows of one call: output and gradients of each provider that can run it."""
+    """Return the rows of one call: output and gradients of each provider that can run it."""
     from fastformer import reference, use_backend
 
     kind = DTYPES[dtype]
@@ -461,12 +461,12 @@ ROUNDED_LOGITS = 4 * 120 * 2**-24
 
 
 def _rounding(x: Tensor) -> float:
-    """Returns a relative error that counts as rounding; that of a single number is mostly luck."""
+    """Return a relative error that counts as rounding; that of a single number is mostly luck."""
     return torch.finfo(x.dtype).eps * (0.5 if x.numel() > 1 else 8)
 
 
 def _of_limit(row: Row, eager: float, largest: float) -> float:
-    """Returns the share of the error that the numerics policy allows; 1 is all of it.
+    """Return the share of the error that the numerics policy allows; 1 is all of it.
 
     float32: a relative error of 1e-5. float16, bfloat16: the largest error is twice that of eager
     PyTorch (three times in a gradient), and one rounding of the largest element. Ill-conditioned
@@ -513,7 +513,7 @@ def worse(row: Row, committed: Row) -> bool:
 
 
 def prepare() -> torch.device:
-    """Returns the device. Without a GPU it sets up the interpreter, in one thread."""
+    """Return the device. Without a GPU, set up the interpreter, in one thread."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -531,14 +531,14 @@ FIGURES = ("max error", "error", "ratio", "of limit")
 
 
 def stem(device: torch.device) -> str:
-    """Returns the name of the ledger's files for this device."""
+    """Return the name of the ledger's files for this device."""
     if device.type == "cpu":
         return "accuracy"
     return "accuracy-" + re.sub(r"\W+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
 
 
 def read(path: Path) -> dict[tuple[str, ...], Row]:
-    """Reads the rows of a ledger, by their KEY."""
+    """Read the rows of a ledger, by their KEY."""
     with path.open(newline="") as file:
         rows = [
             {name: float(x) if name in FIGURES else x for name, x in row.items()}
@@ -565,7 +565,7 @@ def _worst(rows: Sequence[Row], provider: str, figure: str) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Tabulates the worst result of each op, dtype and condition."""
+    """Tabulate the worst result of each op, dtype and condition."""
     header = ["op", "condition", "dtype"]
     header += [f"{p}: {f}" for p in OURS for f in ("error", "ratio", "of limit")]
     lines = []
@@ -617,7 +617,7 @@ def markdown(rows: Sequence[Row], where: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exits with status 1 if a result exceeds the policy."""
+    """Exit with status 1 if a result exceeds the policy."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy",
         description=__doc__,

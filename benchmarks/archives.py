@@ -28,7 +28,7 @@ class Refused(ValueError):
 
 
 def pack(folder: Path, file: Path, about: dict[str, Any]) -> int:
-    """Writes all files of the folder into one, in one step. Returns their number."""
+    """Write all files of the folder into one, in one step. Return their number."""
     whole = file.with_name(file.name + ".tmp")
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -40,7 +40,7 @@ def pack(folder: Path, file: Path, about: dict[str, Any]) -> int:
 
 
 def check(file: Path, about: dict[str, Any]) -> None:
-    """Raises Refused unless the file is a complete archive that was packed with `about`."""
+    """Raise Refused unless the file is a complete archive that was packed with `about`."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -58,7 +58,7 @@ def check(file: Path, about: dict[str, Any]) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Extracts the archive. The groups of a Triton cache receive the paths of this machine."""
+    """Extract the archive. The groups of a Triton cache receive the paths of this machine."""
     with zipfile.ZipFile(file) as archive:
         members = [name for name in archive.namelist() if name != ABOUT]
         archive.extractall(folder, members)
@@ -72,7 +72,7 @@ RUN = {"what": "run of benchmarks.gpu"}
 
 
 def kernels() -> dict[str, Any]:
-    """Describes the cache that this process can use, by its Triton and its GPU."""
+    """Describe the cache that this process can use, by its Triton and its GPU."""
     import torch
     import triton
     from triton.runtime.cache import triton_key
@@ -88,7 +88,7 @@ def kernels() -> dict[str, Any]:
 
 
 def kind(environment: dict[str, str]) -> dict[str, Any]:
-    """Describes the cache that processes with this environment can use. Raises Refused if there is
+    """Describe the cache that processes with this environment can use. Raises Refused if there is
     none.
     """
     script = "import json; from benchmarks import archives; print(json.dumps(archives.kernels()))"
@@ -101,7 +101,7 @@ def kind(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def writable(file: Path) -> None:
-    """Raises Refused if the file cannot be written."""
+    """Raise Refused if the file cannot be written."""
     if file.is_dir():
         raise Refused(f"{file} is a folder; expected a file")
     if not file.parent.is_dir():

@@ -25,7 +25,7 @@ ACCELERATED = [*BACKENDS, *(["accelerated and compiled"] if GPU else [])]
 
 
 def models():
-    """Returns the encoder before `accelerate`, and after."""
+    """Return the encoder before `accelerate`, and after."""
     layer = nn.TransformerEncoderLayer(D_MODEL, HEADS, D_FF, P, batch_first=True)
     before = nn.TransformerEncoder(layer, LAYERS)
     after = copy.deepcopy(before)
@@ -87,7 +87,7 @@ def test_encoder(measure, device, dtype, batch, length, task, padding, provider)
 
 
 def _backends_taken(model, x, hidden, backend):
-    """Returns the backends on which the layers ran, joined by "+"."""
+    """Return the backends on which the layers ran, joined by "+"."""
     with ff.use_backend(backend):
         rows = ff.explain(model, x, src_key_padding_mask=hidden).rows
     return "+".join(sorted({row[2] for row in rows}))

@@ -116,7 +116,7 @@ def test_attention(
 
 
 def _part(case, length):
-    """Returns the share of the pairs of query and key that causality and the window keep."""
+    """Return the share of the pairs of query and key that causality and the window keep."""
     if case.window:
         seen = min(case.window + 1, length)
         return (seen * length - seen * (seen - 1) / 2) / length**2
@@ -124,7 +124,7 @@ def _part(case, length):
 
 
 def _forward(provider, case, lengths, length):
-    """Returns the provider's function of the case: (q, k, v, and a bias) -> output."""
+    """Return the provider's function of the case: (q, k, v, and a bias) -> output."""
     p, causal = case.dropout_p, case.causal
     if provider == "packed":
         return _packed(p, lengths)
@@ -181,7 +181,7 @@ def _packed(p, lengths):
 
 
 def _unpadded(attend, lengths):
-    """Removes the padding and restores it, as an encoder does once for all its layers."""
+    """Remove the padding and restore it, as an encoder does once for all its layers."""
 
     def forward(q, k, v):
         q, packing = ff.unpad(q.transpose(1, 2), lengths)
@@ -227,7 +227,7 @@ def _tutorial(q, k, v, mask, p, bias=None):
 
 
 def _flex(case, lengths, length):
-    """Builds the mask of FlexAttention in every call, since every batch has other lengths."""
+    """Build the mask of FlexAttention in every call, since every batch has other lengths."""
     from torch.nn.attention import flex_attention as flex
 
     attend = torch.compile(flex.flex_attention, dynamic=False)

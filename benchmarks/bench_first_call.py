@@ -29,7 +29,7 @@ PROCESSES = 2  # for the reference, and for a warm cache
 
 @functools.cache
 def processes(backend):
-    """Returns the seconds of each step, by process; the first process has an empty cache."""
+    """Return the seconds of each step, by process; the first process has an empty cache."""
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(PROCESSES + (backend != "reference")):

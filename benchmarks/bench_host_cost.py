@@ -44,7 +44,7 @@ def test_dispatch(measure, device, dtype, op, provider):
 
 @pytest.fixture(scope="module")
 def worker():
-    """Yields a function (mode, provider, calls) -> seconds, which asks a worker process."""
+    """Yield a function (mode, provider, calls) -> seconds, which asks a worker process."""
     pytest.importorskip("triton")
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("host_cost_worker.py"))],

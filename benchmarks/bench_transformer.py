@@ -87,7 +87,7 @@ TUTORIAL = {**PLAIN, ff.MultiHeadedAttention: TutorialAttention, ff.LayerNorm: T
 
 
 def plain(model: nn.Module, parts: dict = PLAIN) -> nn.Module:
-    """Returns a copy of the model with plain torch modules in place of fastformer's."""
+    """Return a copy of the model with plain torch modules in place of fastformer's."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -97,7 +97,7 @@ def plain(model: nn.Module, parts: dict = PLAIN) -> nn.Module:
 
 
 def rivals(ours: nn.Module) -> dict[str, nn.Module]:
-    """Returns the models to compare, by provider."""
+    """Return the models to compare, by provider."""
     torchs = plain(ours)
     return {
         "torch": torchs,
@@ -137,13 +137,13 @@ class TorchLayer(nn.Module):
 
 
 def _backend_taken(backend, device):
-    """Returns the backend on which an op runs on the device."""
+    """Return the backend on which an op runs on the device."""
     with ff.use_backend(backend):
         return ff.explain("layer_norm", torch.zeros(1, 8, device=device), 8).backend
 
 
 def _measure_step(measure, provider, device, models, step, inputs, **figures):
-    """Checks that the provider's model agrees with the plain one, and measures step(model)."""
+    """Check that the provider's model agrees with the plain one, and measure step(model)."""
     with torch.no_grad(), backend_of(provider):
         expected, actual = (models[name].eval()(*inputs) for name in ("torch", provider))
     check_agreement(provider, actual, expected, 0.1 if provider == "tutorial" else None)

@@ -94,7 +94,7 @@ def test_step(measure, device, dtype, batch, name, length, provider, request):
 
 
 def _backend_taken(backend, device, dtype):
-    """Returns the backend on which the attention runs."""
+    """Return the backend on which the attention runs."""
     x = torch.zeros(1, 1, 16, D_MODEL // HEADS, device=device, dtype=dtype)
     with ff.use_backend(backend):
         return ff.explain("scaled_dot_product_attention", x, x, x).backend

@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Skips a peer that runs out of memory or refuses the call, with the reason."""
+    """Skip a peer that runs out of memory or refuses the call, with the reason."""
     try:
         return (yield)
     except torch.OutOfMemoryError as error:
@@ -100,7 +100,7 @@ def pytest_benchmark_update_json(output_json):
 
 @pytest.fixture(autouse=True)
 def poisoned_empty():
-    """Overrides the fixture of the tests: nothing fills memory, and no algorithm is forbidden."""
+    """Override the fixture of the tests: nothing fills memory, and no algorithm is forbidden."""
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def differentiated(mode):
 
 @pytest.fixture
 def measure(benchmark, device):
-    """Times a call and records the figures in `extra_info`.
+    """Time a call and record the figures in `extra_info`.
 
     Args:
         call: the work, a function without arguments. In its place `samples` may hold the seconds
@@ -230,7 +230,7 @@ _torch = (None, None)  # group and call of the last provider `torch`
 
 
 def _torch_of(group, provider, call):
-    """Returns torch's call of the same group, or None for torch itself and in a group without it.
+    """Return torch's call of the same group, or None for torch itself and in a group without it.
 
     The ratio of rounds that are run in turn is not affected when the speed of a machine changes
     from minute to minute.
@@ -248,14 +248,14 @@ _elsewhere = 0.0  # seconds
 
 
 def _clock():
-    """Returns the time in seconds, after the device has finished its work."""
+    """Return the time in seconds, after the device has finished its work."""
     if HAS_GPU:
         torch.cuda.synchronize()
     return time.perf_counter() + _elsewhere
 
 
 def _replayed(benchmark, samples):
-    """Records the samples as rounds, by moving the clock."""
+    """Record the samples as rounds, by moving the clock."""
     remaining = iter(samples)
 
     def pass_by():
@@ -273,7 +273,7 @@ def _seconds(call):
 
 
 def _samples(benchmark, call, against):
-    """Returns the seconds of each round, as (call,) or (call, against)."""
+    """Return the seconds of each round, as (call,) or (call, against)."""
     peer_times = []
     if against is not None:
         against()
@@ -288,7 +288,7 @@ def _samples(benchmark, call, against):
 
 
 def _device_samples(benchmark, info, call, against):
-    """Returns the same, measured on the device. `info` receives the time of the host: host_ms to
+    """Return the same, measured on the device. `info` receives the time of the host: host_ms to
     hand over a call, and wall_ms until the device has finished it.
     """
     _samples(benchmark, call, None)
@@ -308,7 +308,7 @@ def _host_seconds(call):
 
 
 def _device_seconds(calls):
-    """Returns the seconds of each call on the device, by round, and how each was measured.
+    """Return the seconds of each call on the device, by round, and how each was measured.
 
     The calls are run in turn, each after the L2 cache was overwritten. A call runs as the replay of
     a CUDA graph, which contains no time of the host, or unchanged if it cannot be captured. torch
@@ -342,7 +342,7 @@ def pytest_runtest_logfinish(nodeid, location):
 
 
 def _rounds(calls, rounds):
-    """Returns the seconds of each call between two events, for each round."""
+    """Return the seconds of each call between two events, for each round."""
     flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
     events = []
     for _ in range(rounds):
@@ -359,7 +359,7 @@ def _rounds(calls, rounds):
 
 
 def _obstacle(call):
-    """Returns why the call cannot be captured, or None. It is called once, on a stream of its own,
+    """Return why the call cannot be captured, or None. It is called once, on a stream of its own,
     and torch raises an error if it waits for the device.
     """
     side = torch.cuda.Stream()
@@ -380,7 +380,7 @@ def _obstacle(call):
 
 
 def _captured(call):
-    """Returns the replay of a CUDA graph of the call."""
+    """Return the replay of a CUDA graph of the call."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -392,7 +392,7 @@ def _first_line(error):
 
 
 def _peak_bytes(call, device):
-    """Returns the peak of torch's allocator during a call, above the memory held before it."""
+    """Return the peak of torch's allocator during a call, above the memory held before it."""
     if device.type == "cuda":
         call()  # workspaces that only the first call allocates are not counted
         torch.cuda.synchronize()
@@ -413,7 +413,7 @@ def _peak_bytes(call, device):
 
 @functools.cache
 def _roofline(device, dtype, threads):
-    """Measures the FLOP/s of a large matrix product and the bytes/s of a copy, read and written.
+    """Measure the FLOP/s of a large matrix product and the bytes/s of a copy, read and written.
 
     The result is the median of rounds on a GPU, and the best round on a CPU, which other processes
     use as well.
@@ -435,7 +435,7 @@ def _roofline(device, dtype, threads):
 
 @functools.cache
 def _facts(device, threads):
-    """Describes the machine and the versions; within a run only the threads differ."""
+    """Describe the machine and the versions; within a run only the threads differ."""
     facts = describe(device)
     facts["commit"] = _output("git", "-C", str(HERE), "describe", "--always", "--dirty")
     if device.type == "cuda":

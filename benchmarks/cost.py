@@ -79,7 +79,7 @@ class Entry:
 
     @property
     def bound(self) -> str:
-        """Names the busiest unit, and the share of its time in which the unit that does the useful
+        """Name the busiest unit, and the share of its time in which the unit that does the useful
         work is busy: the tensor cores, or the memory.
         """
         units = {f: getattr(self, f) for f in UNITS}
@@ -92,7 +92,7 @@ UNITS = ("issue", "tensor", "special", "fma", "alu", "traffic", "memory")
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
-    """Yields the entries of a case that tests/compile_worker.py has compiled."""
+    """Yield the entries of a case that tests/compile_worker.py has compiled."""
     case = compile_gate.CASES[name]
     chip = CHIPS[case["arch"]]
     for record in records:
@@ -150,7 +150,7 @@ def _entry(
 
 
 def ledger(answers: dict[str, dict[str, Any]]) -> list[Entry]:
-    """Returns the entries of all kernels, each under the first case that compiles it."""
+    """Return the entries of all kernels, each under the first case that compiles it."""
     seen, found = set(), []
     for name, answer in answers.items():
         if compile_gate.CASES[name]["arch"] not in CHIPS:

@@ -30,7 +30,7 @@ CASES = {
 
 
 def calls(device: Any, dtype: Any) -> dict[str, Callable[[], Any]]:
-    """Returns a call of each public op, whose result is summed and differentiated."""
+    """Return a call of each public op, whose result is summed and differentiated."""
     import torch
     import torch.nn.functional as F
 

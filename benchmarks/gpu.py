@@ -70,7 +70,7 @@ class Part:
     processes: int = 1
 
     def shards(self) -> list[Part]:
-        """Returns a part for each process, with its share of the tests, a journal and a log."""
+        """Return a part for each process, with its share of the tests, a journal and a log."""
         if self.processes == 1:
             return [self]
         return [
@@ -100,7 +100,7 @@ def figures(
 
 
 def having(*parameters: str) -> str:
-    """Returns a regex for the test ids that have all of these parameters, in any order."""
+    """Return a regex for the test ids that have all of these parameters, in any order."""
     return "".join(rf"(?=.*[\[-]({one})[-\]])" for one in parameters)
 
 
@@ -114,7 +114,7 @@ SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 
 def on_gpu() -> dict[str, list[Part]]:
-    """Returns the parts by group, the most important first. A group fits into ten minutes."""
+    """Return the parts by group, the most important first. A group fits into ten minutes."""
     kernel_tests = " ".join(f"tests/test_{name}.py" for name in KERNELS.split())
     widths, copy_task = "(add|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
@@ -166,7 +166,7 @@ def on_cpu() -> dict[str, list[Part]]:
 
 
 def chosen(groups: dict[str, list[Part]], only: str | None) -> list[Part]:
-    """Returns all parts, or those of these names and groups. Raises Refused for an unknown name."""
+    """Return all parts, or those of these names and groups. Raises Refused for an unknown name."""
     known = {part.name: [part] for parts in groups.values() for part in parts} | groups
     names = only.split(",") if only else list(groups)
     if unknown := [name for name in names if name not in known]:
@@ -214,7 +214,7 @@ class Run:
                     _forget_the_last(path)
 
     def go(self, parts: Sequence[Part], seconds: float, after: Callable[[], None]) -> None:
-        """Runs the unfinished parts in turn, until the time is up."""
+        """Run the unfinished parts in turn, until the time is up."""
         deadline = time.monotonic() + seconds
         for part in parts:
             left, started = deadline - time.monotonic(), time.monotonic()
@@ -241,7 +241,7 @@ class Run:
             after()
 
     def run(self, part: Part, seconds: float) -> str:
-        """Returns done, failed, or why the part was interrupted: the worst of its processes."""
+        """Return done, failed, or why the part was interrupted: the worst of its processes."""
         end, stop, found = time.monotonic() + seconds, threading.Event(), {}
 
         def start(shard: Part) -> None:
@@ -264,7 +264,7 @@ class Run:
         return max(found.values(), key=lambda status: (status not in ENDED, status != "done"))
 
     def follow(self, part: Part, end: float, stop: threading.Event) -> str:
-        """Returns done, failed, or why the process was interrupted."""
+        """Return done, failed, or why the process was interrupted."""
         written, log = (self.work / f"{part.name}.{kind}" for kind in ("jsonl", "log"))
         command = [word.replace("FOLDER", str(self.work.resolve())) for word in part.command]
         if part.journal:
@@ -309,7 +309,7 @@ class Run:
         return "done" if code in (0, 5) else f"failed ({code})"  # 5: no test was left
 
     def save(self) -> dict[str, Any]:
-        """Writes results.json, report.md and the archive of the results so far."""
+        """Write results.json, report.md and the archive of the results so far."""
         paths = sorted(self.work.glob("*.jsonl"))
         results = report.load(*paths)
         for shard in self.running:  # the test that runs has not failed
@@ -330,7 +330,7 @@ class Run:
 
 
 def _forget_the_last(path: Path) -> None:
-    """Lets the test that was running when the time was up run again."""
+    """Let the test that was running when the time was up run again."""
     begun = [event["begun"] for event in journal.read(path) if "begun" in event]
     ended = {event["test"] for event in journal.read(path) if "test" in event}
     if begun and begun[-1] not in ended:
@@ -343,7 +343,7 @@ def _size(path: Path) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the file in one step: a killed run leaves the previous file or the new one."""
+    """Replace the file in one step: a killed run leaves the previous file or the new one."""
     whole = path.with_name(path.name + ".tmp")
     whole.write_text(text)
     whole.replace(path)
@@ -388,14 +388,14 @@ class Kernels:
         return len(list(self.folder.glob("*/__grp__*.json")))
 
     def keep(self) -> None:
-        """Rewrites the archive if something was compiled."""
+        """Rewrite the archive if something was compiled."""
         if self.count() != self.packed or not self.file.exists():
             archives.pack(self.folder, self.file, self.kind)
             self.packed = self.count()
 
 
 def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
-    """Compiles the kernels of the parts, without a GPU. Returns 1 if a part does not finish."""
+    """Compile the kernels of the parts, without a GPU. Return 1 if a part does not finish."""
     archives.writable(file)
     if reason := stand_in.obstacle():
         raise Refused(f"kernels cannot be prepared here without a GPU: {reason}")
@@ -417,7 +417,7 @@ def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
 
 
 def _triton(version: str) -> Path:
-    """Returns the folder of that version, and installs it if necessary."""
+    """Return the folder of that version, and install it if necessary."""
     sys.path.append(str(ROOT / "tests"))
     import versions
 
@@ -428,13 +428,13 @@ def _triton(version: str) -> Path:
 
 
 def _once(part: Part) -> Part:
-    """Returns the part with each call made once and not timed."""
+    """Return the part with each call made once and not timed."""
     command = [word.replace("--benchmark-only", "--benchmark-disable") for word in part.command]
     return replace(part, command=command, seconds=1e6, silence=600.0, processes=1)
 
 
 def _status(data: dict[str, Any]) -> int:
-    """Returns 1 if a part or a test failed."""
+    """Return 1 if a part or a test failed."""
     failed = data["failed"] or any(part["status"] not in FINE for part in data["parts"])
     return 1 if failed else 0
 

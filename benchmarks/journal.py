@@ -25,7 +25,7 @@ DEVICE_LOST = 75  # the exit status of a process that cannot use its GPU any mor
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the events of a journal, whose last line may be incomplete."""
+    """Yield the events of a journal, whose last line may be incomplete."""
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             yield json.loads(line)
@@ -34,7 +34,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def unfinished(path: Path) -> str | None:
-    """Returns the test that started last, if it has no outcome yet."""
+    """Return the test that started last, if it has no outcome yet."""
     test = None
     for event in read(path):
         test = event.get("begun", test)
@@ -44,7 +44,7 @@ def unfinished(path: Path) -> str | None:
 
 
 def begun(events: Iterable[dict[str, Any]]) -> set[str]:
-    """Returns the tests that started, without those that were interrupted when the time was up."""
+    """Return the tests that started, without those that were interrupted when the time was up."""
     tests = set()
     for event in events:
         if "begun" in event:

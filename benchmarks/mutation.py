@@ -71,13 +71,13 @@ SHARED = ("common", "launch")
 
 
 def kernel_files(kernel: str) -> list[Path]:
-    """Returns the files of a kernel: one, or those of a folder."""
+    """Return the files of a kernel: one, or those of a folder."""
     path = ROOT / "kernels" / kernel
     return sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 def kernel_of(file: str) -> str:
-    """Returns the kernel of a file: its stem, or the name of its folder in kernels/."""
+    """Return the kernel of a file: its stem, or the name of its folder in kernels/."""
     path = Path(file)
     return path.parent.name if path.parent.name not in ("kernels", "fastformer") else path.stem
 
@@ -96,7 +96,7 @@ class Mutant:
         return f"{self.kernel}: {self.name}"
 
     def file(self) -> str:
-        """Returns the file that holds the function, of the kernel or shared by all kernels."""
+        """Return the file that holds the function, of the kernel or shared by all kernels."""
         for kernel in (self.kernel, *SHARED):
             for path in kernel_files(kernel):
                 source = path.read_text()
@@ -105,7 +105,7 @@ class Mutant:
         raise AssertionError(f"{self}: there is no {self.function}")
 
     def planted(self) -> str:
-        """Returns the text of its file with the change."""
+        """Return the text of its file with the change."""
         source = (ROOT / self.file()).read_text()
         place = _lines(source, self.function)
         assert place is not None, f"{self}: there is no {self.function}"
@@ -117,7 +117,7 @@ class Mutant:
         return "".join(lines[:first]) + body + "".join(lines[last:])
 
     def digest(self) -> str:
-        """Returns a digest of the changed function, or of a change outside of functions."""
+        """Return a digest of the changed function, or of a change outside of functions."""
         source, body = self.planted(), self.new
         if self.function:
             first, last = _lines(source, self.function) or (0, 0)
@@ -125,7 +125,7 @@ class Mutant:
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def quick(self) -> list[str]:
-        """Returns the tests that see most changes of the file; some files have none."""
+        """Return the tests that see most changes of the file; some files have none."""
         own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [
             f"tests/test_fuzz.py::{test}{op}]"
@@ -135,7 +135,7 @@ class Mutant:
         return [*own, *fuzz]
 
     def others(self) -> list[list[str]]:
-        """Returns all tests that cover it, in several runs, the most successful tests first."""
+        """Return all tests that cover it, in several runs, the most successful tests first."""
         files = [[f"tests/{name}"] for name in COVERED_BY[self.kernel]]
         return [tests for tests in (_frequent(self.kernel), *files) if tests]
 
@@ -156,7 +156,7 @@ class Drawn(Mutant):
         return self.change.apply((ROOT / self.file()).read_text())
 
     def quick(self) -> list[str]:
-        """Returns first the tests that are written for the operator."""
+        """Return first the tests that are written for the operator."""
         return [
             *(f"tests/{test}" for test in SEEN_BY.get(self.change.operator, ())),
             *super().quick(),
@@ -169,7 +169,7 @@ class Drawn(Mutant):
 
 @functools.cache
 def _lines(source: str, function: str) -> tuple[int, int] | None:
-    """Returns the lines of a function, or of a method after a dot; without a name the file."""
+    """Return the lines of a function, or of a method after a dot; without a name the file."""
     scope: Any = ast.parse(source)
     if not function:
         return 0, len(source.splitlines())
@@ -183,7 +183,7 @@ def _lines(source: str, function: str) -> tuple[int, int] | None:
 
 @functools.cache
 def _frequent(kernel: str) -> list[str]:
-    """Returns the tests that killed most of the file's mutants so far."""
+    """Return the tests that killed most of the file's mutants so far."""
     killed = [v.test.partition("[")[0] for v in load(RESULTS / "mutation") if v.kernel == kernel]
     tests = [test.split("::") for test, _ in Counter(killed).most_common() if "::" in test]
     there = ["::".join(t) for t in tests if f"def {t[1]}(" in (ROOT / t[0]).read_text()]
@@ -200,12 +200,12 @@ MUTANTS = [
 
 @functools.cache
 def sources() -> str:
-    """Returns a digest of the files that mutants are drawn from."""
+    """Return a digest of the files that mutants are drawn from."""
     return _digest(ROOT / file for file in DRAWN_FROM)
 
 
 def commit() -> str:
-    """Returns the last commit of these files."""
+    """Return the last commit of these files."""
     words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM]
     return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
@@ -217,7 +217,7 @@ def _digest(files: Iterable[Path]) -> str:
 
 @functools.cache
 def candidates() -> list[Change]:
-    """Returns all changes that can be drawn, in the order of the files, without duplicates."""
+    """Return all changes that can be drawn, in the order of the files, without duplicates."""
     found = [c for file in DRAWN_FROM for c in changes(file, (ROOT / file).read_text())]
     once = {(c.file, c.start, c.end, c.new): c for c in reversed(found)}
     return [c for c in reversed(once.values()) if c.function not in NOT_DRAWN.get(c.file, ())]
@@ -232,7 +232,7 @@ def drawn(n: int, seed: int) -> list[Drawn]:
 
 
 def _place(change: Change, source: str) -> str:
-    """Describes a change: line and column, the old and the new words, and a word on either side."""
+    """Describe a change: line and column, the old and the new words, and a word on either side."""
     column = change.start - source.rfind("\n", 0, change.start)
     old, new = (_words(text) for text in (change.old, change.new))
     while len(old) > 1 and old[:2] == new[:2]:
@@ -286,7 +286,7 @@ class Checkout:
         self._worker: subprocess.Popen[str] | None = None
 
     def pytest(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
-        """Returns the exit status, or None past the limit of CPU seconds, and the output."""
+        """Return the exit status, or None past the limit of CPU seconds, and the output."""
         if self._worker is None:
             self._worker = subprocess.Popen(
                 [sys.executable, Path(__file__).with_name("mutation_worker.py")],
@@ -334,7 +334,7 @@ class Trials:
             raise RuntimeError("the copy of the checkout does not import its own kernels")
 
     def __call__(self, mutant: Mutant, *stages: Sequence[str]) -> Verdict:
-        """Runs the tests of each stage in turn, until one kills the mutant."""
+        """Run the tests of each stage in turn, until one kills the mutant."""
         checkout = self._free.get()
         planted, file = mutant.planted(), checkout.folder / mutant.file()
         original, started = file.read_text(), time.monotonic()
@@ -385,7 +385,7 @@ class Trials:
             return self._passes[tests]
 
     def ends(self, tests: Sequence[str]) -> None:
-        """Raises an error if the tests take longer than the limit without a mutant."""
+        """Raise an error if the tests take longer than the limit without a mutant."""
         if not self.passes(*tests):
             raise RuntimeError(f"{' '.join(tests)} exceeds the limit without any mutant as well")
 
@@ -489,7 +489,7 @@ class Draw:
         return cls(**{**fields, "verdicts": [Verdict(**v) for v in fields["verdicts"]]})
 
     def counts(self, verdicts: Iterable[Verdict]) -> Counter[str]:
-        """Counts verdicts: killed at first, killed since by a newer test, equivalent, open."""
+        """Count verdicts: killed at first, killed since by a newer test, equivalent, open."""
         return Counter(
             "killed"
             if v.killed_at_first()
@@ -502,7 +502,7 @@ class Draw:
         )
 
     def line(self) -> str:
-        """States the score in a sentence."""
+        """State the score in a sentence."""
         found = self.counts(self.verdicts)
         tried = len(self.verdicts)
         return (
@@ -551,7 +551,7 @@ class Draw:
 
 
 def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
-    """Tries all mutants of a draw with the quick tests, and those that live with the others.
+    """Try all mutants of a draw with the quick tests, and those that live with the others.
 
     A survivor of an earlier run that is not known to be equivalent is tried again. A mutant that
     only tests newer than its verdict kill counts as killed since, and not as killed at first.
@@ -593,7 +593,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
             )
 
     def each(verdict: str, quick: bool, others: bool) -> None:
-        """Tries the mutants of this verdict, or without one, with the quick or the other tests."""
+        """Try the mutants of this verdict, or without one, with the quick or the other tests."""
 
         def attempt_of(mutant: Mutant) -> None:
             first = [mutant.quick()] if quick and mutant.quick() else []

@@ -53,7 +53,7 @@ def child(tests: list[str], limit: float, output: int) -> None:
 
 
 def run(tests: list[str], limit: float) -> dict[str, Any]:
-    """Returns the output and the exit status: negative for a signal, None past the limit."""
+    """Return the output and the exit status: negative for a signal, None past the limit."""
     with tempfile.TemporaryFile() as output:
         process = os.fork()
         if process == 0:

@@ -15,7 +15,7 @@ ABSENT = {}  # provider: the reason why `available` left it out
 
 
 def available(*names):
-    """Returns the providers that can run here. ABSENT keeps the reasons of the others, and the
+    """Return the providers that can run here. ABSENT keeps the reasons of the others, and the
     closing table prints them.
     """
     for name in names:
@@ -51,14 +51,14 @@ ON_GPU = dict.fromkeys(
 
 
 def compiled(function):
-    """Compiles a function, again for each shape. On a CPU no suite calls it, and it is returned
+    """Compile a function, again for each shape. On a CPU no suite calls it, and it is returned
     unchanged.
     """
     return torch.compile(function, dynamic=False) if GPU else function
 
 
 def implementation(provider, peers, ours):
-    """Returns the function of a peer, or `ours` on the backend of that name."""
+    """Return the function of a peer, or `ours` on the backend of that name."""
     if provider in peers:
         return peers[provider]
 
@@ -70,14 +70,14 @@ def implementation(provider, peers, ours):
 
 
 def backend_of(provider):
-    """Returns a context in which fastformer runs on the backend of that name, or for a peer on
+    """Return a context in which fastformer runs on the backend of that name, or for a peer on
     `auto`.
     """
     return ff.use_backend(provider if provider in BACKENDS else "auto")
 
 
 def check_agreement(provider, actual, expected, bound=None):
-    """Fails if the largest error, relative to the largest value, is not below the bound: by default
+    """Fail if the largest error, relative to the largest value, is not below the bound: by default
     50 roundings of the dtype.
     """
     error = (actual - expected).abs().max() / expected.abs().max()

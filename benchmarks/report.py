@@ -83,7 +83,7 @@ class Results:
         return groups
 
     def families(self) -> dict[str, list[Row]]:
-        """Groups the rows that differ only in length and provider."""
+        """Group the rows that differ only in length and provider."""
         families: dict[str, list[Row]] = {}
         for row in self.rows:
             if "length" in row:
@@ -92,7 +92,7 @@ class Results:
 
 
 def load(*paths: Path) -> Results:
-    """Reads results from JSON files of pytest-benchmark or benchmarks.gpu, or from its journals."""
+    """Read results from JSON files of pytest-benchmark or benchmarks.gpu, or from its journals."""
     results = Results()
     for path in paths:
         data = _journal(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
@@ -122,7 +122,7 @@ def _journal(path: Path) -> Row:
 
 
 def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (provider, cells of COLUMNS) of each row; a ratio of 2 is twice as fast."""
+    """Yield (provider, cells of COLUMNS) of each row; a ratio of 2 is twice as fast."""
     times = {row["provider"]: row["ms"] for row in rows}
     peers = [ms for name, ms in times.items() if name not in OURS]
     if len(peers) == len(times):  # no row is of this package
@@ -172,7 +172,7 @@ class Growth:
 
 
 def growth(results: Results) -> list[Growth]:
-    """Fits the families that have three lengths or more and whose rows state the expected work
+    """Fit the families that have three lengths or more and whose rows state the expected work
     (`work`).
     """
     found = []
@@ -189,7 +189,7 @@ def growth(results: Results) -> list[Growth]:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the slope of log y over log x, by least squares."""
+    """Return the slope of log y over log x, by least squares."""
     x, y = ([math.log(v) for v in values] for values in zip(*points))
     x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
     products = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y))
@@ -197,7 +197,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def machine(row: Row) -> str:
-    """Describes the machine and the versions of a row."""
+    """Describe the machine and the versions of a row."""
     words = [row.get("gpu") or row.get("platform") or "unknown machine"]
     words += ["**its times mean nothing**"] if row.get("gpu") == STAND_IN else []
     for name in ("driver", "torch", "triton", "commit"):
@@ -206,7 +206,7 @@ def machine(row: Row) -> str:
 
 
 def rooflines(rows: Iterable[Row]) -> list[str]:
-    """Describes P and BW of each machine and dtype."""
+    """Describe P and BW of each machine and dtype."""
     return list(
         dict.fromkeys(
             f"{row['dtype']}{_threads(row)}: P = {row['roof_tflops']:.3g} TFLOP/s, "
@@ -222,7 +222,7 @@ def _threads(row: Row) -> str:
 
 
 def markdown(results: Results, pictures: Sequence[Path] = ()) -> str:
-    """Writes all results as Markdown."""
+    """Write all results as Markdown."""
     lines = ["# Measured figures", ""]
     lines += [f"- {place}" for place in dict.fromkeys(map(machine, results.rows))]
     lines += [f"- roofline in {text}" for text in rooflines(results.rows)]
@@ -248,7 +248,7 @@ SHAPES += ("d_model", "layers", "vocab", "classes", "dropout_p")
 
 
 def _shape(rows: Sequence[Row]) -> str:
-    """Describes the sizes that all rows share."""
+    """Describe the sizes that all rows share."""
     first = {k: rows[0][k] for k in SHAPES if k in rows[0]}
     shared = {k: v for k, v in first.items() if all(row.get(k) == v for row in rows)}
     return ", ".join([str(rows[0]["dtype"]), *(f"{k} = {v}" for k, v in shared.items())])
@@ -258,7 +258,7 @@ def _shape(rows: Sequence[Row]) -> str:
 
 
 def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]]:
-    """Returns sorted pairs (length, value) for each provider. `value` is a field of the rows,
+    """Return sorted pairs (length, value) for each provider. `value` is a field of the rows,
     `roofline` (its height, in the unit of `rate`) or `x best` (the best peer's time divided by the
     provider's own).
     """
@@ -282,12 +282,12 @@ def curves(rows: Sequence[Row], value: str) -> dict[str, list[tuple[int, float]]
 
 
 def rate(rows: Sequence[Row]) -> str:
-    """Returns the field that the roofline bounds: FLOPs if they are counted, else bytes."""
+    """Return the field that the roofline bounds: FLOPs if they are counted, else bytes."""
     return "tflops" if any("tflops" in row for row in rows) else "gb_per_s"
 
 
 def draw(family: str, rows: Sequence[Row]) -> Any:
-    """Draws time, rate and roofline, peak memory, and the ratio to the best peer against the
+    """Draw time, rate and roofline, peak memory, and the ratio to the best peer against the
     length, as a matplotlib Figure.
     """
     from matplotlib.figure import Figure
@@ -340,7 +340,7 @@ def draw(family: str, rows: Sequence[Row]) -> Any:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """Writes report.md and, with matplotlib, a plot of each family of two lengths or more. Returns
+    """Write report.md and, with matplotlib, a plot of each family of two lengths or more. Return
     the paths.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -369,7 +369,7 @@ def readme_block(results: Results) -> str:
 
 
 def accuracy_table() -> list[str]:
-    """Tabulates the largest relative error of the kernels and of eager PyTorch for each op."""
+    """Tabulate the largest relative error of the kernels and of eager PyTorch for each op."""
     with (RESULTS / "accuracy.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["condition"] == "benign"]
     dtypes = ("float32", "float16", "bfloat16")
@@ -395,7 +395,7 @@ def accuracy_table() -> list[str]:
 
 
 def compile_table() -> list[str]:
-    """Tabulates what the compiler makes of the shipped configurations for each architecture."""
+    """Tabulate what the compiler makes of the shipped configurations for each architecture."""
     text = (ROOT / "tests" / "compile_table.md").read_text()
     kernels: dict[str, list[list[str]]] = {}
     for line in text[text.index("|---") :].splitlines()[1:]:
@@ -423,7 +423,7 @@ def compile_table() -> list[str]:
 
 
 def mutation_line() -> str:
-    """States how many of the planted bugs the tests see."""
+    """State how many of the planted bugs the tests see."""
     from benchmarks import mutation
 
     verdicts = mutation.load(RESULTS / "mutation")
@@ -442,7 +442,7 @@ def mutation_line() -> str:
 
 
 def speed_block(results: Results) -> str:
-    """Tabulates the speed of the kernels on a GPU, or says that it was not measured."""
+    """Tabulate the speed of the kernels on a GPU, or say that it was not measured."""
     shown = list(_headlines(results))
     if not shown:
         return UNMEASURED
@@ -461,7 +461,7 @@ def speed_block(results: Results) -> str:
 
 
 def _headlines(results: Results) -> Iterator[list[Row]]:
-    """Yields the largest size of each group of HEADLINES, forward and with the gradients."""
+    """Yield the largest size of each group of HEADLINES, forward and with the gradients."""
     for headline in HEADLINES:
         largest: dict[bool, list[Row]] = {}
         for group, rows in results.groups().items():
@@ -479,7 +479,7 @@ def measured(row: Row) -> bool:
 
 
 def headline_family(results: Results) -> tuple[str, list[Row]] | None:
-    """Returns the family that the README draws: the first one measured at several lengths."""
+    """Return the family that the README draws: the first one measured at several lengths."""
     shown = {rows[0]["group"] for rows in _headlines(results)}
     for family, rows in results.families().items():
         lengths = {row["length"] for row in rows}
@@ -493,7 +493,7 @@ def _size(rows: Sequence[Row]) -> float:
 
 
 def with_figures(text: str, block: str) -> str:
-    """Returns the README with the block between its marks. Raises ValueError if it has none."""
+    """Return the README with the block between its marks. Raises ValueError if it has none."""
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):

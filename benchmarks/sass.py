@@ -62,7 +62,7 @@ class Code(NamedTuple):
     labels: dict[str, int]
 
     def loops(self) -> list[tuple[int, int]]:
-        """Returns the first and last instruction of every innermost loop that does more than wait.
+        """Return the first and last instruction of every innermost loop that does more than wait.
 
         The code after the last EXIT waits for barriers or traps, and is ignored.
         """
@@ -99,7 +99,7 @@ def parse(text: str) -> Code:
 
 
 def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
-    """Counts what one pass over the instructions needs, for a block of that many warps.
+    """Count what one pass over the instructions needs, for a block of that many warps.
 
     issue        instructions a warp
     <unit>       those of them that a unit executes, see `UNITS`
@@ -132,7 +132,7 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
 
 
 def _bytes(name: str) -> int:
-    """Returns the bytes that a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, in which a warp
+    """Return the bytes that a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, in which a warp
     moves 4 matrices of 8 x 16 bytes.
     """
     words = name.split(".")
@@ -143,12 +143,12 @@ def _bytes(name: str) -> int:
 
 
 def products(ttir: str) -> list[int]:
-    """Returns the multiply-adds of one iteration, for each loop that multiplies matrices."""
+    """Return the multiply-adds of one iteration, for each loop that multiplies matrices."""
     return [sum(found) for found in _by_loop(ttir, _product) if found]
 
 
 def outstanding(ttgir: str) -> list[int | None]:
-    """Returns how many groups of copies may be in flight where a loop waits for one, for each loop
+    """Return how many groups of copies may be in flight where a loop waits for one, for each loop
     that multiplies matrices. 0 means that it waits for all, None that it copies nothing ahead.
     """
     return [
@@ -174,7 +174,7 @@ def _wait_or_product(line: str) -> tuple[str, int] | None:
 
 
 def _by_loop(text: str, read: Callable[[str], Any]) -> list[list[Any]]:
-    """Collects what `read` finds in each scf.for of MLIR text, without the loops inside it."""
+    """Collect what `read` finds in each scf.for of MLIR text, without the loops inside it."""
     found: list[list[Any]] = []
     inside: list[tuple[int, list[Any]]] = []  # indent and findings of the loops that are open
     for line in text.splitlines():

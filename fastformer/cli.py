@@ -69,7 +69,7 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command, by default with the arguments of the process. Returns its exit status."""
+    """Run the command, by default with the arguments of the process. Return its exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     return arguments.run(arguments, arguments.parser)
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(name: str) -> torch.device:
-    """Returns the device of that name, after a trial. `cuda` is the current device."""
+    """Return the device of that name, after a trial. `cuda` is the current device."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -101,7 +101,7 @@ def _device(name: str) -> torch.device:
 
 
 def _output_file(name: str) -> Path:
-    """Returns a path that can be written, so that an error comes before the work and not after."""
+    """Return a path that can be written, so that an error comes before the work and not after."""
     path = Path(name)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{name!r} is a folder; expected a file")
@@ -217,7 +217,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Returns the command line that repeats these runs, with every option written out."""
+    """Return the command line that repeats these runs, with every option written out."""
     words = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
         if value is not None and name not in ("run", "parser", "json", "plot"):
@@ -287,7 +287,7 @@ def _plot(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
 
 
 def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
-    """Draws the loss curves of a file that copy-task --json wrote."""
+    """Draw the loss curves of a file that copy-task --json wrote."""
     try:
         result = json.loads(path.read_text())
         where, runs = result["environment"], result["runs"]

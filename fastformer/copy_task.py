@@ -103,7 +103,7 @@ class Settings:
         return list(islice(cycle(symbols), self.length))
 
     def model(self) -> EncoderDecoder:
-        """Returns the untrained model on the device, initialised from torch's generator."""
+        """Return the untrained model on the device, initialised from torch's generator."""
         model = make_model(
             self.vocab, self.vocab, self.N, self.d_model, self.d_ff, self.h, self.dropout
         )
@@ -167,7 +167,7 @@ def interpreted(backend: str, device: torch.device) -> bool:
 def train(
     settings: Settings, backend: str, limit: float = INTERPRETED_SECONDS, verbose: bool = True
 ) -> Run:
-    """Trains one model from `settings.seed` and decodes the sentence before and after.
+    """Train one model from `settings.seed` and decode the sentence before and after.
 
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
@@ -245,7 +245,7 @@ def _trained(
 
 
 def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
-    """Trains a model, lets it copy the sentence, and returns the weights [h, T, S] of each
+    """Train a model, let it copy the sentence, and return the weights [h, T, S] of each
     attention by its name.
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
@@ -285,7 +285,7 @@ def _ignore_line(line: str) -> None:
 
 
 def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
-    """Yields the first `least` items, and then as many as fit into `seconds` at the slowest pace so
+    """Yield the first `least` items, and then as many as fit into `seconds` at the slowest pace so
     far.
     """
     started = last = time.perf_counter()
@@ -299,7 +299,7 @@ def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
 
 
 def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float | None:
-    """Returns the largest difference of the losses of two runs over their first `steps` common
+    """Return the largest difference of the losses of two runs over their first `steps` common
     steps, or None for another number of runs.
     """
     if len(runs) != 2:
@@ -310,7 +310,7 @@ def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float |
 
 
 def _final_difference(runs: Sequence[Run]) -> float | None:
-    """Returns the difference of the mean losses of the last steps; None unless both of two runs
+    """Return the difference of the mean losses of the last steps; None unless both of two runs
     have the default number of steps or more.
     """
     if len(runs) != 2 or any(r.decoded is None or len(r.losses) < DEFAULT_STEPS for r in runs):
@@ -320,7 +320,7 @@ def _final_difference(runs: Sequence[Run]) -> float | None:
 
 
 def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
-    """Returns the faults of the runs, a sentence each.
+    """Return the faults of the runs, a sentence each.
 
     A fault is a run of the default number of steps or more that does not copy; losses of the two
     backends that differ by more than 1e-4 in the first 20 steps; and final losses that differ by
@@ -346,7 +346,7 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
 
 
 def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
-    """Trains on each backend in turn, and prints the progress and the comparison."""
+    """Train on each backend in turn, and print the progress and the comparison."""
     s = settings
     parameters = sum(p.numel() for p in s.model().parameters())
     print(
@@ -374,7 +374,7 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
 
 
 def summary(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:
-    """Returns what --json writes. max_loss_difference is over the first 20 steps, and None for a
+    """Return what --json writes. max_loss_difference is over the first 20 steps, and None for a
     single run. A loss that is not finite is None.
     """
     listed = [asdict(run) for run in runs]

@@ -15,13 +15,13 @@ __all__ = ["describe", "devices"]
 
 
 def devices() -> list[torch.device]:
-    """Returns the CPU and every CUDA or HIP device."""
+    """Return the CPU and every CUDA or HIP device."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """Describes the environment of a measurement on `device`. A value is None if it does not apply.
+    """Describe the environment of a measurement on `device`. A value that does not apply is None.
 
     This does not import triton.
     """
@@ -49,7 +49,7 @@ def _triton_version() -> str | None:
 
 
 def _driver() -> str | None:
-    """Returns the version of the NVIDIA driver, or None without nvidia-smi."""
+    """Return the version of the NVIDIA driver, or None without nvidia-smi."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -40,7 +40,7 @@ def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
 
 
 def require_format(path: str | Path) -> None:
-    """Raises ValueError if matplotlib cannot write the format, ImportError without matplotlib."""
+    """Raise ValueError if matplotlib cannot write the format, ImportError without matplotlib."""
     formats = _figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in formats:
@@ -51,7 +51,7 @@ def require_format(path: str | Path) -> None:
 
 
 def lines(series: Series, title: str, x: str, y: str) -> Figure:
-    """Draws a curve (abscissae, ordinates) for each name."""
+    """Draw a curve (abscissae, ordinates) for each name."""
     figure = _figure()
     axes = figure.subplots()
     for name, (abscissae, ordinates) in series.items():
@@ -68,7 +68,7 @@ def _array(values: Tensor) -> Any:
 
 
 def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
-    """Draws values [rows, columns], the first row on top."""
+    """Draw values [rows, columns], the first row on top."""
     figure = _figure(6.0, 5.0)
     from matplotlib.ticker import MaxNLocator
 
@@ -82,7 +82,7 @@ def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
 
 
 def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
-    """Draws weights [h, T, S], queries down and keys across: a row of panels for each name, and a
+    """Draw weights [h, T, S], queries down and keys across: a row of panels for each name, and a
     panel for each head. `symbols` label the positions.
     """
     heads = max(len(weights) for weights in maps.values())
@@ -101,7 +101,7 @@ def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Fig
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
-    """Draws the loss per token against the step, a curve for each name.
+    """Draw the loss per token against the step, a curve for each name.
 
     A later curve is drawn on top and thinner, so that both are visible where they coincide.
     """
@@ -130,7 +130,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
 
 
 def _positions(d_model: int, length: int = 100) -> Tensor:
-    """Returns what PositionalEncoding adds, [length, d_model]."""
+    """Return what PositionalEncoding adds, [length, d_model]."""
     encode = PositionalEncoding(d_model, dropout=0.0, max_len=length)
     return encode(torch.zeros(1, length, d_model))[0].detach()
 
@@ -142,7 +142,7 @@ def _dimensions() -> Series:
 
 
 def _smoothed_targets() -> Tensor:
-    """Returns the smoothed targets, [targets, classes]; class 0 and target 0 are padding."""
+    """Return the smoothed targets, [targets, classes]; class 0 and target 0 are padding."""
     criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=0.5)
     criterion(torch.full((5, 5), 0.2).log(), torch.tensor([2, 1, 0, 3, 3]))
     assert criterion.true_dist is not None

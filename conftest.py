@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also what takes long")
+    parser.addoption("--slow", action="store_true", help="also run what takes long")
 
 
 def pytest_ignore_collect(collection_path, config):

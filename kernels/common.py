@@ -1,6 +1,8 @@
-"""What the kernels share on the device: constants, and the words that dropout is drawn from."""
+"""What the kernels share on the device: constants, and dropout."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,9 +13,25 @@ LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(7)
 
 
+class Dropout(NamedTuple):
+    """What kernels take for dropout beside the seed: see `dropout_arguments`."""
+
+    threshold: Any
+    inv_keep: Any
+
+
+class Draw(NamedTuple):
+    """What a kernel draws from once it has read the seed."""
+
+    seed: Any
+    threshold: Any
+    inv_keep: Any
+
+
 @triton.jit
 def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """Which elements of the [BM, BN] tile at row i0, column j0 (multiples of 16) dropout keeps.
+    """Returns which elements dropout keeps of the [BM, BN] tile at row i0 and column j0, which are
+    multiples of 16.
 
     Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns
     j, j + 8, by word 2 * (i // 8 % 2) + (j // 8 % 2): the four elements that one thread holds in a
@@ -30,8 +48,8 @@ def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of rows [BM] and columns o .. o + BLOCK - 1 dropout keeps: word j % 4 of
-    counter (j // 4, row low, row high, 1).
+    """Returns which elements dropout keeps of rows [BM] and columns o .. o + BLOCK - 1. Word j % 4
+    of counter (j // 4, row low, row high, 1) decides on column j.
     """
     j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
     low = rows[:, None].to(tl.uint32)
@@ -41,13 +59,30 @@ def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.const
     return words >= threshold.to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
+    """Reads the seed, an int64 [1], if there is dropout."""
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(SEED)
+    return Draw(seed, dropout.threshold, dropout.inv_keep)
+
+
+@triton.jit
+def drop_rows(x, rows, o, draw):
+    """Applies dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
+    keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
+    return tl.where(keep, x * draw.inv_keep, 0.0)
+
+
 INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
-def dropout_arguments(p: float) -> tuple[int, float]:
-    """(threshold as the int32 that carries its 32 bits, the factor of what is kept).
+def dropout_arguments(p: float) -> Dropout:
+    """Returns the int32 with the 32 bits of the threshold, and the factor on what is kept.
 
     At p = 1 the threshold does not fit, and the factor 0 drops everything.
     """
     threshold = min(round(p * 2**32), 2**32 - 1)
-    return threshold - 2**32 if threshold >= 2**31 else threshold, 1 / (1 - p) if p < 1 else 0.0
+    signed = threshold - 2**32 if threshold >= 2**31 else threshold
+    return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0)

@@ -25,7 +25,7 @@ Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7,
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +33,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import INTERPRETED, LOG2E
-from .launch import architecture, next_power_of_2, on_device, unit_stride, unsupported_dtype
+from .launch import (
+    Launch,
+    accumulator,
+    alignment,
+    architecture,
+    layout,
+    next_power_of_2,
+    on_device,
+    plans,
+    remembered,
+    triton_dtype,
+    unit_stride,
+    unsupported_dtype,
+)
 from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
@@ -42,7 +55,7 @@ CHUNK = 2048  # rows of logits that the linear form holds
 
 
 def configuration(v: int, arch: str) -> tuple[int, int]:
-    """(classes at a time, warps)."""
+    """Chooses how many classes a program takes at a time, and its warps."""
     most = 65536 if arch == "interpreter" else 4096
     block = max(16, min(next_power_of_2(v), most))
     return block, max(1, min(8, block // 512))
@@ -51,105 +64,151 @@ def configuration(v: int, arch: str) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------- kernels
 
 
+class Labels(NamedTuple):
+    """The target distribution over V classes: `on` at the target, `off` at every other class but
+    `pad`. A target that is ignore_index has none.
+    """
+
+    V: Any
+    ignore_index: Any
+    pad: Any
+    on: Any
+    off: Any
+
+
 @triton.jit
 def _loss(
-    X, T, LOSS, LSE, s_x, V, ignore_index, pad, on, off, constant, classes,
-    BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
+    X, T, LOSS, LSE, stride, labels, constant, classes, BLOCK: tl.constexpr, SMOOTH: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a row: its log-sum-exp online, and its loss."""
+    """One program owns a row: it computes the log-sum-exp online, and the loss.
+
+    Reads the logits X [M, V], their rows `stride` apart, and the targets T [M]; writes LOSS [M] and
+    LSE [M, 2]. `classes` have the probability `off`, if the target is one of them.
+    """
     i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
-    base = X + i * s_x
-    kept = t != ignore_index
-    known = kept & (t >= 0) & (t < V)  # a bad target never reads out of bounds
+    base = X + i * stride
+    kept = t != labels.ignore_index
+    known = kept & (t >= 0) & (t < labels.V)  # a bad target never reads out of bounds
     x_t = tl.load(base + t, mask=known, other=0.0).to(ACC)
     origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # an offset of all logits leaves the sum
     c = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], float("-inf"), ACC)
     l = tl.zeros([BLOCK], ACC)
     total = tl.zeros([BLOCK], ACC)
-    for o in tl.range(0, V, BLOCK):
-        inside = o + c < V
+    for o in tl.range(0, labels.V, BLOCK):
+        inside = o + c < labels.V
         x = tl.load(base + o + c, mask=inside, other=float("-inf")).to(ACC)
         m_new = tl.maximum(m, x)
         seen = tl.where(m_new == float("-inf"), 0.0, m_new)
         l = l * tl.math.exp2((m - seen) * LOG2E) + tl.math.exp2((x - seen) * LOG2E)
         m = m_new
         if SMOOTH:
-            total += tl.where(inside & (o + c != pad), x - origin, 0.0)
+            total += tl.where(inside & (o + c != labels.pad), x - origin, 0.0)
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
-    loss = constant + log_sum - (on - off) * (x_t - shift)
+    loss = constant + log_sum - (labels.on - labels.off) * (x_t - shift)
     if SMOOTH:
-        loss -= off * (tl.sum(total, 0) + classes * (origin - shift))
+        loss -= labels.off * (tl.sum(total, 0) + classes * (origin - shift))
     tl.store(LOSS + i, tl.where(kept, loss, 0.0))
     tl.store(LSE + 2 * i, shift)
     tl.store(LSE + 2 * i + 1, log_sum)
 
 
+class Strides(NamedTuple):
+    """The row strides of the logits, of the losses' gradients and of the logits' gradients."""
+
+    x: Any
+    g: Any
+    dx: Any
+
+
 @triton.jit
 def _gradient(
-    X, T, LSE, G, DX, s_x, s_g, s_dx, V, ignore_index, pad, on, off,
-    BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns BLOCK classes of a row; DX may be X."""
+    X, T, LSE, G, DX, strides, labels, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr
+):
+    """One program owns BLOCK classes of a row; DX may be X.
+
+    Reads the logits X [M, V], the targets T [M], LSE [M, 2] and G, [M] or one number for all rows;
+    writes DX [M, V].
+    """
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(T + i)
-    g = tl.where(t != ignore_index, tl.load(G + i * s_g).to(ACC), 0.0)
+    g = tl.where(t != labels.ignore_index, tl.load(G + i * strides.g).to(ACC), 0.0)
     shift = tl.load(LSE + 2 * i)
     log_sum = tl.load(LSE + 2 * i + 1)
-    x = tl.load(X + i * s_x + c, mask=c < V, other=0.0).to(ACC)
-    dx = tl.math.exp2((x - shift - log_sum) * LOG2E) - tl.where(c == t, on - off, 0.0)
+    x = tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0).to(ACC)
+    dx = tl.math.exp2((x - shift - log_sum) * LOG2E)
+    dx -= tl.where(c == t, labels.on - labels.off, 0.0)
     if SMOOTH:
-        dx -= tl.where(c != pad, off, 0.0)
-    tl.store(DX + i * s_dx + c, (dx * g).to(DX.dtype.element_ty), mask=c < V)
+        dx -= tl.where(c != labels.pad, labels.off, 0.0)
+    tl.store(DX + i * strides.dx + c, (dx * g).to(DX.dtype.element_ty), mask=c < labels.V)
 
 
 # --------------------------------------------------------------------------------------- launchers
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+class Smoothing(NamedTuple):
+    """How a call smooths the labels of V classes."""
 
+    v: int
+    ignore_index: int
+    amount: float
+    kind: str
 
-class _Labels:
-    """The target distribution of a call, and the launches that depend on it."""
+    def labels(self) -> Labels:
+        """Returns the target distribution."""
+        if self.kind == "uniform":
+            off = self.amount / self.v
+            return Labels(self.v, self.ignore_index, -1, 1 - self.amount + off, off)
+        off = self.amount / (self.v - 2)
+        return Labels(self.v, self.ignore_index, self.ignore_index, 1 - self.amount, off)
 
-    def __init__(self, v: int, ignore_index: int, smoothing: float, kind: str) -> None:
-        self.v, self.ignore_index, self.smoothing = v, ignore_index, smoothing
-        self.pad, self.constant = -1, 0.0
-        if kind == "uniform":
-            self.off = smoothing / v
-            self.on = 1 - smoothing + self.off
-        else:
-            self.pad, self.off, self.on = ignore_index, smoothing / (v - 2), 1 - smoothing
-            self.constant = sum(
-                n * p * math.log(p) for n, p in ((1, self.on), (v - 2, self.off)) if p > 0
-            )
+    def constant(self) -> float:
+        """Returns what the loss adds to the cross-entropy: for kl the negative entropy."""
+        if self.kind == "uniform":
+            return 0.0
+        _, _, _, on, off = self.labels()
+        return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
-    def _options(self, x: Tensor) -> dict[str, Any]:
+    def launch(self, kernel: Any, x: Tensor, **more: Any) -> Launch:
+        """Makes the launch of a kernel for the rows of logits x [M, V]."""
         block, warps = configuration(self.v, architecture(x.device))
-        kind = tl.float64 if x.dtype == torch.float64 else tl.float32
-        return dict(BLOCK=block, SMOOTH=self.off > 0, ACC=kind, num_warps=warps)
+        labels = self.labels()
+        arguments = dict(
+            labels=labels,
+            BLOCK=block,
+            SMOOTH=labels.off > 0,
+            ACC=triton_dtype(accumulator(x)),
+            **more,
+        )
+        grid = (len(x),) if kernel is _loss else (len(x), triton.cdiv(self.v, block))
+        return Launch(kernel, grid, arguments, warps)
 
     def loss(self, x: Tensor, target: Tensor, loss: Tensor, lse: Tensor) -> None:
-        """Fills loss and lse of the rows of logits x."""
-        if len(x):
-            _loss[(len(x),)](
-                x, target, loss, lse, x.stride(0), self.v, self.ignore_index, self.pad, self.on,
-                self.off, self.constant, float(self.v - (self.pad >= 0)), **self._options(x),
-            )  # fmt: skip
+        """Fills loss [M] and lse [M, 2] of the rows of logits x [M, V]."""
+        key = "loss", self, x.device, layout(x), layout(target), alignment(loss), alignment(lse)
+        launch = plans.get(key)
+        if launch is None:
+            classes = float(self.v - (self.labels().pad >= 0))
+            more = dict(stride=x.stride(0), constant=self.constant(), classes=classes)
+            launch = remembered(key, self.launch(_loss, x, **more))
+        launch(x, target, loss, lse)
 
     def gradient(self, x: Tensor, target: Tensor, lse: Tensor, g: Tensor, dx: Tensor) -> None:
-        """Fills dx, which may be x. g: [M], or one for all rows."""
-        options = self._options(x)
-        if len(x):
-            _gradient[(len(x), triton.cdiv(self.v, options["BLOCK"]))](
-                x, target, lse, g, dx, x.stride(0), g.stride(0) if g.numel() > 1 else 0,
-                dx.stride(0), self.v, self.ignore_index, self.pad, self.on, self.off, **options,
-            )  # fmt: skip
+        """Fills dx [M, V], which may be x. g is [M], or one number for all rows."""
+        key = (
+            "gradient", self, x.device, layout(x), layout(target), layout(g), layout(dx),
+            alignment(lse),
+        )  # fmt: skip
+        launch = plans.get(key)
+        if launch is None:
+            strides = Strides(x.stride(0), g.stride(0) if g.numel() > 1 else 0, dx.stride(0))
+            launch = remembered(key, self.launch(_gradient, x, strides=strides))
+        launch(x, target, lse, g, dx)
 
 
 def _count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -182,7 +241,7 @@ _OPTIONS = "str reduction, int ignore_index, float label_smoothing, str smoothin
 
 
 def _fake(logits, target, reduction, *_):
-    dtype = _accumulator(logits)
+    dtype = accumulator(logits)
     shape = target.shape if reduction == "none" else ()
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(target.numel(), 2, dtype=dtype)
 
@@ -194,10 +253,10 @@ def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing)
     """Launches the forward: (loss, lse [M, 2])."""
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
-    rows = logits.new_empty(len(x), dtype=_accumulator(logits))
+    rows = logits.new_empty(len(x), dtype=accumulator(logits))
     lse = rows.new_empty(len(x), 2)
     with on_device(logits):
-        _Labels(v, ignore_index, label_smoothing, smoothing).loss(x, flat, rows, lse)
+        Smoothing(v, ignore_index, label_smoothing, smoothing).loss(x, flat, rows, lse)
     return _reduced(rows, flat, ignore_index, target.shape, reduction), lse
 
 
@@ -221,7 +280,7 @@ def backward(
     if reduction != "none":
         g = g * _share(flat, ignore_index, reduction, lse.dtype)
     with on_device(logits):
-        _Labels(v, ignore_index, label_smoothing, smoothing).gradient(
+        Smoothing(v, ignore_index, label_smoothing, smoothing).gradient(
             x, flat, lse, g, dx.view(-1, v)
         )
     return dx
@@ -243,7 +302,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _gradients(input, weight, bias, wanted) -> list[Tensor]:
     """Where the sums go: dinput in its dtype, dw and db in the accumulator's; [0] if unwanted."""
-    wide = _accumulator(input)
+    wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
     return [
         x.new_zeros(x.shape, dtype=dtype) if want and x is not None else input.new_zeros(0)
@@ -267,7 +326,7 @@ def _fake_linear(
     input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, smoothing,
     needs,
 ):  # fmt: skip
-    dtype = _accumulator(input)
+    dtype = accumulator(input)
     shape = target.shape if reduction == "none" else ()
     saved = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, saved)
@@ -289,9 +348,9 @@ def linear_forward(
 ):  # fmt: skip
     """A chunk of tokens at a time: (loss, lse, and for mean and sum the gradients wanted)."""
     v, n = linear_weight.shape
-    labels = _Labels(v, ignore_index, label_smoothing, smoothing)
+    labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
     x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
-    rows = input.new_empty(len(x), dtype=_accumulator(input))
+    rows = input.new_empty(len(x), dtype=accumulator(input))
     lse = rows.new_empty(len(x), 2)
     wanted = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
@@ -329,7 +388,7 @@ def linear_backward(
         sums = [x.to(lse.dtype) * factor if need else x for x, need in zip(sums, needs)]
     else:
         v, n = linear_weight.shape
-        labels = _Labels(v, ignore_index, label_smoothing, smoothing)
+        labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
         x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
         g = grad_loss.reshape(-1).to(lse.dtype).contiguous()
         sums = _gradients(input, linear_weight, linear_bias, needs)

@@ -14,75 +14,146 @@ Source: Vaswani et al. 2017, sections 3.4 and 3.5.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, dropout_arguments, row_dropout_keep
-from .launch import architecture, next_power_of_2, on_device, unit_stride, unsupported_dtype
+from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
+from .launch import (
+    Launch,
+    accumulator,
+    alignment,
+    architecture,
+    as_rows,
+    constants,
+    layout,
+    next_power_of_2,
+    on_device,
+    plans,
+    remembered,
+    row_stride,
+    triton_dtype,
+    unit_stride,
+    unsupported_dtype,
+)
 from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
 
 
-def configuration(n: int, arch: str) -> tuple[int, int]:
-    """(rows, features) of a program, with 4 warps."""
+class Tiles(NamedTuple):
+    """The rows and columns that a program owns."""
+
+    rows: int
+    columns: int
+
+
+def configuration(n: int, arch: str) -> Tiles:
+    """Chooses the tiles for N features, for 4 warps."""
     block = max(16, min(next_power_of_2(n), 1024))
-    return (64 if arch == "interpreter" else max(1, 2048 // block)), block
+    return Tiles(64 if arch == "interpreter" else max(1, 2048 // block), block)
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+class Strides(NamedTuple):
+    """The row strides of the tables."""
+
+    weight: Any
+    positional: Any
+
+
+class Size(NamedTuple):
+    """M tokens of N features, in sequences of S; V rows of the table."""
+
+    M: Any
+    N: Any
+    S: Any
+    V: Any
+
+
+class GradientSize(NamedTuple):
+    """M tokens of N features."""
+
+    M: Any
+    N: Any
+
+
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    positional: Any
+    dropout: Any
+    acc: Any
+
+
+@triton.jit
+def _place(size, tile: tl.constexpr):
+    """Returns the tile of a program: tokens [BM] and, as int64, rows [BM], its first column,
+    columns [BLOCK], and what of it exists [BM, BLOCK].
+    """
+    i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
+    o = tl.program_id(1) * tile.columns
+    c = o + tl.arange(0, tile.columns)
+    return i, i.to(tl.int64), o, c, (i < size.M)[:, None] & (c < size.N)[None, :]
 
 
 @triton.jit
 def _forward(
-    T, W, P, Y, SEED, s_w, s_p, M, N, S, V, scale, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, HAS_P: tl.constexpr, DROPOUT: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns BM rows and BLOCK features."""
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
-    rows = i.to(tl.int64)
-    o = tl.program_id(1) * BLOCK
-    c = o + tl.arange(0, BLOCK)
-    ok = (i < M)[:, None] & (c < N)[None, :]
-    t = tl.load(T + i, mask=i < M, other=0).to(tl.int64)
-    t = tl.minimum(tl.maximum(t, 0), V - 1)  # a bad token never reads out of bounds
-    y = tl.load(W + (t[:, None] * s_w + c[None, :]), mask=ok, other=0.0).to(ACC) * scale
-    if HAS_P:
-        position = (i % S).to(tl.int64)
-        y += tl.load(P + (position[:, None] * s_p + c[None, :]), mask=ok, other=0.0).to(ACC)
-    if DROPOUT:
-        keep = row_dropout_keep(tl.load(SEED), rows, o, threshold, BM, BLOCK)
-        y = tl.where(keep, y * inv_keep, 0.0)
-    tl.store(Y + (rows[:, None] * N + c[None, :]), y.to(Y.dtype.element_ty), mask=ok)
+    T, W, P, Y, SEED, strides, size, scale, dropout, tile: tl.constexpr, case: tl.constexpr
+):
+    """One program owns BM rows and BLOCK features.
+
+    Reads the tokens T [M], the tables W [V, N] and P [at least S, N] and SEED [1]; writes Y [M, N].
+    """
+    i, rows, o, c, ok = _place(size, tile)
+    t = tl.load(T + i, mask=i < size.M, other=0).to(tl.int64)
+    t = tl.minimum(tl.maximum(t, 0), size.V - 1)  # a bad token never reads out of bounds
+    y = tl.load(W + (t[:, None] * strides.weight + c[None, :]), mask=ok, other=0.0)
+    y = y.to(case.acc) * scale
+    if case.positional:
+        position = (i % size.S).to(tl.int64)
+        pointers = P + (position[:, None] * strides.positional + c[None, :])
+        y += tl.load(pointers, mask=ok, other=0.0).to(case.acc)
+    if case.dropout:
+        y = drop_rows(y, rows, o, dropout_draw(SEED, dropout, True))
+    tl.store(Y + (rows[:, None] * size.N + c[None, :]), y.to(Y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _backward(
-    DY, G, SEED, s_dy, M, N, scale, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """scale * Z dy. One program owns BM rows and BLOCK features."""
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
-    rows = i.to(tl.int64)
-    o = tl.program_id(1) * BLOCK
-    c = o + tl.arange(0, BLOCK)
-    ok = (i < M)[:, None] & (c < N)[None, :]
-    g = tl.load(DY + (rows[:, None] * s_dy + c[None, :]), mask=ok, other=0.0).to(ACC) * scale
-    if DROPOUT:
-        keep = row_dropout_keep(tl.load(SEED), rows, o, threshold, BM, BLOCK)
-        g = tl.where(keep, g * inv_keep, 0.0)
-    tl.store(G + (rows[:, None] * N + c[None, :]), g.to(G.dtype.element_ty), mask=ok)
+def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, case: tl.constexpr):
+    """scale * Z dy. One program owns BM rows and BLOCK features.
+
+    Reads DY [M, N], its rows `stride` apart, and SEED [1]; writes G [M, N].
+    """
+    _, rows, o, c, ok = _place(size, tile)
+    g = tl.load(DY + (rows[:, None] * stride + c[None, :]), mask=ok, other=0.0)
+    g = g.to(case.acc) * scale
+    if case.dropout:
+        g = drop_rows(g, rows, o, dropout_draw(SEED, dropout, True))
+    tl.store(G + (rows[:, None] * size.N + c[None, :]), g.to(G.dtype.element_ty), mask=ok)
 
 
 # --------------------------------------------------------------------------------------- launchers
 
 
-def _grid(rows: int, n: int, x: Tensor) -> tuple[tuple[int, int], dict]:
-    """The grid, and what both kernels take."""
-    bm, block = configuration(n, architecture(x.device))
-    kind = tl.float64 if x.dtype == torch.float64 else tl.float32
-    constants = dict(BM=bm, BLOCK=block, ACC=kind, num_warps=4)
-    return (triton.cdiv(rows, bm), triton.cdiv(n, block)), constants
+def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
+    """Makes the launch of either kernel, with sums as for the dtype of x."""
+    tiles = configuration(size.N, architecture(x.device))
+    case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
+    arguments = dict(
+        size=size,
+        dropout=dropout_arguments(dropout_p),
+        tile=constants(tiles),
+        case=constants(case),
+        **more,
+    )
+    grid = (triton.cdiv(size.M, tiles.rows), triton.cdiv(size.N, tiles.columns))
+    return Launch(kernel, grid, arguments, warps=4)
 
 
 def _fake(tokens, weight, *_):
@@ -101,17 +172,24 @@ def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_s
     output = _fake(tokens, weight)
     if output.numel() == 0:
         return output
-    v, n = weight.shape
-    flat, weight = tokens.reshape(-1).contiguous(), unit_stride(weight)
-    p = weight if positional is None else unit_stride(positional)
-    grid, constants = _grid(len(flat), n, weight)
+    key = (
+        "embed", dropout_p, scale, weight.device, layout(tokens), layout(weight),
+        layout(positional), alignment(dropout_seed),
+    )  # fmt: skip
+    launch = plans.get(key)
+    if launch is None:
+        flat, table = tokens.contiguous(), unit_stride(weight)
+        p = None if positional is None else unit_stride(positional)
+        if flat is not tokens or table is not weight or p is not positional:
+            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed)
+        strides = Strides(weight.stride(0), (weight if p is None else p).stride(0))
+        size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
+        more = dict(strides=strides, scale=scale)
+        launch = _launch(_forward, size, weight, dropout_p, p is not None, **more)
+        remembered(key, launch)
+    p = weight if positional is None else positional
     with on_device(weight):
-        _forward[grid](
-            flat, weight, p, output, flat if dropout_seed is None else dropout_seed,
-            weight.stride(0), p.stride(0), len(flat), n, tokens.shape[-1], v, scale,
-            *dropout_arguments(dropout_p), HAS_P=positional is not None, DROPOUT=dropout_p > 0,
-            **constants,
-        )  # fmt: skip
+        launch(tokens, weight, p, output, tokens if dropout_seed is None else dropout_seed)
     return output
 
 
@@ -121,6 +199,28 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
         weight.new_empty(weight.shape if needs[0] else 0),
         positional.new_empty(positional.shape) if needs[1] else weight.new_empty(0),
     )
+
+
+def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor | None) -> Tensor:
+    """Launches the backward: scale * Z dy [.., N]."""
+    g = grad.new_empty(grad.shape)
+    if g.numel() == 0:
+        return g
+    key = ("embed backward", dropout_p, scale, grad.device, layout(grad), alignment(seed))
+    launch = plans.get(key)
+    if launch is None:
+        n = grad.shape[-1]
+        dy = as_rows(grad, n)
+        if dy is not grad:
+            return _scaled_gradient(dy, scale, dropout_p, seed)
+        more = dict(stride=row_stride(grad, n), scale=scale)
+        launch = _launch(
+            _backward, GradientSize(grad.numel() // n, n), grad, dropout_p, False, **more
+        )
+        remembered(key, launch)
+    with on_device(grad):
+        launch(grad, g, grad if seed is None else seed)
+    return g
 
 
 @register(
@@ -134,16 +234,8 @@ def backward(
     """One kernel for mask and scale, then torch's embedding backward; and a sum over the batch."""
     v, n = weight.shape
     length = tokens.shape[-1]
-    dy = unit_stride(grad_output.reshape(-1, n))
-    g = dy.new_empty(dy.shape)
     own = 1.0 if needs[1] else scale  # what positional's gradient does not have
-    if g.numel():
-        grid, constants = _grid(len(dy), n, weight)
-        with on_device(weight):
-            _backward[grid](
-                dy, g, dy if dropout_seed is None else dropout_seed, dy.stride(0), len(dy), n, own,
-                *dropout_arguments(dropout_p), DROPOUT=dropout_p > 0, **constants,
-            )  # fmt: skip
+    g = _scaled_gradient(grad_output, own, dropout_p, dropout_seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         padding = -1 if padding_idx is None else padding_idx % v

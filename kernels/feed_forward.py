@@ -21,7 +21,7 @@ All GEMMs are torch's own; one kernel makes h from [z, v], which is saved, and o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,24 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import INTERPRETED, dropout_arguments, dropout_keep
-from .launch import architecture, dot_precision, on_device, unit_stride, unsupported_dtype
+from .launch import (
+    Launch,
+    accumulator,
+    alignment,
+    allow_tf32,
+    architecture,
+    as_rows,
+    constants,
+    dense,
+    dot_precision,
+    layout,
+    on_device,
+    plans,
+    remembered,
+    triton_dtype,
+    unit_stride,
+    unsupported_dtype,
+)
 from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
@@ -42,11 +59,13 @@ _KINDS = {"relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 
 
 class Tiles(NamedTuple):
-    """BM rows x BN hidden units, BK features at a time."""
+    """The rows and columns, which are hidden units, of a program's tile; the features that it takes
+    at a time.
+    """
 
-    BM: int
-    BN: int
-    BK: int
+    rows: int
+    columns: int
+    features: int
     warps: int
     stages: int
 
@@ -63,11 +82,20 @@ CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
 }
 GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the second-level cache
-ELEMENTWISE = (256, 256) if INTERPRETED else (32, 128)  # the tiles of the other kernels
+
+
+class Tile(NamedTuple):
+    """The rows and columns that a program of an elementwise kernel owns."""
+
+    rows: int
+    columns: int
+
+
+ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
 
 
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
-    """The tiles of the GEMM, a pure function of architecture and dtype."""
+    """Chooses the tiles of the GEMM by architecture and dtype."""
     return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
 
 
@@ -100,167 +128,269 @@ def _derivative(z, KIND: tl.constexpr):
         return s * (1.0 + z * (1.0 - s))
 
 
+class Size(NamedTuple):
+    """M rows of N hidden units."""
+
+    M: Any
+    N: Any
+
+
+class ProductSize(NamedTuple):
+    """M rows of N hidden units, from K features."""
+
+    M: Any
+    N: Any
+    K: Any
+
+
+class Strides(NamedTuple):
+    """The row strides of the input and of the weight."""
+
+    x: Any
+    w: Any
+
+
+class HiddenCase(NamedTuple):
+    """What `_hidden` is compiled for. `even`: the features are a multiple of the tile's; `wide`:
+    the rows of a tile may span more than 2^31 elements; `group`: so many row blocks share columns.
+    """
+
+    group: Any
+    kind: Any
+    bias: Any
+    save_z: Any
+    dropout: Any
+    even: Any
+    precision: Any
+    wide: Any
+    acc: Any
+
+
+class Case(NamedTuple):
+    """What an elementwise kernel is compiled for, as `HiddenCase`."""
+
+    kind: Any
+    dropout: Any
+    wide: Any
+    acc: Any
+
+
+@triton.jit
+def _extent(i0, j0, size, tile: tl.constexpr, WIDE: tl.constexpr):
+    """Returns, of the tile at row i0 and column j0, the rows [BM], counted from i0, the columns
+    [BN], and which elements [BM, BN] exist.
+    """
+    i = tl.arange(0, tile.rows)
+    j = j0 + tl.arange(0, tile.columns)
+    ok = (i0 + i < size.M)[:, None] & (j < size.N)[None, :]
+    if WIDE:
+        i = i.to(tl.int64)
+    return i, j, ok
+
+
+@triton.jit
+def _offsets(i0, i, j, width):
+    """Returns where the elements [BM, BN] lie in a dense matrix [M, width]."""
+    return i0.to(tl.int64) * width + (i[:, None] * width + j[None, :])
+
+
+@triton.jit
+def _load(pointers, ok, ACC: tl.constexpr):
+    """Loads a tile [BM, BN], zero where `ok` is False."""
+    return tl.load(pointers, mask=ok, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store(pointers, ok, x):
+    """Stores a tile x [BM, BN] where `ok` is True."""
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
+    """Returns which elements [BM, BN] of a tile dropout keeps."""
+    seed, plane = tl.load(SEED), tl.program_id(0) * 0
+    return dropout_keep(seed, plane, i0, j0, dropout.threshold, tile.rows, tile.columns)
+
+
 @triton.jit
 def _hidden(
-    X, W, B, HIDDEN, Z, SEED, threshold, inv_keep, s_xm, s_wn, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    HAS_B: tl.constexpr, SAVE_Z: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns a [BM, BN] tile of h; GROUP row blocks walk the columns together, to share
-    w_1 in the cache. WIDE: the rows of a tile may span more than 2^31 elements.
-    """
-    across = tl.cdiv(N, BN)
-    down = tl.cdiv(M, BM)
-    group = tl.program_id(0) // (GROUP * across)
-    members = tl.minimum(down - group * GROUP, GROUP)
-    place = tl.program_id(0) % (GROUP * across)
-    i0 = (group * GROUP + place % members) * BM
-    j0 = place // members * BN
+    X, W, B, HIDDEN, Z, SEED, dropout, strides, size, tile: tl.constexpr, case: tl.constexpr
+):
+    """One program owns a [BM, BN] tile of h. Row blocks walk the columns in groups, to share w_1 in
+    the cache.
 
-    r = tl.minimum(tl.arange(0, BM), M - 1 - i0)  # past the end: the last row again, no predicate
-    c = tl.minimum(tl.arange(0, BN), N - 1 - j0)
-    own = tl.arange(0, BM)
-    if WIDE:
-        r, c, own = r.to(tl.int64), c.to(tl.int64), own.to(tl.int64)
-    x_base = X + i0.to(tl.int64) * s_xm
-    w_base = W + j0.to(tl.int64) * s_wn
-    acc = tl.zeros([BM, BN], ACC)
-    for k0 in tl.range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        x_pointers = x_base + (r[:, None] * s_xm + k[None, :])
-        w_pointers = w_base + (c[:, None] * s_wn + k[None, :])
-        if EVEN_K:
+    Reads X [M, K], W [N, K], B [N] and SEED [1]; writes HIDDEN and Z, [M, N] each.
+    """
+    across = tl.cdiv(size.N, tile.columns)
+    down = tl.cdiv(size.M, tile.rows)
+    group = tl.program_id(0) // (case.group * across)
+    members = tl.minimum(down - group * case.group, case.group)
+    turn = tl.program_id(0) % (case.group * across)
+    i0 = (group * case.group + turn % members) * tile.rows
+    j0 = turn // members * tile.columns
+
+    # Past the end: the last row again, so that no load needs a predicate.
+    r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)
+    c = tl.minimum(tl.arange(0, tile.columns), size.N - 1 - j0)
+    if case.wide:
+        r, c = r.to(tl.int64), c.to(tl.int64)
+    x_base = X + i0.to(tl.int64) * strides.x
+    w_base = W + j0.to(tl.int64) * strides.w
+    acc = tl.zeros([tile.rows, tile.columns], case.acc)
+    for k0 in tl.range(0, size.K, tile.features):
+        k = k0 + tl.arange(0, tile.features)
+        x_pointers = x_base + (r[:, None] * strides.x + k[None, :])
+        w_pointers = w_base + (c[:, None] * strides.w + k[None, :])
+        if case.even:
             x = tl.load(x_pointers)
             w = tl.load(w_pointers)
         else:
-            x = tl.load(x_pointers, mask=(k < K)[None, :], other=0.0)
-            w = tl.load(w_pointers, mask=(k < K)[None, :], other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, PRECISION, out_dtype=ACC)
+            x = tl.load(x_pointers, mask=(k < size.K)[None, :], other=0.0)
+            w = tl.load(w_pointers, mask=(k < size.K)[None, :], other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, case.precision, out_dtype=case.acc)
 
-    i = i0 + tl.arange(0, BM)
-    j = j0 + tl.arange(0, BN)
-    ok = (i < M)[:, None] & (j < N)[None, :]
-    place_out = i0.to(tl.int64) * N + (own[:, None] * N + j[None, :])
-    if HAS_B:
-        acc += tl.load(B + j, mask=j < N, other=0.0).to(ACC)[None, :]
-    if SAVE_Z:
-        tl.store(Z + place_out, acc.to(Z.dtype.element_ty), mask=ok)
-    h = _activate(acc, KIND)
-    if DROPOUT:
-        keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
-        h = tl.where(keep, h * inv_keep, 0.0)
-    tl.store(HIDDEN + place_out, h.to(HIDDEN.dtype.element_ty), mask=ok)
+    i, j, ok = _extent(i0, j0, size, tile, case.wide)
+    place = _offsets(i0, i, j, size.N)
+    if case.bias:
+        acc += tl.load(B + j, mask=j < size.N, other=0.0).to(case.acc)[None, :]
+    if case.save_z:
+        _store(Z + place, ok, acc)
+    h = _activate(acc, case.kind)
+    if case.dropout:
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+    _store(HIDDEN + place, ok, h)
 
 
 @triton.jit
 def _hidden_backward(
-    DH, SAVED, DZ, HIDDEN, SEED, threshold, inv_keep, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns a [BM, BN] tile of dz, and of h where z was saved."""
-    i0 = tl.program_id(0) * BM
-    j0 = tl.program_id(1) * BN
-    i = tl.arange(0, BM)
-    j = j0 + tl.arange(0, BN)
-    ok = (i0 + i < M)[:, None] & (j < N)[None, :]
-    if WIDE:
-        i = i.to(tl.int64)
-    place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
-    dh = tl.load(DH + place, mask=ok, other=0.0).to(ACC)
-    saved = tl.load(SAVED + place, mask=ok, other=0.0).to(ACC)
-    if KIND == RELU:  # h > 0 where z > 0 and the element is kept; NaN passes, as in torch
-        dz = tl.where(saved <= 0.0, 0.0, dh * inv_keep)
+    DH, SAVED, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr
+):
+    """One program owns a [BM, BN] tile of dz, and of h where z was saved.
+
+    Reads DH and SAVED [M, N] and SEED [1]; writes DZ and HIDDEN [M, N].
+    """
+    i0 = tl.program_id(0) * tile.rows
+    j0 = tl.program_id(1) * tile.columns
+    i, j, ok = _extent(i0, j0, size, tile, case.wide)
+    place = _offsets(i0, i, j, size.N)
+    dh = _load(DH + place, ok, case.acc)
+    saved = _load(SAVED + place, ok, case.acc)
+    if case.kind == RELU:  # h > 0 where z > 0 and the element is kept; NaN passes, as in torch
+        dz = tl.where(saved <= 0.0, 0.0, dh * dropout.inv_keep)
     else:
-        h = _activate(saved, KIND)
-        dz = dh * _derivative(saved, KIND)
-        if DROPOUT:
-            keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
-            h = tl.where(keep, h * inv_keep, 0.0)
-            dz = tl.where(keep, dz * inv_keep, 0.0)
-        tl.store(HIDDEN + place, h.to(HIDDEN.dtype.element_ty), mask=ok)
-    tl.store(DZ + place, dz.to(DZ.dtype.element_ty), mask=ok)
+        h = _activate(saved, case.kind)
+        dz = dh * _derivative(saved, case.kind)
+        if case.dropout:
+            keep = _keep(SEED, i0, j0, dropout, tile)
+            h = tl.where(keep, h * dropout.inv_keep, 0.0)
+            dz = tl.where(keep, dz * dropout.inv_keep, 0.0)
+        _store(HIDDEN + place, ok, h)
+    _store(DZ + place, ok, dz)
 
 
 @triton.jit
-def _gated(
-    Z, HIDDEN, SEED, threshold, inv_keep, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns a [BM, BN] tile of h = dropout(f(z) v), from rows that hold z, then v."""
-    i0 = tl.program_id(0) * BM
-    j0 = tl.program_id(1) * BN
-    i = tl.arange(0, BM)
-    j = j0 + tl.arange(0, BN)
-    ok = (i0 + i < M)[:, None] & (j < N)[None, :]
-    if WIDE:
-        i = i.to(tl.int64)
-    both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
-    z = tl.load(Z + both, mask=ok, other=0.0).to(ACC)
-    v = tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)
-    h = _activate(z, KIND) * v
-    if DROPOUT:
-        keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
-        h = tl.where(keep, h * inv_keep, 0.0)
-    place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
-    tl.store(HIDDEN + place, h.to(HIDDEN.dtype.element_ty), mask=ok)
+def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
+    """One program owns a [BM, BN] tile of h = dropout(f(z) v).
+
+    Reads Z [M, 2 N], whose rows hold z, then v, and SEED [1]; writes HIDDEN [M, N].
+    """
+    i0 = tl.program_id(0) * tile.rows
+    j0 = tl.program_id(1) * tile.columns
+    i, j, ok = _extent(i0, j0, size, tile, case.wide)
+    both = _offsets(i0, i, j, 2 * size.N)
+    z = _load(Z + both, ok, case.acc)
+    v = _load(Z + both + size.N, ok, case.acc)
+    h = _activate(z, case.kind) * v
+    if case.dropout:
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+    _store(HIDDEN + _offsets(i0, i, j, size.N), ok, h)
 
 
 @triton.jit
-def _gated_backward(
-    DH, Z, DZ, HIDDEN, SEED, threshold, inv_keep, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns a [BM, BN] tile of dz, of dv beside it, and of h."""
-    i0 = tl.program_id(0) * BM
-    j0 = tl.program_id(1) * BN
-    i = tl.arange(0, BM)
-    j = j0 + tl.arange(0, BN)
-    ok = (i0 + i < M)[:, None] & (j < N)[None, :]
-    if WIDE:
-        i = i.to(tl.int64)
-    place = i0.to(tl.int64) * N + (i[:, None] * N + j[None, :])
-    both = i0.to(tl.int64) * (2 * N) + (i[:, None] * (2 * N) + j[None, :])
-    dh = tl.load(DH + place, mask=ok, other=0.0).to(ACC)
-    z = tl.load(Z + both, mask=ok, other=0.0).to(ACC)
-    v = tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)
-    f = _activate(z, KIND)
+def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
+    """One program owns a [BM, BN] tile of dz, of dv beside it, and of h.
+
+    Reads DH [M, N], Z [M, 2 N] and SEED [1]; writes DZ [M, 2 N] and HIDDEN [M, N].
+    """
+    i0 = tl.program_id(0) * tile.rows
+    j0 = tl.program_id(1) * tile.columns
+    i, j, ok = _extent(i0, j0, size, tile, case.wide)
+    place = _offsets(i0, i, j, size.N)
+    both = _offsets(i0, i, j, 2 * size.N)
+    dh = _load(DH + place, ok, case.acc)
+    z = _load(Z + both, ok, case.acc)
+    v = _load(Z + both + size.N, ok, case.acc)
+    f = _activate(z, case.kind)
     h = f * v
-    if DROPOUT:
-        keep = dropout_keep(tl.load(SEED), tl.program_id(0) * 0, i0, j0, threshold, BM, BN)
-        h = tl.where(keep, h * inv_keep, 0.0)
-        dh = tl.where(keep, dh * inv_keep, 0.0)
-    dz = dh * v * _derivative(z, KIND)
+    if case.dropout:
+        keep = _keep(SEED, i0, j0, dropout, tile)
+        h = tl.where(keep, h * dropout.inv_keep, 0.0)
+        dh = tl.where(keep, dh * dropout.inv_keep, 0.0)
+    dz = dh * v * _derivative(z, case.kind)
     dv = dh * f
-    tl.store(HIDDEN + place, h.to(HIDDEN.dtype.element_ty), mask=ok)
-    tl.store(DZ + both, dz.to(DZ.dtype.element_ty), mask=ok)
-    tl.store(DZ + both + N, dv.to(DZ.dtype.element_ty), mask=ok)
+    _store(HIDDEN + place, ok, h)
+    _store(DZ + both, ok, dz)
+    _store(DZ + both + size.N, ok, dv)
 
 
 # --------------------------------------------------------------------------------------- launchers
 
 
-def _accumulator(x: Tensor) -> tl.dtype:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
 def _elementwise(
-    kernel, rows: int, width: int, x: Tensor, tensors: tuple[Tensor, ...], kind: str, p: float, seed
+    kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, p: float, seed: Tensor | None
 ) -> None:
-    """Launches a kernel over tiles of [rows, width]."""
-    BM, BN = ELEMENTWISE
-    grid = (triton.cdiv(rows, BM), triton.cdiv(width, BN))
-    if grid[0] and grid[1]:
-        threshold, inv_keep = dropout_arguments(p)
-        with on_device(x):
-            kernel[grid](
-                *tensors, x if seed is None else seed, threshold, inv_keep, rows, width,
-                BM=BM, BN=BN, KIND=_KINDS[kind], DROPOUT=p > 0, WIDE=2 * BM * width >= 2**31,
-                ACC=_accumulator(x), num_warps=4,
-            )  # fmt: skip
+    """Launches a kernel over the tiles of [M, N]. The tensors are contiguous and of one dtype."""
+    x = tensors[0]
+    key = kernel.fn.__name__, size, x.dtype, x.device, kind, p, *map(alignment, (*tensors, seed))
+    launch = plans.get(key)
+    if launch is None:
+        tile = ELEMENTWISE
+        wide = 2 * tile.rows * size.N >= 2**31
+        case = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
+        arguments = dict(
+            dropout=dropout_arguments(p), size=size, tile=constants(tile), case=constants(case)
+        )
+        grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
+        launch = remembered(key, Launch(kernel, grid, arguments, warps=4))
+    with on_device(x):
+        launch(*tensors, x if seed is None else seed)
+
+
+class _First:
+    """The launch of the first GEMM, and what h looks like."""
+
+    def __init__(
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout_p: float
+    ) -> None:
+        width, features = w_1.shape
+        rows = input.shape[:-1].numel()
+        self.hidden = dense((*input.shape[:-1], width))
+        self.save_z = activation != "relu"
+        arch = architecture(input.device)
+        tiles = configuration(arch, input.dtype)
+        strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
+        span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
+        case = HiddenCase(
+            group=GROUP_ROWS,
+            kind=_KINDS[activation],
+            bias=b_1 is not None,
+            save_z=self.save_z,
+            dropout=dropout_p > 0,
+            even=features % tiles.features == 0,
+            precision=dot_precision(arch),
+            wide=max(span, tiles.rows * width) >= 2**31,
+            acc=triton_dtype(accumulator(input)),
+        )
+        arguments = dict(
+            dropout=dropout_arguments(dropout_p),
+            strides=strides,
+            size=ProductSize(rows, width, features),
+            tile=constants(tiles),
+            case=constants(case),
+        )
+        grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
+        self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
 
 
 def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
@@ -275,29 +405,25 @@ def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
 )
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     """Launches the first GEMM and calls torch's second: (output, h for relu, else z)."""
-    rows, width = input.shape[:-1].numel(), w_1.shape[0]
-    x, w = unit_stride(input.reshape(rows, input.shape[-1])), unit_stride(w_1)
-    hidden = x.new_empty(rows, width)
-    z = hidden if activation == "relu" else torch.empty_like(hidden)
-    threshold, inv_keep = dropout_arguments(dropout_p)
-    arch = architecture(x.device)
-    tiles = configuration(arch, x.dtype)
-    blocks = triton.cdiv(rows, tiles.BM) * triton.cdiv(width, tiles.BN)
-    span = max(tiles.BM * x.stride(0), tiles.BN * w.stride(0)) + x.shape[1]  # of a tile's elements
-    if blocks:
-        with on_device(x):
-            _hidden[(blocks,)](
-                x, w, x if b_1 is None else b_1.contiguous(), hidden, z,
-                x if dropout_seed is None else dropout_seed, threshold, inv_keep,
-                x.stride(0), w.stride(0), rows, width, x.shape[1],
-                BM=tiles.BM, BN=tiles.BN, BK=tiles.BK, GROUP=GROUP_ROWS, KIND=_KINDS[activation],
-                HAS_B=b_1 is not None, SAVE_Z=z is not hidden, DROPOUT=dropout_p > 0,
-                EVEN_K=x.shape[1] % tiles.BK == 0, PRECISION=dot_precision(arch),
-                WIDE=max(span, tiles.BM * width) >= 2**31, ACC=_accumulator(x),
-                num_warps=tiles.warps, num_stages=tiles.stages,
-            )  # fmt: skip
-    output = torch.mm(hidden, w_2.t()) if b_2 is None else torch.addmm(b_2, hidden, w_2.t())
-    return output.view(*input.shape[:-1], w_2.shape[0]), z.view(*input.shape[:-1], width)
+    key = (
+        "feed_forward", activation, dropout_p, input.device, layout(input), layout(w_1),
+        layout(b_1), alignment(dropout_seed), input.dtype is torch.float32 and allow_tf32(),
+    )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        x = as_rows(input, input.shape[-1]) if input.numel() else input
+        w, b = unit_stride(w_1), None if b_1 is None else b_1.contiguous()
+        if x is not input or w is not w_1 or b is not b_1:
+            return forward(x, w, b, w_2, b_2, activation, dropout_p, dropout_seed)
+        plan = remembered(key, _First(input, w_1, b_1, activation, dropout_p))
+    hidden = input.new_empty_strided(*plan.hidden)
+    z = torch.empty_like(hidden) if plan.save_z else hidden
+    with on_device(input):
+        plan.launch(
+            input, w_1, input if b_1 is None else b_1, hidden, z,
+            input if dropout_seed is None else dropout_seed,
+        )  # fmt: skip
+    return torch.nn.functional.linear(hidden, w_2, b_2), z
 
 
 def _fake_backward(
@@ -323,16 +449,15 @@ def backward(
     """One launch for dz (and h), torch's GEMMs for the rest, as far as they are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
     dy = grad_output.reshape(rows, -1) if rows else grad_output.reshape(0, w_2.shape[0])
-    x, saved = input.reshape(rows, input.shape[-1]), saved.reshape(rows, width)
+    x, saved = input.reshape(rows, input.shape[-1]), saved.reshape(rows, width).contiguous()
     hidden, dz = saved, saved
     if needs[0] or needs[1] or needs[2] or (needs[3] and activation != "relu"):
         dh = dy @ w_2
         dz = torch.empty_like(dh)
         hidden = saved if activation == "relu" else torch.empty_like(dh)
-        _elementwise(
-            _hidden_backward, rows, width, x, (dh, saved, dz, hidden), activation, dropout_p,
-            dropout_seed,
-        )  # fmt: skip
+        tensors = dh, saved, dz, hidden
+        size = Size(rows, width)
+        _elementwise(_hidden_backward, size, tensors, activation, dropout_p, dropout_seed)
     none = x.new_empty(0)
     return (
         (dz @ w_1).view(input.shape) if needs[0] else none,
@@ -347,7 +472,7 @@ def backward(
 
 
 def _register_gated(op: str, kind: str) -> tuple:
-    """The op and its backward, for one activation."""
+    """Registers the op and its backward for one activation; returns their launchers."""
 
     def fake(input, w, b, w_2, b_2, dropout_p, dropout_seed):
         return (
@@ -365,7 +490,7 @@ def _register_gated(op: str, kind: str) -> tuple:
         x = input.reshape(rows, input.shape[-1])
         z = torch.nn.functional.linear(x, w, b)
         hidden = x.new_empty(rows, width)
-        _elementwise(_gated, rows, width, x, (z, hidden), kind, dropout_p, dropout_seed)
+        _elementwise(_gated, Size(rows, width), (z, hidden), kind, dropout_p, dropout_seed)
         output = torch.nn.functional.linear(hidden, w_2, b_2)
         lead = input.shape[:-1]
         return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
@@ -385,11 +510,12 @@ def _register_gated(op: str, kind: str) -> tuple:
     def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         dy, x = grad_output.reshape(rows, w_2.shape[0]), input.reshape(rows, input.shape[-1])
-        z = saved.reshape(rows, 2 * width)
+        z = saved.reshape(rows, 2 * width).contiguous()
         dh, dz = dy @ w_2, torch.empty_like(z)
         hidden = torch.empty_like(dh)
         tensors = dh, z, dz, hidden
-        _elementwise(_gated_backward, rows, width, x, tensors, kind, dropout_p, dropout_seed)
+        size = Size(rows, width)
+        _elementwise(_gated_backward, size, tensors, kind, dropout_p, dropout_seed)
         none = x.new_empty(0)
         return (
             (dz @ w).view(input.shape) if needs[0] else none,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,17 @@ Group = TypeVar("Group", bound="tuple[Any, ...]")  # a NamedTuple
 def unit_stride(x: Tensor) -> Tensor:
     """x, or a copy of it where its last dimension is strided."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor, n: int) -> Tensor:
+    """Returns x, or a copy of it where no view of it is a matrix [M, n] of unit last stride."""
+    rows = unit_stride(x.reshape(-1, n))
+    return x if rows.data_ptr() == x.data_ptr() else rows.view(x.shape)
+
+
+def row_stride(x: Tensor, n: int) -> int:
+    """Returns how far apart the rows [n] are of what `as_rows` returns."""
+    return x.view(-1, n).stride(0)
 
 
 def next_power_of_2(n: int) -> int:
@@ -54,7 +65,7 @@ class Launch:
         arguments: The values of the kernel's other parameters, by name. A NamedTuple is a group,
             whose fields the kernel reads by name: see `constants` for those of compile time.
         warps: The warps of a program.
-        stages: The stages of Triton's software pipeline.
+        stages: The stages of Triton's software pipeline; None: Triton's own choice.
         groups: The NamedTuples of groups of pointers, by parameter. A call passes plain tuples.
     """
 
@@ -67,7 +78,7 @@ class Launch:
         grid: tuple[int, ...],
         arguments: Mapping[str, Any],
         warps: int,
-        stages: int,
+        stages: int | None = None,
         groups: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         names = kernel.arg_names
@@ -76,7 +87,9 @@ class Launch:
         self._plain = _ungrouped(self._arguments)
         self._groups = [(groups or {}).get(name) for name in pointers]
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._options = dict(num_warps=warps, num_stages=stages)
+        self._options = dict(num_warps=warps)
+        if stages is not None:
+            self._options["num_stages"] = stages
         self._compiled: Any = None
         self._stream: Any = None
 
@@ -119,8 +132,31 @@ def remembered(key: Any, plan: Any) -> Any:
 
 
 def layout(x: Tensor | None) -> Any:
-    """What of a tensor a launch depends on."""
+    """Returns what of a tensor a launch depends on."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+
+
+def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`: of all that
+    makes an output it costs the least on the host.
+    """
+    shape = tuple(shape)
+    return shape, torch.empty(shape, device="meta").stride()
+
+
+def alignment(x: Tensor | None) -> int | None:
+    """Returns what of a tensor of known shape, stride and dtype a launch depends on."""
+    return None if x is None else x.data_ptr() & 15
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """Returns the dtype of sums over x: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Returns Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @functools.cache

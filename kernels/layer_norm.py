@@ -25,15 +25,31 @@ stages, each program over a fixed run of rows: no atomics, the same bits every t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, dropout_arguments, row_dropout_keep
-from .launch import architecture, next_power_of_2, on_device, unit_stride, unsupported_dtype
+from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
+from .launch import (
+    Launch,
+    accumulator,
+    alignment,
+    architecture,
+    as_rows,
+    constants,
+    dense,
+    layout,
+    next_power_of_2,
+    on_device,
+    plans,
+    remembered,
+    row_stride,
+    triton_dtype,
+    unsupported_dtype,
+)
 from .registration import register
 
 __all__ = ["INTERPRETED", "supports"]
@@ -44,10 +60,10 @@ PARTIAL_SUMS = 256  # runs of rows, and so partial sums, of the weight gradients
 
 
 class Tiles(NamedTuple):
-    """BM rows of BLOCK features at a time."""
+    """The rows and columns that a program holds at a time, and its warps."""
 
-    BM: int
-    BLOCK: int
+    rows: int
+    columns: int
     warps: int
 
 
@@ -55,7 +71,7 @@ WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, where a row is sever
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Whole rows where they fit, several of them where they are short; else blocks of 4096
+    """Chooses whole rows where they fit, several of them where they are short; else blocks of 4096
     features.
     """
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
@@ -65,41 +81,127 @@ def configuration(n: int, arch: str) -> Tiles:
     return Tiles(max(1, 2048 // block), block, warps)
 
 
+# ----------------------------------------------------------------- groups of the kernels' arguments
+
+
+class Inputs(NamedTuple):
+    """The input and the residual, [M, N] each."""
+
+    x: Any
+    residual: Any
+
+
+class Statistics(NamedTuple):
+    """The mean and r of each row, [M] each."""
+
+    mean: Any
+    reciprocal: Any
+
+
+class Gradients(NamedTuple):
+    """The gradient of the stored sum s, which is read; the gradients of the residual, or of x where
+    there is none, and of the input beside a residual, which are written. [M, N] each.
+    """
+
+    ds: Any
+    dx: Any
+    dinput: Any
+
+
+class Sums(NamedTuple):
+    """The partial sums of the gradients of weight and bias, [runs of rows, N] each."""
+
+    weight: Any
+    bias: Any
+
+
+class ForwardStrides(NamedTuple):
+    """The row strides of the inputs."""
+
+    x: Any
+    residual: Any
+
+
+class BackwardStrides(NamedTuple):
+    """The row strides of s, dy and ds."""
+
+    x: Any
+    dy: Any
+    ds: Any
+
+
+class Size(NamedTuple):
+    """M rows of N columns."""
+
+    M: Any
+    N: Any
+
+
+class ForwardCase(NamedTuple):
+    """What the forward is compiled for. `one`: a row fits into one tile."""
+
+    one: Any
+    unbiased: Any
+    rms: Any
+    residual: Any
+    dropout: Any
+    weight: Any
+    bias: Any
+    acc: Any
+
+
+class BackwardCase(NamedTuple):
+    """What the backward is compiled for. `ds`: the stored sum has a gradient of its own."""
+
+    unbiased: Any
+    rms: Any
+    residual: Any
+    dropout: Any
+    ds: Any
+    weight: Any
+    need_x: Any
+    need_weights: Any
+    acc: Any
+
+
 # ----------------------------------------------------------------------------------------- kernels
 
 
 @triton.jit
-def _tile(base, rows, s_row, columns, M, N, ACC: tl.constexpr):
-    """[BM, BLOCK] of a matrix, zero outside of it."""
-    ok = (rows < M)[:, None] & (columns < N)[None, :]
-    return tl.load(base + (rows[:, None] * s_row + columns[None, :]), mask=ok, other=0.0).to(ACC)
+def _tile(base, rows, stride, columns, size, ACC: tl.constexpr):
+    """Loads rows [BM] and columns [BLOCK] of a matrix [M, N], zero outside of it."""
+    ok = (rows < size.M)[:, None] & (columns < size.N)[None, :]
+    return tl.load(base + (rows[:, None] * stride + columns[None, :]), mask=ok, other=0.0).to(ACC)
 
 
 @triton.jit
-def _store_tile(base, rows, s_row, columns, M, N, x):
-    ok = (rows < M)[:, None] & (columns < N)[None, :]
-    pointers = base + (rows[:, None] * s_row + columns[None, :])
+def _store_tile(base, rows, stride, columns, size, x):
+    """Stores x [BM, BLOCK] into rows [BM] and columns [BLOCK] of a matrix [M, N]."""
+    ok = (rows < size.M)[:, None] & (columns < size.N)[None, :]
+    pointers = base + (rows[:, None] * stride + columns[None, :])
     tl.store(pointers, x.to(base.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _vector(base, columns, N, ACC: tl.constexpr):
+    """Loads columns [BLOCK] of a vector [N] as [1, BLOCK], zero outside of it."""
     return tl.load(base + columns, mask=columns < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
-def _affine(xhat, W, B, columns, N, HAS_W: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
+def _affine(xhat, W, B, columns, N, case: tl.constexpr):
+    """Returns weight * xhat + bias, without what there is not."""
     y = xhat
-    if HAS_W:
-        y = y * _vector(W, columns, N, ACC)
-    if HAS_B:
-        y = y + _vector(B, columns, N, ACC)
+    if case.weight:
+        y = y * _vector(W, columns, N, case.acc)
+    if case.bias:
+        y = y + _vector(B, columns, N, case.acc)
     return y
 
 
 @triton.jit
 def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
-    """r, from the sum of the squared deviations."""
+    """Returns r, from the sum of the squared deviations."""
     if UNBIASED:
         return 1.0 / (tl.sqrt(squares / (N - 1)) + eps)
     else:
@@ -107,23 +209,21 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def _sum(
-    X, RES, rows, s_x, s_res, columns, o, M, N, seed, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """s, as it is stored: [BM, BLOCK]."""
-    x = _tile(X, rows, s_x, columns, M, N, ACC)
-    if DROPOUT:
-        x = tl.where(row_dropout_keep(seed, rows, o, threshold, BM, BLOCK), x * inv_keep, 0.0)
-    if RESIDUAL:
-        x = x + _tile(RES, rows, s_res, columns, M, N, ACC)
-        x = x.to(RES.dtype.element_ty).to(ACC)
+def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.constexpr):
+    """Returns s [BM, BLOCK], rounded as it is stored, of the columns from o on."""
+    columns = o + tl.arange(0, tile.columns)
+    x = _tile(inputs.x, rows, strides.x, columns, size, case.acc)
+    if case.dropout:
+        x = drop_rows(x, rows, o, draw)
+    if case.residual:
+        x = x + _tile(inputs.residual, rows, strides.residual, columns, size, case.acc)
+        x = x.to(inputs.residual.dtype.element_ty).to(case.acc)
     return x
 
 
 @triton.jit
 def _mean(total, N, RMS: tl.constexpr):
+    """Returns the mean from the sum; for RMSNorm zero."""
     if RMS:
         return tl.zeros_like(total)
     else:
@@ -132,67 +232,55 @@ def _mean(total, N, RMS: tl.constexpr):
 
 @triton.jit
 def _forward(
-    X, RES, W, B, Y, S, MEAN, R, SEED, s_x, s_res, M, N, eps, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, UNBIASED: tl.constexpr,
-    RMS: tl.constexpr, RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_B: tl.constexpr, ACC: tl.constexpr,
+    inputs, W, B, Y, S, statistics, SEED, strides, size, eps, dropout, tile: tl.constexpr,
+    case: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BM rows: in registers if ONE, else in three walks, of which two hit the
-    cache.
+    """One program owns BM rows. It holds them in registers if they fit, else it walks them three
+    times, twice through the cache.
+
+    Reads the inputs [M, N], W and B [N] and SEED [1]. Writes Y [M, N], beside a residual S [M, N],
+    and the statistics [M].
     """
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    N = size.N
+    i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     rows = i.to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
-    if ONE:
-        x = _sum(
-            X, RES, rows, s_x, s_res, c, 0, M, N, seed, threshold, inv_keep, BM, BLOCK, RESIDUAL,
-            DROPOUT, ACC,
-        )  # fmt: skip
-        if RESIDUAL:
-            _store_tile(S, rows, N, c, M, N, x)
-        mean = _mean(tl.sum(x, 1), N, RMS)
+    c = tl.arange(0, tile.columns)
+    draw = dropout_draw(SEED, dropout, case.dropout)
+    if case.one:
+        x = _sum(inputs, strides, rows, 0, size, draw, tile, case)
+        if case.residual:
+            _store_tile(S, rows, N, c, size, x)
+        mean = _mean(tl.sum(x, 1), N, case.rms)
         x = tl.where((c < N)[None, :], x - mean[:, None], 0.0)
-        r = _reciprocal(tl.sum(x * x, 1), N, eps, UNBIASED)
-        y = _affine(x * r[:, None], W, B, c, N, HAS_W, HAS_B, ACC)
-        _store_tile(Y, rows, N, c, M, N, y)
+        r = _reciprocal(tl.sum(x * x, 1), N, eps, case.unbiased)
+        y = _affine(x * r[:, None], W, B, c, N, case)
+        _store_tile(Y, rows, N, c, size, y)
     else:
-        total = tl.zeros([BM, BLOCK], ACC)
-        if not RMS:
-            for o in tl.range(0, N, BLOCK):
-                total += _sum(
-                    X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
-                    RESIDUAL, DROPOUT, ACC,
-                )  # fmt: skip
-        mean = _mean(tl.sum(total, 1), N, RMS)
-        total = tl.zeros([BM, BLOCK], ACC)
-        for o in tl.range(0, N, BLOCK):
-            x = _sum(
-                X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
-                RESIDUAL, DROPOUT, ACC,
-            )  # fmt: skip
+        total = tl.zeros([tile.rows, tile.columns], case.acc)
+        if not case.rms:
+            for o in tl.range(0, N, tile.columns):
+                total += _sum(inputs, strides, rows, o, size, draw, tile, case)
+        mean = _mean(tl.sum(total, 1), N, case.rms)
+        total = tl.zeros([tile.rows, tile.columns], case.acc)
+        for o in tl.range(0, N, tile.columns):
+            x = _sum(inputs, strides, rows, o, size, draw, tile, case)
             x = tl.where((o + c < N)[None, :], x - mean[:, None], 0.0)
             total += x * x
-        r = _reciprocal(tl.sum(total, 1), N, eps, UNBIASED)
-        for o in tl.range(0, N, BLOCK):
-            x = _sum(
-                X, RES, rows, s_x, s_res, o + c, o, M, N, seed, threshold, inv_keep, BM, BLOCK,
-                RESIDUAL, DROPOUT, ACC,
-            )  # fmt: skip
-            if RESIDUAL:
-                _store_tile(S, rows, N, o + c, M, N, x)
+        r = _reciprocal(tl.sum(total, 1), N, eps, case.unbiased)
+        for o in tl.range(0, N, tile.columns):
+            x = _sum(inputs, strides, rows, o, size, draw, tile, case)
+            if case.residual:
+                _store_tile(S, rows, N, o + c, size, x)
             xhat = (x - mean[:, None]) * r[:, None]
-            y = _affine(xhat, W, B, o + c, N, HAS_W, HAS_B, ACC)
-            _store_tile(Y, rows, N, o + c, M, N, y)
-    tl.store(MEAN + i, mean, mask=i < M)
-    tl.store(R + i, r, mask=i < M)
+            y = _affine(xhat, W, B, o + c, N, case)
+            _store_tile(Y, rows, N, o + c, size, y)
+    tl.store(statistics.mean + i, mean, mask=i < size.M)
+    tl.store(statistics.reciprocal + i, r, mask=i < size.M)
 
 
 @triton.jit
 def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
-    """c, from sum(g * xhat). A constant row has s = 0 and xhat = 0: its c is 0."""
+    """Returns c, from sum(g * xhat). A constant row has s = 0 and xhat = 0: its c is 0."""
     if UNBIASED:
         return products / ((N - 1) * tl.maximum(1.0 - eps * r, 1e-30))
     else:
@@ -200,214 +288,335 @@ def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(dy, W, columns, N, HAS_W: tl.constexpr, ACC: tl.constexpr):
-    """g = weight * dy"""
-    if HAS_W:
-        dy = dy * _vector(W, columns, N, ACC)
+def _scaled(dy, W, columns, N, case: tl.constexpr):
+    """Returns g = weight * dy."""
+    if case.weight:
+        dy = dy * _vector(W, columns, N, case.acc)
     return dy
 
 
 @triton.jit
-def _store_gradients(
-    DX, DIN, DS, dx, rows, s_ds, columns, o, M, N, seed, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, HAS_DS: tl.constexpr, RESIDUAL: tl.constexpr,
-    DROPOUT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """dx + ds, which is the residual's gradient, and times Z the input's."""
-    if HAS_DS:
-        dx += _tile(DS, rows, s_ds, columns, M, N, ACC)
-    _store_tile(DX, rows, N, columns, M, N, dx)
-    if RESIDUAL:
-        if DROPOUT:
-            dx = tl.where(row_dropout_keep(seed, rows, o, threshold, BM, BLOCK), dx * inv_keep, 0.0)
-        _store_tile(DIN, rows, N, columns, M, N, dx)
+def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.constexpr):
+    """Stores dx + ds, the residual's gradient, and that times Z, the input's, for the columns from
+    o on. dx is [BM, BLOCK]; stride is that of ds.
+    """
+    columns = o + tl.arange(0, dx.shape[1])
+    if case.ds:
+        dx += _tile(gradients.ds, rows, stride, columns, size, case.acc)
+    _store_tile(gradients.dx, rows, size.N, columns, size, dx)
+    if case.residual:
+        if case.dropout:
+            dx = drop_rows(dx, rows, o, draw)
+        _store_tile(gradients.dinput, rows, size.N, columns, size, dx)
 
 
 @triton.jit
 def _backward(
-    X, W, DY, DS, DX, DIN, DW, DB, MEAN, R, SEED, s_x, s_dy, s_ds, M, N, eps, threshold, inv_keep,
-    rows_per_program,
-    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, RMS: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_DS: tl.constexpr, HAS_W: tl.constexpr,
-    NEED_X: tl.constexpr, NEED_W: tl.constexpr, ACC: tl.constexpr,
+    X, W, DY, gradients, sums, statistics, SEED, strides, size, eps, dropout, rows_per_program,
+    tile: tl.constexpr, case: tl.constexpr,
 ):  # fmt: skip
-    """One program owns a fixed run of rows, dx of each and the sums of dweight and dbias over all
+    """One program owns a fixed run of rows: dx of each, and the sums of dweight and dbias over all
     of them.
+
+    Reads X and DY [M, N], W [N], the statistics [M] and SEED [1].
     """
+    N = size.N
     first = tl.program_id(0) * rows_per_program
-    end = tl.minimum(M, first + rows_per_program)
-    c = tl.arange(0, BLOCK)
-    dw = tl.zeros([BLOCK], ACC)
-    db = tl.zeros([BLOCK], ACC)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
-    for o in tl.range(0, rows_per_program, BM):
-        i = first + o + tl.arange(0, BM)
+    end = tl.minimum(size.M, first + rows_per_program)
+    own = Size(end, N)
+    c = tl.arange(0, tile.columns)
+    dw = tl.zeros([tile.columns], case.acc)
+    db = tl.zeros([tile.columns], case.acc)
+    draw = dropout_draw(SEED, dropout, case.dropout)
+    for o in tl.range(0, rows_per_program, tile.rows):
+        i = first + o + tl.arange(0, tile.rows)
         rows = i.to(tl.int64)
-        dy = _tile(DY, rows, s_dy, c, end, N, ACC)
-        mean = tl.load(MEAN + i, mask=i < end, other=0.0)
-        r = tl.load(R + i, mask=i < end, other=0.0)[:, None]
-        xhat = (_tile(X, rows, s_x, c, end, N, ACC) - mean[:, None]) * r
-        if NEED_X:
-            g = _scaled(dy, W, c, N, HAS_W, ACC)  # zero past N, whatever xhat is there
-            coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, UNBIASED)
-            dx = (g - _mean(tl.sum(g, 1), N, RMS)[:, None] - xhat * coefficient) * r
-            _store_gradients(
-                DX, DIN, DS, dx, rows, s_ds, c, 0, end, N, seed, threshold, inv_keep, BM, BLOCK,
-                HAS_DS, RESIDUAL, DROPOUT, ACC,
-            )  # fmt: skip
-        if NEED_W:
+        dy = _tile(DY, rows, strides.dy, c, own, case.acc)
+        mean = tl.load(statistics.mean + i, mask=i < end, other=0.0)
+        r = tl.load(statistics.reciprocal + i, mask=i < end, other=0.0)[:, None]
+        xhat = (_tile(X, rows, strides.x, c, own, case.acc) - mean[:, None]) * r
+        if case.need_x:
+            g = _scaled(dy, W, c, N, case)  # zero past N, whatever xhat is there
+            coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, case.unbiased)
+            dx = (g - _mean(tl.sum(g, 1), N, case.rms)[:, None] - xhat * coefficient) * r
+            _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
+        if case.need_weights:
             dw += tl.sum(dy * xhat, 0)
             db += tl.sum(dy, 0)
-    if NEED_W:
+    if case.need_weights:
         partial = tl.program_id(0).to(tl.int64) * N
-        tl.store(DW + partial + c, dw, mask=c < N)
-        tl.store(DB + partial + c, db, mask=c < N)
+        tl.store(sums.weight + partial + c, dw, mask=c < N)
+        tl.store(sums.bias + partial + c, db, mask=c < N)
 
 
 @triton.jit
 def _backward_wide_dx(
-    X, W, DY, DS, DX, DIN, MEAN, R, SEED, s_x, s_dy, s_ds, M, N, eps, threshold, inv_keep,
-    BM: tl.constexpr, BLOCK: tl.constexpr, UNBIASED: tl.constexpr, RMS: tl.constexpr,
-    RESIDUAL: tl.constexpr, DROPOUT: tl.constexpr, HAS_DS: tl.constexpr, HAS_W: tl.constexpr,
-    ACC: tl.constexpr,
+    X, W, DY, gradients, statistics, SEED, strides, size, eps, dropout, tile: tl.constexpr,
+    case: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BM rows wider than a block: one walk for the two sums, one for dx."""
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    """One program owns BM rows wider than a block: it walks them for the two sums, then for dx.
+
+    Reads X and DY [M, N], W [N], the statistics [M] and SEED [1].
+    """
+    N = size.N
+    i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     rows = i.to(tl.int64)
-    mean = tl.load(MEAN + i, mask=i < M, other=0.0)[:, None]
-    r = tl.load(R + i, mask=i < M, other=0.0)[:, None]
-    c = tl.arange(0, BLOCK)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
-    products = tl.zeros([BM, BLOCK], ACC)
-    sums = tl.zeros([BM, BLOCK], ACC)
-    for o in tl.range(0, N, BLOCK):
-        g = _scaled(_tile(DY, rows, s_dy, o + c, M, N, ACC), W, o + c, N, HAS_W, ACC)
-        products += g * (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
-        sums += g
-    coefficient = _coefficient(tl.sum(products, 1)[:, None], r, N, eps, UNBIASED)
-    shift = _mean(tl.sum(sums, 1), N, RMS)[:, None]
-    for o in tl.range(0, N, BLOCK):
-        g = _scaled(_tile(DY, rows, s_dy, o + c, M, N, ACC), W, o + c, N, HAS_W, ACC)
-        xhat = (_tile(X, rows, s_x, o + c, M, N, ACC) - mean) * r
-        _store_gradients(
-            DX, DIN, DS, (g - shift - xhat * coefficient) * r, rows, s_ds, o + c, o, M, N, seed,
-            threshold, inv_keep, BM, BLOCK, HAS_DS, RESIDUAL, DROPOUT, ACC,
-        )  # fmt: skip
+    mean = tl.load(statistics.mean + i, mask=i < size.M, other=0.0)[:, None]
+    r = tl.load(statistics.reciprocal + i, mask=i < size.M, other=0.0)[:, None]
+    c = tl.arange(0, tile.columns)
+    draw = dropout_draw(SEED, dropout, case.dropout)
+    products = tl.zeros([tile.rows, tile.columns], case.acc)
+    total = tl.zeros([tile.rows, tile.columns], case.acc)
+    for o in tl.range(0, N, tile.columns):
+        g = _scaled(_tile(DY, rows, strides.dy, o + c, size, case.acc), W, o + c, N, case)
+        products += g * (_tile(X, rows, strides.x, o + c, size, case.acc) - mean) * r
+        total += g
+    coefficient = _coefficient(tl.sum(products, 1)[:, None], r, N, eps, case.unbiased)
+    shift = _mean(tl.sum(total, 1), N, case.rms)[:, None]
+    for o in tl.range(0, N, tile.columns):
+        g = _scaled(_tile(DY, rows, strides.dy, o + c, size, case.acc), W, o + c, N, case)
+        xhat = (_tile(X, rows, strides.x, o + c, size, case.acc) - mean) * r
+        dx = (g - shift - xhat * coefficient) * r
+        _store_gradients(gradients, dx, rows, o, strides.ds, size, draw, case)
 
 
 @triton.jit
 def _backward_wide_weights(
-    X, DY, DW, DB, MEAN, R, s_x, s_dy, M, N, rows_per_program,
-    BM: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    X, DY, sums, statistics, stride_x, stride_dy, size, rows_per_program, tile: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias."""
+    """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias.
+
+    Reads X and DY [M, N] and the statistics [M].
+    """
     first = tl.program_id(0) * rows_per_program
-    end = tl.minimum(M, first + rows_per_program)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dw = tl.zeros([BM, BLOCK], ACC)
-    db = tl.zeros([BM, BLOCK], ACC)
-    for o in tl.range(0, rows_per_program, BM):
-        i = first + o + tl.arange(0, BM)
+    end = tl.minimum(size.M, first + rows_per_program)
+    own = Size(end, size.N)
+    c = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
+    dw = tl.zeros([tile.rows, tile.columns], ACC)
+    db = tl.zeros([tile.rows, tile.columns], ACC)
+    for o in tl.range(0, rows_per_program, tile.rows):
+        i = first + o + tl.arange(0, tile.rows)
         rows = i.to(tl.int64)
-        mean = tl.load(MEAN + i, mask=i < end, other=0.0)[:, None]
-        r = tl.load(R + i, mask=i < end, other=0.0)[:, None]
-        dy = _tile(DY, rows, s_dy, c, end, N, ACC)
-        dw += dy * (_tile(X, rows, s_x, c, end, N, ACC) - mean) * r
+        mean = tl.load(statistics.mean + i, mask=i < end, other=0.0)[:, None]
+        r = tl.load(statistics.reciprocal + i, mask=i < end, other=0.0)[:, None]
+        dy = _tile(DY, rows, stride_dy, c, own, ACC)
+        dw += dy * (_tile(X, rows, stride_x, c, own, ACC) - mean) * r
         db += dy
-    partial = tl.program_id(0).to(tl.int64) * N
-    tl.store(DW + partial + c, tl.sum(dw, 0), mask=c < N)
-    tl.store(DB + partial + c, tl.sum(db, 0), mask=c < N)
+    partial = tl.program_id(0).to(tl.int64) * size.N
+    tl.store(sums.weight + partial + c, tl.sum(dw, 0), mask=c < size.N)
+    tl.store(sums.bias + partial + c, tl.sum(db, 0), mask=c < size.N)
 
 
 # --------------------------------------------------------------------------------------- launchers
 
-
-def _rows(x: Tensor, n: int) -> Tensor:
-    """x as [M, N] with a unit last stride, without a copy where its strides allow it."""
-    return unit_stride(x.reshape(-1, n))
+GROUPS = dict(inputs=Inputs, statistics=Statistics, gradients=Gradients, sums=Sums)
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+class Options(NamedTuple):
+    """What a call computes, beside its tensors. n: the features of a row."""
+
+    n: int
+    eps: float
+    unbiased: bool = False
+    rms: bool = False
+    dropout_p: float = 0.0
+
+
+class _Forward:
+    """The launch of a forward, and what its outputs look like."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        options: Options,
+    ) -> None:
+        n = options.n
+        rows, self.dtype = x.numel() // n, accumulator(x)
+        self.like, self.statistics = dense(x.shape), dense([rows])
+        tiles = configuration(n, architecture(x.device))
+        case = ForwardCase(
+            one=n <= tiles.columns,
+            unbiased=options.unbiased,
+            rms=options.rms,
+            residual=residual is not None,
+            dropout=options.dropout_p > 0,
+            weight=weight is not None,
+            bias=bias is not None,
+            acc=triton_dtype(self.dtype),
+        )
+        arguments = dict(
+            strides=ForwardStrides(
+                row_stride(x, n), row_stride(x if residual is None else residual, n)
+            ),
+            size=Size(rows, n),
+            eps=options.eps,
+            dropout=dropout_arguments(options.dropout_p),
+            tile=constants(tiles),
+            case=constants(case),
+        )
+        grid = (triton.cdiv(rows, tiles.rows),)
+        self.launch = Launch(_forward, grid, arguments, tiles.warps, groups=GROUPS)
 
 
 def _run_forward(
-    x: Tensor, residual: Tensor | None, n: int, weight: Tensor | None, bias: Tensor | None,
-    eps: float, unbiased: bool, rms: bool, dropout_p: float, seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, s, mean [M], r [M]); s is empty where there is no residual."""
-    y, s = x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape)
-    mean = x.new_empty(x.numel() // n if n else 0, dtype=_accumulator(x))
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns y, s, mean [M] and r [M]; s is x where there is no residual."""
+    if x.numel() == 0:  # an n of 0 included
+        mean = x.new_empty(0, dtype=accumulator(x))
+        return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
+    key = (
+        "layer_norm", options, x.device, layout(x), layout(residual), layout(weight), layout(bias),
+        alignment(seed),
+    )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        given = x, residual, weight, bias
+        made: Any = (
+            *(t if t is None else as_rows(t, options.n) for t in given[:2]),
+            *(t if t is None else t.contiguous() for t in given[2:]),
+        )
+        if any(a is not b for a, b in zip(given, made)):
+            x, residual, weight, bias = made
+            return _run_forward(x, residual, weight, bias, seed, options)
+        plan = remembered(key, _Forward(x, residual, weight, bias, options))
+    y = x.new_empty_strided(*plan.like)
+    s = x if residual is None else x.new_empty_strided(*plan.like)
+    mean = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
     reciprocal = torch.empty_like(mean)
-    if x.numel() == 0:
-        return y, s, mean, reciprocal
-    rows = _rows(x, n)
-    other = rows if residual is None else _rows(residual, n)
-    tiles = configuration(n, architecture(x.device))
     with on_device(x):
-        _forward[(triton.cdiv(rows.shape[0], tiles.BM),)](
-            rows, other, x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), y, s, mean, reciprocal,
-            x if seed is None else seed, rows.stride(0), other.stride(0), rows.shape[0], n, eps,
-            *dropout_arguments(dropout_p), BM=tiles.BM, BLOCK=tiles.BLOCK, ONE=n <= tiles.BLOCK,
-            UNBIASED=unbiased, RMS=rms, RESIDUAL=residual is not None, DROPOUT=dropout_p > 0,
-            HAS_W=weight is not None, HAS_B=bias is not None,
-            ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps,
+        plan.launch(
+            (x, x if residual is None else residual), x if weight is None else weight,
+            x if bias is None else bias, y, s, (mean, reciprocal), x if seed is None else seed,
         )  # fmt: skip
     return y, s, mean, reciprocal
 
 
-def _run_backward(
-    grad: Tensor, grad_sum: Tensor | None, x: Tensor, n: int, weight: Tensor | None, eps: float,
-    unbiased: bool, rms: bool, residual: bool, dropout_p: float, seed: Tensor | None,
-    mean: Tensor, reciprocal: Tensor, need_x: bool, need_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(the gradient of x or of the residual, that of the input beside a residual, the sums for
-    weight and bias [2, N]); what is not needed is empty.
+class _Given(NamedTuple):
+    """The tensors of a backward. x is the saved sum s; grad_sum its own gradient, if it has one."""
+
+    grad: Tensor
+    grad_sum: Tensor | None
+    x: Tensor
+    weight: Tensor | None
+    seed: Tensor | None
+    mean: Tensor
+    reciprocal: Tensor
+
+
+class Needs(NamedTuple):
+    """Whether there was a residual, and which gradients are wanted."""
+
+    residual: bool
+    x: bool
+    weights: bool
+
+
+class _Backward:
+    """The launches of a backward: one for short rows, one for each kind of gradient for wide."""
+
+    def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
+        x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
+        self.rows_kernel: Launch | None = None
+        self.weights_kernel: Launch | None = None
+        rows = x.numel() // n
+        tiles = configuration(n, architecture(x.device))
+        per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
+        runs = triton.cdiv(rows, per_program)
+        self.partial = (2, runs if needs.weights else 0, n)
+        size = Size(rows, n)
+        tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
+        strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
+        case = BackwardCase(
+            unbiased=options.unbiased,
+            rms=options.rms,
+            residual=needs.residual,
+            dropout=options.dropout_p > 0,
+            ds=given.grad_sum is not None,
+            weight=given.weight is not None,
+            need_x=needs.x,
+            need_weights=needs.weights,
+            acc=acc,
+        )
+        arguments = dict(
+            strides=strides,
+            size=size,
+            eps=options.eps,
+            dropout=dropout_arguments(options.dropout_p),
+            tile=constants(tiles),
+            case=constants(case),
+        )
+        self.one = n <= tiles.columns
+        if self.one:
+            arguments["rows_per_program"] = per_program
+            self.rows_kernel = Launch(_backward, (runs,), arguments, tiles.warps, groups=GROUPS)
+            return
+        if needs.x:
+            grid: tuple[int, ...] = (triton.cdiv(rows, tiles.rows),)
+            self.rows_kernel = Launch(
+                _backward_wide_dx, grid, arguments, tiles.warps, groups=GROUPS
+            )
+        if needs.weights:
+            wide = WIDE_WEIGHTS
+            arguments = dict(
+                stride_x=strides.x,
+                stride_dy=strides.dy,
+                size=size,
+                rows_per_program=per_program,
+                tile=constants(wide),
+                ACC=acc,
+            )
+            grid = (runs, triton.cdiv(n, wide.columns))
+            self.weights_kernel = Launch(
+                _backward_wide_weights, grid, arguments, wide.warps, groups=GROUPS
+            )
+
+
+def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of x or of the residual, that of the input beside a residual, and the
+    sums for weight and bias [2, N]; what is not needed is empty.
     """
-    dx = x.new_empty(x.shape if need_x else 0)
-    din = x.new_empty(x.shape if need_x and residual else 0)
+    grad, grad_sum, x, weight, seed, mean, reciprocal = given
+    dx = x.new_empty(x.shape if needs.x else 0)
+    dinput = x.new_empty(x.shape if needs.x and needs.residual else 0)
     if x.numel() == 0:
-        return dx, din, mean.new_zeros(2, n)
-    rows, dy = _rows(x, n), _rows(grad, n)
-    ds = dy if grad_sum is None else _rows(grad_sum, n)
-    tiles = configuration(n, architecture(x.device))
-    per_program = max(tiles.BM, triton.cdiv(rows.shape[0], PARTIAL_SUMS))
-    runs = triton.cdiv(rows.shape[0], per_program)
-    partial = mean.new_empty(2, runs if need_weights else 0, n)
-    w = x if weight is None else weight.contiguous()
-    constants = dict(ACC=getattr(tl, str(mean.dtype)[6:]), num_warps=tiles.warps)
-    flags = dict(
-        UNBIASED=unbiased, RMS=rms, RESIDUAL=residual, DROPOUT=dropout_p > 0,
-        HAS_DS=grad_sum is not None, HAS_W=weight is not None,
+        return dx, dinput, mean.new_zeros(2, options.n)
+    key = (
+        "layer_norm backward", options, needs, x.device, layout(grad), layout(grad_sum), layout(x),
+        layout(weight), alignment(seed), layout(mean), layout(reciprocal),
     )  # fmt: skip
-    strides = rows.stride(0), dy.stride(0), ds.stride(0)
-    dropout = dropout_arguments(dropout_p)
-    statistics = mean, reciprocal, x if seed is None else seed
+    plan = plans.get(key)
+    if plan is None:
+        made: Any = (
+            *(t if t is None else as_rows(t, options.n) for t in given[:3]),
+            *(t if t is None else t.contiguous() for t in given[3:]),
+        )
+        if any(a is not b for a, b in zip(given, made)):
+            return _run_backward(_Given(*made), options, needs)
+        plan = remembered(key, _Backward(given, options, needs))
+    partial = mean.new_empty(plan.partial)
+    sums, statistics = tuple(partial.unbind()), (mean, reciprocal)
+    gradients = grad if grad_sum is None else grad_sum, dx, dinput
+    read = x, x if weight is None else weight, grad
+    seed = x if seed is None else seed
     with on_device(x):
-        if n <= tiles.BLOCK:
-            _backward[(runs,)](
-                rows, w, dy, ds, dx, din, partial[0], partial[1], *statistics, *strides,
-                rows.shape[0], n, eps, *dropout, per_program, BM=tiles.BM, BLOCK=tiles.BLOCK,
-                NEED_X=need_x, NEED_W=need_weights, **flags, **constants,
-            )  # fmt: skip
+        if plan.one:
+            plan.rows_kernel(*read, gradients, sums, statistics, seed)
         else:
-            if need_x:
-                _backward_wide_dx[(triton.cdiv(rows.shape[0], tiles.BM),)](
-                    rows, w, dy, ds, dx, din, *statistics, *strides, rows.shape[0], n, eps,
-                    *dropout, BM=tiles.BM, BLOCK=tiles.BLOCK, **flags, **constants,
-                )  # fmt: skip
-            if need_weights:
-                _backward_wide_weights[(runs, triton.cdiv(n, WIDE_WEIGHTS.BLOCK))](
-                    rows, dy, partial[0], partial[1], mean, reciprocal, *strides[:2],
-                    rows.shape[0], n, per_program, BM=WIDE_WEIGHTS.BM, BLOCK=WIDE_WEIGHTS.BLOCK,
-                    ACC=constants["ACC"], num_warps=WIDE_WEIGHTS.warps,
-                )  # fmt: skip
-    return dx, din, partial.sum(1)
+            if needs.x:
+                plan.rows_kernel(*read, gradients, statistics, seed)
+            if needs.weights:
+                plan.weights_kernel(x, grad, sums, statistics)
+    return dx, dinput, partial.sum(1)
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
@@ -435,7 +644,7 @@ def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
 
 def _statistics(input: Tensor, normalized_shape: list[int]) -> Tensor:
     rows = math.prod(input.shape[: input.dim() - len(normalized_shape)])
-    return input.new_empty(rows, dtype=_accumulator(input))
+    return input.new_empty(rows, dtype=accumulator(input))
 
 
 def _fake(input, normalized_shape, *_):
@@ -451,8 +660,8 @@ def _fake(input, normalized_shape, *_):
 )
 def forward(input, normalized_shape, weight, bias, eps, unbiased):
     """Launches the forward: (output, mean [M], r [M])."""
-    n = math.prod(normalized_shape)
-    y, _, mean, r = _run_forward(input, None, n, weight, bias, eps, unbiased, False, 0.0, None)
+    options = Options(math.prod(normalized_shape), eps, unbiased)
+    y, _, mean, r = _run_forward(input, None, weight, bias, None, options)
     return y, mean, r
 
 
@@ -474,10 +683,12 @@ def backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
     """Launches dx and the first stage of the weight gradients, and sums their partial sums."""
+    options = Options(math.prod(normalized_shape), eps, unbiased)
     dx, _, sums = _run_backward(
-        grad_output, None, input, math.prod(normalized_shape), weight, eps, unbiased, False, False,
-        0.0, None, mean, reciprocal, needs[0], needs[1] or needs[2],
-    )  # fmt: skip
+        _Given(grad_output, None, input, weight, None, mean, reciprocal),
+        options,
+        Needs(False, needs[0], needs[1] or needs[2]),
+    )
     return dx, _as(sums[0], needs[1], weight, dx), _as(sums[1], needs[2], bias, dx)
 
 
@@ -495,8 +706,8 @@ def _fake_rms(input, normalized_shape, *_):
 )
 def rms_forward(input, normalized_shape, weight, eps):
     """Launches the forward: (output, r [M])."""
-    n = math.prod(normalized_shape)
-    y, _, _, r = _run_forward(input, None, n, weight, None, eps, False, True, 0.0, None)
+    options = Options(math.prod(normalized_shape), eps, rms=True)
+    y, _, _, r = _run_forward(input, None, weight, None, None, options)
     return y, r
 
 
@@ -512,10 +723,13 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
     """As `backward`, with a mean of zero."""
+    options = Options(math.prod(normalized_shape), eps, rms=True)
+    mean = torch.zeros_like(reciprocal)
     dx, _, sums = _run_backward(
-        grad_output, None, input, math.prod(normalized_shape), weight, eps, False, True, False,
-        0.0, None, torch.zeros_like(reciprocal), reciprocal, needs[0], needs[1],
-    )  # fmt: skip
+        _Given(grad_output, None, input, weight, None, mean, reciprocal),
+        options,
+        Needs(False, needs[0], needs[1]),
+    )
     return dx, _as(sums[0], needs[1], weight, dx)
 
 
@@ -542,10 +756,8 @@ def _fake_add(input, residual, weight, *_):
 )
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed):
     """Launches the forward: (normalized, residual_out, mean [M], r [M])."""
-    return _run_forward(
-        input, residual, weight.numel(), weight, bias, eps, unbiased, False, dropout_p,
-        dropout_seed,
-    )  # fmt: skip
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
+    return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
 def _fake_add_backward(
@@ -571,9 +783,12 @@ def add_backward(
     residual_out, mean, reciprocal, needs,
 ):  # fmt: skip
     """One pass for both gradients and the first stage of the weights', as in `backward`."""
-    dx, din, sums = _run_backward(
-        grad_normalized, grad_residual_out, residual_out, weight.numel(), weight, eps, unbiased,
-        False, True, dropout_p, dropout_seed, mean, reciprocal, needs[0] or needs[1],
-        needs[2] or needs[3],
-    )  # fmt: skip
-    return din, dx, _as(sums[0], needs[2], weight, dx), _as(sums[1], needs[3], bias, dx)
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
+    dx, dinput, sums = _run_backward(
+        _Given(
+            grad_normalized, grad_residual_out, residual_out, weight, dropout_seed, mean, reciprocal
+        ),
+        options,
+        Needs(True, needs[0] or needs[1], needs[2] or needs[3]),
+    )
+    return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[1], needs[3], bias, dx)

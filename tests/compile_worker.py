@@ -187,7 +187,8 @@ class Recorder:
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
-        blocks = {name: given[name] for name in ("BM", "BN", "BK", "BLOCK") if name in given}
+        sides = ("BM", "BN", "BK", "rows", "columns", "features", "BLOCK")
+        blocks = {name: given[name] for name in sides if name in given}
         self.records.append(
             dict(
                 kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),

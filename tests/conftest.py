@@ -114,23 +114,32 @@ def against_oracle():
     return check_against_oracle
 
 
+@pytest.fixture(autouse=True)
+def launches_of_its_own():
+    """No launch is remembered past a test, which may have changed what launches are made from."""
+    yield
+    launch = sys.modules.get("fastformer.kernels.launch")
+    if launch is not None:
+        launch.plans.clear()
+
+
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
     """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the
     test, in every kernel that calls it (interpreter only). `module` may be a package: the function
-    is then looked for in its modules.
+    is then looked for in its modules; what all kernels share is found from each.
     """
     if torch.cuda.is_available():
         pytest.skip("bugs are planted in the interpreted kernels")
 
-    from fastformer.kernels import launch
+    from fastformer.kernels import common, launch
 
     def modules():
         return [m for n, m in sys.modules.items() if n.startswith("fastformer.kernels.")]
 
     def plant(module, name, old, new):
         of_module = [m for m in modules() if f"{m.__name__}.".startswith(f"{module.__name__}.")]
-        kernel = next(vars(m)[name] for m in of_module if name in vars(m))
+        kernel = next(vars(m)[name] for m in (*of_module, common) if name in vars(m))
         source = inspect.getsource(kernel.fn)
         assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}"
         path = str(tmp_path / f"{name}.py")
@@ -219,12 +228,12 @@ def small_tiles():
             patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))
             patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
             patch.setattr(fed, "GROUP_ROWS", 2)  # three row blocks fill one and a half
-            patch.setattr(fed, "ELEMENTWISE", (16, 16))
+            patch.setattr(fed, "ELEMENTWISE", fed.Tile(16, 16))
             patch.setattr(norm, "ONE_BLOCK", 16)
             patch.setattr(norm, "configuration", lambda n, arch: norm.Tiles(2, 16, 4))
             patch.setattr(norm, "PARTIAL_SUMS", 2)
             patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
-            patch.setattr(embedding, "configuration", lambda *_: (4, 16))
+            patch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
             patch.setattr(cross_entropy, "CHUNK", 4)
             launch.plans.clear()

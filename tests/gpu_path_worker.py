@@ -237,16 +237,13 @@ class Worker:
         torch.autograd.grad(output, list(leaves.values()), torch.randn_like(output))
 
     @contextlib.contextmanager
-    def nothing_new(self, remembered: bool) -> Iterator[None]:
-        """Nothing is compiled or loaded within; nor, where launches are remembered, does any go
-        through Triton.
-        """
+    def nothing_new(self) -> Iterator[None]:
+        """Nothing is compiled or loaded within, nor does a launch go through Triton."""
         loaded, through_triton = self.gpu.loaded, self.through_triton
         yield
         assert self.gpu.loaded == loaded, f"{self.gpu.loaded - loaded} kernels are loaded again"
-        if remembered:
-            again = self.through_triton - through_triton
-            assert again == 0, f"{again} launches that are known go through Triton"
+        again = self.through_triton - through_triton
+        assert again == 0, f"{again} launches that are known go through Triton"
 
     def call(self, case: cases.Case, layout: str, seed: int) -> None:
         """Forward and backward, on a stream of its own."""
@@ -261,8 +258,7 @@ class Worker:
         """Each layout, and then each once more, when all of them are known."""
         case = cases.CASES[name]
         for known in (False, True):
-            remembered = known and "attention" in case.op
-            with self.nothing_new(remembered) if known else contextlib.nullcontext():
+            with self.nothing_new() if known else contextlib.nullcontext():
                 for i, layout in enumerate(case.layouts):
                     self.call(case, layout, seed=2 * i + known)
 
@@ -282,13 +278,12 @@ class Worker:
             raise AssertionError(f"{other}: the error of a launch is lost")
         finally:
             self.launches.failing = False
-        remembered = "attention" in case.op
-        with self.nothing_new(remembered):
+        with self.nothing_new():
             self.call(case, "dense", seed=2)
         for kernel in self.kernels:
             kernel.device_caches.clear()
         gc.collect()  # those that nothing else holds are unloaded
-        with self.nothing_new(remembered) if remembered else contextlib.nullcontext():
+        with self.nothing_new():
             self.call(case, "dense", seed=3)
 
     def hooks(self, name: str) -> None:
@@ -303,7 +298,7 @@ class Worker:
         finally:
             hook.remove(told.append)
         assert len(told) == self.gpu.launches - before, f"{len(told)} launches are told"
-        with self.nothing_new("attention" in case.op):
+        with self.nothing_new():
             self.call(case, "dense", seed=3)
 
     def empty(self, name: str, what: str, dim: int) -> None:

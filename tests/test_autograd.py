@@ -342,8 +342,8 @@ def test_compiled_dropout_draws_anew_and_obeys_the_seed(backend, device):
 def test_a_compiled_function_follows_use_backend(device, monkeypatch):
     layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
     launched = []
-    original = layer_norm._rows
-    monkeypatch.setattr(layer_norm, "_rows", lambda *a: launched.append(a) or original(*a))
+    original = layer_norm.on_device
+    monkeypatch.setattr(layer_norm, "on_device", lambda *a: launched.append(a) or original(*a))
     compiled = torch.compile(lambda x: ff.layer_norm(x, 8), fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 8, device=device)
     with use_backend("reference"):

@@ -213,8 +213,8 @@ def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
     x = torch.randn(3, 8, requires_grad=True)
     x = x.cuda() if torch.cuda.is_available() else x
     launched = []
-    original = layer_norm._rows
-    monkeypatch.setattr(layer_norm, "_rows", lambda *a: launched.append(a) or original(*a))
+    original = layer_norm.on_device
+    monkeypatch.setattr(layer_norm, "on_device", lambda *a: launched.append(a) or original(*a))
     with use_backend("triton"):
         y = ff.layer_norm(x, 8)
     before = len(launched)

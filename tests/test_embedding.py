@@ -185,7 +185,7 @@ BUGS = PLANTED["embedding"]
 def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_check, bug):
     from fastformer.kernels import embedding
 
-    monkeypatch.setattr(embedding, "configuration", lambda *_: (4, 16))
+    monkeypatch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
 
     def check():
         options = {"tokens": ids(3, 7, device=device), "dropout_p": 0.3, "dropout_seed": 3}

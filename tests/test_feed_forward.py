@@ -123,14 +123,13 @@ def test_wide_hidden_rows(device, monkeypatch, width, wide):
     kernels = pytest.importorskip("fastformer.kernels.feed_forward")
     flags = []
 
-    class Launcher:
-        def __getitem__(self, grid):
-            return lambda *_, WIDE, **__: flags.append(WIDE)
+    def launch(kernel, grid, arguments, *_, **__):
+        flags.append(arguments["case"].wide.value)
+        return lambda *pointers: None
 
-    for name in ("_hidden", "_hidden_backward", "_gated", "_gated_backward"):
-        monkeypatch.setattr(kernels, name, Launcher())
+    monkeypatch.setattr(kernels, "Launch", launch)
     monkeypatch.setattr(kernels, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(kernels, "ELEMENTWISE", (256, 256))
+    monkeypatch.setattr(kernels, "ELEMENTWISE", kernels.Tile(256, 256))
     for name, halves in (("", 1), ("geglu_", 2)):
         shapes = (300, 8), (halves * width, 8), (8, width)
         x, w, w_2 = (torch.empty(n, device="meta", requires_grad=True) for n in shapes)

@@ -220,14 +220,14 @@ def test_feed_forward_past_int32(last_program, in_bounds, random):
 
     def run(rows):
         hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None)[1]
-        results = [hidden]
+        results, size = [hidden], fed.Size(rows, FEATURES)
         for kernel, halves in ((fed._hidden_backward, 1), (fed._gated_backward, 2)):
             dh, saved = in_the_end(rows), in_the_end(rows, halves * FEATURES)
             dz, h = torch.empty_like(saved), torch.empty_like(dh)
-            fed._elementwise(kernel, rows, FEATURES, x, (dh, saved, dz, h), "silu", 0.0, None)
+            fed._elementwise(kernel, size, (dh, saved, dz, h), "silu", 0.0, None)
             results += [dz, h]
         z, h = in_the_end(rows, 2 * FEATURES), torch.empty_like(hidden)
-        fed._elementwise(fed._gated, rows, FEATURES, x, (z, h), "silu", 0.0, None)
+        fed._elementwise(fed._gated, size, (z, h), "silu", 0.0, None)
         return *results, h
 
     same_in_the_end(run)

@@ -257,16 +257,6 @@ class MultiHeadedAttention(AliasedModule):
         d_model: features of query, key, value and output.
         dropout: probability that an attention weight is dropped, in training.
 
-    forward(query, key, value, mask): query [B, T, d_model]; key and value [B, S, d_model] ->
-    [B, T, d_model]. mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or
-    [1, T, S], shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
-    dimensions that broadcast to [B, h, T, S]. A query that sees no key gives `linears[3].bias`.
-    Further keywords, as in `scaled_dot_product_attention` with h heads: bias, key_lengths,
-    is_causal, window, causal_alignment, alibi_slopes, softcap.
-
-    In a packed batch query, key and value are [tokens, d_model] and mask is its `Packing`; the call
-    may also have is_causal, window and causal_alignment.
-
     If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
     without dropout, zeros for a query that sees no key. It is False by default: the fused op never
     forms the weights.
@@ -314,6 +304,20 @@ class MultiHeadedAttention(AliasedModule):
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
+
+        Args:
+            query: [B, T, d_model]; in a packed batch [tokens, d_model].
+            key, value: [B, S, d_model]; in a packed batch [tokens, d_model].
+            mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S],
+                shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
+                dimensions that broadcast to [B, h, T, S]. Of a packed batch, its `Packing`.
+            bias, key_lengths, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with h
+                heads; not in a packed batch.
+            is_causal, window, causal_alignment: as there.
+
+        A query that sees no key gives `linears[3].bias`.
+        """
         inputs = {"query": query, "key": key, "value": value}
         options: dict[str, Any] = dict(  # of `scaled_dot_product_attention`
             bias=bias,

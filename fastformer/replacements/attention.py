@@ -70,15 +70,15 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         q, k, v = self._projected(query, key, value)  # [.., S, H, D]
         p = self.dropout if self.training else 0.0
         if seen.packing is not None:
-            at, longest = seen.packing.cu_seqlens, seen.packing.longest
+            offsets, longest = seen.packing.cu_seqlens, seen.packing.longest
             out = functional.packed_attention(
-                q, k, v, at, at, longest, longest, dropout_p=p, is_causal=seen.is_causal
+                q, k, v, offsets, offsets, longest, longest, dropout_p=p, is_causal=seen.is_causal
             ).flatten(-2)
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
-            mask, bias, causal = seen[:3]
-            q = self._heads_first(q)
-            out = functional.scaled_dot_product_attention(q, k, v, mask, p, causal, bias=bias)
+            out = functional.scaled_dot_product_attention(
+                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
+            )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 
@@ -205,6 +205,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
         Every query sees them.
         """
+        if not self._appends_keys():
+            return k, v, seen
         ends: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             ends.append((self.bias_k, self.bias_v))

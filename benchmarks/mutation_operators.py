@@ -16,7 +16,8 @@ tile, which any run shows. No run can show
 - what a masked load of an elementwise kernel gives, where the same mask keeps it from being stored:
   no element meets another one there. (That the mask is there shows, as a read out of bounds.)
 
-Elsewhere what a masked load gives becomes a NaN, as without `other` it may be anything.
+Elsewhere what a masked load gives becomes a NaN, as without `other` it may be anything; and so does
+a number that `tl.where` chooses, as any finite one may do in the place of a NaN.
 
 (For programs in general there are mutmut and cosmic-ray; they know neither masked loads nor
 strides nor the width of an index, and plant into imported modules, where @triton.jit reads a file.)
@@ -103,7 +104,7 @@ class _Walk:
         )
         self.wide: set[str] = set()  # names of what the function holds in the accumulator's type
         self.kept = ""  # the mask of all stores of an elementwise kernel
-        self.others: set[int] = set()  # what a masked load gives
+        self.others: set[int] = set()  # what a masked load gives, or tl.where chooses
         self.passed: set[int] = set()  # nodes of which a change shows in no run
 
     # ---------------------------------------------------------------------------------------- text
@@ -218,7 +219,7 @@ class _Walk:
             self.factor(node, repr(value * 1.05 if value else 1.0))
 
     def factor(self, node: ast.expr, new: str) -> None:
-        new = 'float("nan")' if id(node) in self.others else new
+        new = 'float("nan")' if self.compiled and id(node) in self.others else new
         self.add("another factor", node, new)
 
     def Compare(self, node: ast.Compare, numbers: bool) -> None:
@@ -292,6 +293,7 @@ class _Walk:
             for argument in arguments:
                 self.instead("a guard dropped", node, argument)
         if name == "where" and len(arguments) == 3:
+            self.others.update(map(id, arguments[1:]))
             for argument in arguments[1:]:
                 self.instead("a guard dropped", node, argument)
         if self.text(node) == 'float("-inf")' and id(node) not in self.passed:

@@ -951,7 +951,13 @@ DRAWN_EQUIVALENT = {
 
 # Tests that see most of what an operator changes.
 SEEN_BY = {
-    "int64 dropped": ("test_sizes.py",),
+    "int64 dropped": (
+        "test_sizes.py",
+        *(
+            f"test_{kernel}.py::test_offsets_past_int32"
+            for kernel in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm")
+        ),
+    ),
     "a field left out of a key": (
         "test_attention.py::test_plans_are_told_apart",
         "test_attention.py::test_every_field_of_a_key",

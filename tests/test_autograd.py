@@ -201,6 +201,20 @@ def test_without_a_tangent_the_kernels_run(device, monkeypatch):
     assert len(launched) == 1
 
 
+def test_an_output_that_is_not_used_has_no_gradient(device, monkeypatch):
+    """None, where zeros would be a tensor and a pass over it."""
+    op = "scaled_dot_product_attention"
+    autograd = pytest.importorskip("fastformer.autograd")
+    q = torch.randn(1, 1, 5, 8, device=device, requires_grad=True)
+    with use_backend("triton"):
+        out, _ = getattr(ff, op)(q, q, q, return_lse=True)
+        pair, seen = autograd._pairs[op], []
+        backward = pair.backward
+        monkeypatch.setattr(pair, "backward", lambda *x: seen.append(x[:2]) or backward(*x))
+        out.sum().backward()
+    assert [x is None for x in seen[0]] == [False, True]
+
+
 def test_without_a_gradient_no_graph_is_made(device, monkeypatch):
     """Which costs a call on the host more than the rest of it."""
     autograd = pytest.importorskip("fastformer.autograd")

@@ -118,6 +118,7 @@ REAL = {  # beside them
     "a guard less": ("if EDGE:\n        x = tl.where(a, x, 0.0)", "if False"),
     "always": ("if EDGE:\n        x = x + 1", "if True"),
     "elements that meet": ("tl.store(p, dot(load(p, mask=ok, other=0.0), x), mask=ok)", "nan"),
+    "a number that is chosen": ("y = tl.where(c, x, 0.0)", 'where(c, x, float("nan"))'),
     "another mask": ("tl.store(p, load(p, mask=ok, other=0.0), mask=a)", "nan"),
     "a read out of bounds": ("tl.store(p, load(p, mask=ok, other=0.0), mask=ok)", "load(p)"),
 }

@@ -953,6 +953,7 @@ DRAWN_EQUIVALENT = {
 SEEN_BY = {
     "int64 dropped": (
         "test_sizes.py",
+        "test_attention.py::test_tiles_past_int32",
         *(
             f"test_{kernel}.py::test_offsets_past_int32"
             for kernel in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm")

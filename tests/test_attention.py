@@ -462,6 +462,29 @@ def test_offsets_past_int32(backend, device, spread, far, dim):
         assert torch.equal(near, spread_out)
 
 
+FAR_TILES = [(n, 2) for n in ("query", "key", "value", "gradient", "bias", "attn_mask")]
+
+
+@pytest.mark.parametrize("far, dim", [*FAR_TILES, ("bias", 3), ("attn_mask", 3)])
+def test_tiles_past_int32(device, spread, tiles, far, dim):
+    """Whose first row, or column, already stands past 2^31 elements."""
+    tiles(16, 16)
+    x = qkv(1, 1, sq=33, sk=33, d=16, dtype=torch.bfloat16, device=device)
+    x["bias"] = torch.randn(1, 1, 33, 33, device=device).bfloat16()
+    x["attn_mask"] = torch.rand(1, 1, 33, 33, device=device) > 0.3
+    x["gradient"] = torch.randn_like(x["query"])
+    results = []
+    for inputs in (x, {**x, far: spread(x[far], dim)}):
+        leaves = {k: t.detach() for k, t in inputs.items()}  # the same memory, not a copy
+        gradient, mask = leaves.pop("gradient"), leaves.pop("attn_mask")
+        leaves = {k: t.requires_grad_() for k, t in leaves.items()}
+        with use_backend("triton"):
+            out = functional.scaled_dot_product_attention(**leaves, attn_mask=mask)
+        results.append([out, *torch.autograd.grad(out, list(leaves.values()), gradient)])
+    for near, spread_out in zip(*results):
+        assert torch.equal(near, spread_out)
+
+
 def test_a_length_past_the_keys(device):
     """It is not checked on a GPU: clamped, it never reads out of bounds."""
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")

@@ -298,13 +298,13 @@ def in_bounds(monkeypatch):
 @pytest.fixture
 def work(monkeypatch):
     """work(call): how many kernels the call launches, in how many programs, and how many products
-    of tiles these take (interpreter only).
+    of tiles and loads without a mask these take (interpreter only).
     """
     if torch.cuda.is_available():
         pytest.skip("counted in the interpreter")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    counts = SimpleNamespace(launches=0, programs=0, products=0)
+    counts = SimpleNamespace(launches=0, programs=0, products=0, unmasked=0)
 
     def launch(self, *arguments, former=executor.__call__, **options):
         counts.launches += 1
@@ -315,11 +315,16 @@ def work(monkeypatch):
         counts.products += 1
         return former(self, *operands)
 
+    def load(self, *operands, former=builder.create_load):
+        counts.unmasked += 1
+        return former(self, *operands)
+
     monkeypatch.setattr(executor, "__call__", launch)
     monkeypatch.setattr(builder, "create_dot", product)
+    monkeypatch.setattr(builder, "create_load", load)
 
     def work(call):
-        counts.launches = counts.programs = counts.products = 0
+        counts.launches = counts.programs = counts.products = counts.unmasked = 0
         call()
         return counts
 

@@ -1623,15 +1623,17 @@ WALKED = [  # window, causal_alignment, key_lengths
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("window, alignment, lengths", WALKED, ids=str)
 def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, blocks):
-    """Those that a query may see by length and band, and no other: what a window saves."""
+    """Those that a query may see by length and band, and no other: what a window saves. In the
+    forward those of which every query sees every key need no mask.
+    """
     tiles(*blocks)
     (bm, bn), batch, sq, sk = blocks, 2, 50, 70
-    x = [t.requires_grad_() for t in qkv(b=batch, h=1, sq=sq, sk=sk, d=8, device=device).values()]
+    x = [t.requires_grad_() for t in qkv(b=batch, h=1, sq=sq, sk=sk, d=16, device=device).values()]
     options = {"window": window, "causal_alignment": alignment}
     if lengths is not None:
         options["key_lengths"] = torch.tensor(lengths, device=device)
     left, right = (1000 if n is None else n for n in window or (None, None))
-    of_rows = of_columns = 0
+    of_rows = of_columns = whole = 0
     for length in lengths or [sk] * batch:
         shift = length - sq if alignment == "bottom_right" else 0
         i = torch.arange(-(-sq // bm) * bm)[:, None] + shift  # the last block as a whole
@@ -1639,18 +1641,36 @@ def test_tiles_that_are_walked(device, tiles, work, window, alignment, lengths, 
         band = (j <= i + right) & (j >= i - left)
         for keys, rows in ((length, len(i)), (len(j), sq)):
             seen = band & (j < keys) & (i < rows + shift)
-            seen = seen.view(-1, bm, len(j) // bn, bn).any(3).any(1)
+            seen = seen.view(-1, bm, len(j) // bn, bn).transpose(1, 2).flatten(2)
             if keys == length:
-                of_rows += int(seen.sum())
+                of_rows += int(seen.any(2).sum())
+                whole += int(seen.all(2).sum())
             else:
-                of_columns += int(seen[:, : -(-length // bn)].sum())
+                of_columns += int(seen[:, : -(-length // bn)].any(2).sum())
     with use_backend("triton"):
         out = []
         run = functional.scaled_dot_product_attention
         found = work(lambda: out.append(run(*x, **options)))
         assert (found.launches, found.products) == (1, 2 * of_rows)
+        of_programs = found.programs * (1 if lengths is None else 2)  # the queries; the length
+        assert found.unmasked == of_programs + 2 * whole
         found = work(out[0].sum().backward)
         assert (found.launches, found.products) == (3, 3 * of_rows + 4 * of_columns)
+
+
+def test_tiles_of_a_packed_batch_that_are_walked(device, tiles, work):
+    """No program past the end of its sequence."""
+    tiles(16, 16)
+    queries, keys = (20, 50, 0), (30, 17, 16)
+    x = torch.randn(70, 1, 8, device=device), *torch.randn(2, 63, 1, 8, device=device)
+    x = [t.requires_grad_() for t in x]
+    starts = (torch.tensor([0, *n], device=device).cumsum(0).int() for n in (queries, keys))
+    walked = sum(-(-q // 16) * -(-k // 16) for q, k in zip(queries, keys))
+    out = []
+    with use_backend("triton"):
+        found = work(lambda: out.append(functional.packed_attention(*x, *starts, 50, 30)))
+    assert (found.programs, found.products) == (3 * 4, 2 * walked)
+    assert work(out[0].sum().backward).products == (3 + 4) * walked
 
 
 LAUNCHED = {  # by what has a gradient; the forward, and the kernels of the backward

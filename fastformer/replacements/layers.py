@@ -8,7 +8,7 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -154,10 +154,12 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         )
 
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:
-        parameters = self._one_op_parameters(stream, visibility)
-        if parameters is not None:
-            self._run_as_one_op(stream, visibility, parameters)
-            return
+        if not self.training and _allows_one_op(stream, visibility):
+            arguments = self._one_op_arguments(stream.x.dtype)
+            hidden = visibility.padding
+            if arguments is not None and (hidden is None or not hidden.all(1).any()):
+                self._run_as_one_op(stream, arguments, hidden)
+                return
         attend = self._attention_sublayer("self_attn", visibility)
         with ops_of(self):
             first = self.norm_first
@@ -165,56 +167,53 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             stream.add_sublayer(self._feed_forward_sublayer, self.norm2, self.dropout2, first)
 
     def _run_as_one_op(
-        self, stream: ResidualStream, visibility: Visibility, parameters: list[Tensor]
+        self, stream: ResidualStream, arguments: tuple[Any, ...], padding: Tensor | None
     ) -> None:
-        """Run torch's op of a whole layer, which has less to do around its GEMMs on a CPU."""
-        attention, x = self.self_attn, stream.x  # x: [N, L, E], [L, N, E] or [L, E]
-        sizes = (attention.embed_dim, attention.num_heads)
-        form = (_op_activation(self.activation) == "gelu", self.norm_first, self.norm1.eps)
-        mask = () if visibility.padding is None else (visibility.padding, 1)
-        batched, turned = x.dim() == 3, x.dim() == 3 and not attention.batch_first
+        """Run torch's op of a whole layer, which has less to do around its GEMMs on a CPU.
+
+        At inference, without a mask or with padding [N, S] that leaves each query a key, it
+        computes what the parts of the layer do.
+        """
+        x = stream.x  # [N, L, E], [L, N, E] or [L, E]
+        batched, turned = x.dim() == 3, x.dim() == 3 and not self.self_attn.batch_first
         x = x.transpose(0, 1) if turned else x if batched else x.unsqueeze(0)
+        mask = () if padding is None else (padding, 1)
         layer: Callable[..., Tensor] = torch._transformer_encoder_layer_fwd
-        x = layer(x, *sizes, *parameters[:4], *form, *parameters[4:], *mask)
+        x = layer(x, *arguments, *mask)
         stream.x = x.transpose(0, 1) if turned else x if batched else x.squeeze(0)
         why = "without gradients, on a CPU, torch has the layer as one op"
         record_torch(type(self).__name__, why)
 
-    def _one_op_parameters(
-        self, stream: ResidualStream, visibility: Visibility
-    ) -> list[Tensor] | None:
-        """Return the parameters for torch's op of a whole layer, or None where it must not run.
+    def _one_op_arguments(self, dtype: torch.dtype) -> tuple[Any, ...] | None:
+        """Return the arguments of torch's op of a whole layer that follow x.
 
-        The op computes what the parts do at inference on a CPU, without a mask and with padding
-        that leaves each query a key.
+        Return None if the op does not compute what the parts do, or takes no such parameters.
         """
-        if self.training or not _allows_one_op(stream, visibility):
-            return None
-        if not self._computes_as_one_op():
-            return None
-        parameters, dtype = layer_parameters(self), stream.x.dtype
-        usable = [w for w in parameters if w is not None and w.dtype == dtype]
-        hidden = visibility.padding
-        if len(usable) < len(parameters) or (hidden is not None and hidden.all(1).any()):
-            return None
-        return usable
-
-    def _computes_as_one_op(self) -> bool:
-        """Whether torch's op of a whole layer computes what the parts of this one do."""
+        attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
+        norm1, norm2, linear1, linear2 = parts = _parts(self)
         dropouts = (self.dropout, self.dropout1, self.dropout2)
-        linears = (self.linear1, self.linear2)
-        return (
-            {*map(type, dropouts)} == {nn.Dropout}
-            and {*map(type, linears)} == {nn.Linear}
-            and isinstance(self.norm1, FusedLayerNorm)
-            and isinstance(self.norm2, FusedLayerNorm)
-            and not any(dropout.training for dropout in dropouts)
-            and is_unmodified(self.norm1, self.norm2, *linears, *dropouts)
-            and _op_activation(self.activation) in ("relu", "gelu")
-            and self.norm1.eps == self.norm2.eps
-            and not attention_of(self, "self_attn")._appends_keys()
-            and self.self_attn.num_heads % 2 == 0
+        standard = (
+            isinstance(norm1, FusedLayerNorm)
+            and isinstance(norm2, FusedLayerNorm)
+            and norm1.eps == norm2.eps
+            and type(linear1) is type(linear2) is nn.Linear
+            and activation in ("relu", "gelu")
+            and attention.num_heads % 2 == 0
+            and not attention._appends_keys()
+            and is_unmodified(*parts, *dropouts)
         )
+        if not standard:
+            return None
+        for dropout in dropouts:
+            if type(dropout) is not nn.Dropout or dropout.training:
+                return None
+        parameters = _parameters(attention, parts)
+        for parameter in parameters:
+            if parameter is None or parameter.dtype != dtype:
+                return None
+        sizes = (attention.embed_dim, attention.num_heads)
+        form = (activation == "gelu", self.norm_first, norm1.eps)
+        return *sizes, *parameters[:4], *form, *parameters[4:]
 
 
 def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
@@ -237,10 +236,21 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
 
 
 def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
-    """Return the parameters in the order of torch's op of a whole layer."""
-    attention = layer.self_attn
+    """Return all parameters, in the order of torch's op of a whole layer."""
+    return _parameters(layer.self_attn, _parts(layer))
+
+
+def _parts(
+    layer: nn.TransformerEncoderLayer,
+) -> tuple[nn.LayerNorm, nn.LayerNorm, nn.Linear, nn.Linear]:
+    return layer.norm1, layer.norm2, layer.linear1, layer.linear2
+
+
+def _parameters(
+    attention: nn.MultiheadAttention, parts: Sequence[nn.LayerNorm | nn.Linear]
+) -> list[Tensor | None]:
     parameters: list[Tensor | None] = [attention.in_proj_weight, attention.in_proj_bias]
-    for part in (attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2):
+    for part in (attention.out_proj, *parts):
         parameters += [part.weight, part.bias]
     return parameters
 

@@ -188,7 +188,7 @@ class Recorder:
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
         sides = ("BM", "BN", "BK", "rows", "columns", "features", "BLOCK")
-        blocks = {name: given[name] for name in sides if name in given}
+        blocks = {name: given[name] for name in sides if given.get(name)}
         self.records.append(
             dict(
                 kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),

@@ -2,402 +2,406 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..common import LOG2E, dropout_keep
 from .scores import (
+    Indices,
+    Keys,
     first_row,
     key_row,
     keys_of_rows,
     load_rows,
-    load_slope,
+    locate_head,
     locate_sequence,
-    score_scale,
+    prepare_call,
     scores,
     store_rows,
 )
 
 
+class _Statistics(NamedTuple):
+    """Of rows of S: P = 2^(s - peak - lse), and dS = P (dP - delta). [BM] each; peak may be 0."""
+
+    peak: Any
+    lse: Any
+    delta: Any
+
+
+class Over(NamedTuple):
+    """How many batches and heads share a bias."""
+
+    batches: Any
+    heads: Any
+
+
+class _Rows(NamedTuple):
+    """Rows of a matrix: a pointer to it, their indices, the stride, and which of them exist."""
+
+    base: Any
+    index: Any
+    stride: Any
+    ok: Any
+
+
+# ------------------------------------------------------------------------------------------- delta
+
+
 @triton.jit
 def delta_kernel(
-    O, DO, DLSE, DELTA, s_ob, s_oh, s_om, s_db, s_dh, s_dm, H, Sq,
-    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, HAS_DLSE: tl.constexpr,
-    WIDE: tl.constexpr, ACC: tl.constexpr,
+    O, DO, DLSE, DELTA, output_strides, grad_strides, H, Sq, tile: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . o_i - dlse_i. One program owns BM queries of one (batch, head); a packed
-    batch is one batch of Tq queries.
+    """Compute delta_i = do_i . o_i - dlse_i, [B, H, Sq] as DLSE, from O and DO [B, H, Sq, DV].
+
+    One program owns BM queries of one (batch, head); a packed batch is one batch of Tq queries.
     """
-    blocks = tl.cdiv(Sq, BM)
+    blocks = tl.cdiv(Sq, tile.rows)
     plane = tl.program_id(0) // blocks
-    i0 = tl.program_id(0) % blocks * BM
+    i0 = tl.program_id(0) % blocks * tile.rows
     b = (plane // H).to(tl.int64)
     h = (plane % H).to(tl.int64)
     first = i0.to(tl.int64)
-    i = i0 + tl.arange(0, BM)
-    r = tl.arange(0, BM)
-    if WIDE:
+    i = i0 + tl.arange(0, tile.rows)
+    r = tl.arange(0, tile.rows)
+    if tile.wide:
         r = r.to(tl.int64)
-    o = load_rows(O + b * s_ob + h * s_oh + first * s_om, r, s_om, i < Sq, DV, BDV, True)
-    do = load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, i < Sq, DV, BDV, True)
-    delta = tl.sum(o.to(ACC) * do.to(ACC), 1)
+    o_base = O + b * output_strides.batch + h * output_strides.head + first * output_strides.row
+    ok = i < Sq
+    o = load_rows(o_base, r, output_strides.row, ok, tile.value_dim, tile.value_block, True)
+    do_base = DO + b * grad_strides.batch + h * grad_strides.head + first * grad_strides.row
+    do = load_rows(do_base, r, grad_strides.row, ok, tile.value_dim, tile.value_block, True)
+    delta = tl.sum(o.to(tile.acc) * do.to(tile.acc), 1)
     row = plane.to(tl.int64) * Sq
     if HAS_DLSE:
-        delta -= tl.load(DLSE + row + i, mask=i < Sq, other=0.0)
-    tl.store(DELTA + row + i, delta, mask=i < Sq)
+        delta -= tl.load(DLSE + row + i, mask=ok, other=0.0)
+    tl.store(DELTA + row + i, delta, mask=ok)
+
+
+# --------------------------------------------------------------------------------------- dK and dV
 
 
 @triton.jit
-def _row_statistics(LSE, DELTA, row, i, ok, APART: tl.constexpr):
-    """(peak, lse, delta) of the rows: P = 2^(s - peak - lse). lse is +inf, so that P is zero, for
-    rows past the end and for those that see nothing.
+def _row_statistics(LSE, DELTA, row, i, ok, has: tl.constexpr):
+    """Load the statistics of the rows. lse is +inf, so that P is zero, for rows past the end and
+    for those that see nothing.
 
-    With APART, LSE holds pairs, the maximum and the log-sum; without, lse alone: peak is 0.
+    Beside a bias or ALiBi, LSE holds pairs, the maximum and the log-sum; else lse alone, and the
+    peak is 0.
     """
     delta = tl.load(DELTA + row + i, mask=ok, other=0.0)
-    if APART:
+    if has.bias > 0 or has.alibi:
         peak = tl.load(LSE + (row + i) * 2, mask=ok, other=0.0)
         lse = tl.load(LSE + (row + i) * 2 + 1, mask=ok, other=float("inf"))
-        return peak, lse, tl.where(lse == float("inf"), 0.0, delta)
+        return _Statistics(peak, lse, tl.where(lse == float("inf"), 0.0, delta))
     else:
         lse = tl.load(LSE + row + i, mask=ok, other=float("-inf"))
         empty = lse == float("-inf")
         lse = tl.where(empty, float("inf"), lse * LOG2E)
-        return 0.0, lse, tl.where(empty, 0.0, delta)
+        return _Statistics(0.0, lse, tl.where(empty, 0.0, delta))
 
 
 @triton.jit
 def backward_dkdv_kernel(
-    Q, K, V, DO, DK, DV_, DBIAS, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
-    s_dkb, s_dkg, s_dkn, s_dvb, s_dvg, s_dvn, s_db, s_dh, s_dm,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
-    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
-    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
-    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr, KEY_GRAD: tl.constexpr,
+    inputs, DK, DV, DBIAS, LSE, DELTA, extras, dk_strides, dv_strides, do_strides, strides, sizes,
+    band, factors, tile: tl.constexpr, has: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BN keys of one (batch, key-value head) and walks the queries of its heads,
-    in S^T = k q^T. With KEY_GRAD it also writes sum_i dS of each head, [B, H, Sk].
+    """Compute DK [B, G, Sk, D] and DV [B, G, Sk, DV] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or
+    [B, H, Sq, 2] with the maximum apart.
+
+    One program owns BN keys of one (batch, key-value head) and walks the queries of its heads, in
+    S^T = k q^T. With `has.key_grad` it also writes DBIAS, sum_i dS of each head, [B, H, Sk].
     """
-    blocks = tl.cdiv(Sk, BN)
+    blocks = tl.cdiv(sizes.keys, tile.columns)
     pair = tl.program_id(0) // blocks
-    n0 = tl.program_id(0) % blocks * BN
-    groups = H // GROUP
+    n0 = tl.program_id(0) % blocks * tile.columns
+    groups = sizes.heads // sizes.group
     b = (pair // groups).to(tl.int64)
     g = (pair % groups).to(tl.int64)
-    q0, k0, queries, length = locate_sequence(
-        LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, PACKED
-    )
-    keys = Sk
-    if PACKED:
+    sequence = locate_sequence(extras, sizes, b, has)
+    queries, length, shift = sequence.queries, sequence.length, sequence.shift
+    keys = sizes.keys
+    if has.packed:
         keys = length
         if n0 >= length:
             return
-    shift = 0
-    if BOTTOM:
-        shift = length - queries
-    first = k0 + n0
+    first = sequence.first_key + n0
 
-    j = n0 + tl.arange(0, BN)
-    c = tl.arange(0, BN)
+    j = n0 + tl.arange(0, tile.columns)
+    c = tl.arange(0, tile.columns)
     columns = j
-    if WIDE:
+    if tile.wide:
         c = c.to(tl.int64)
         columns = j.to(tl.int64)
     inside = j < length
-    k = load_rows(K + b * s_kb + g * s_kg + first * s_kn, c, s_kn, inside, D, BD, True)
-    v = load_rows(V + b * s_vb + g * s_vg + first * s_vn, c, s_vn, inside, DV, BDV, True)
-    qk_scale = score_scale(scale, softcap, SOFTCAP)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
+    base = inputs.key + b * strides.key_batch + g * strides.key_head + first * strides.key_row
+    k = load_rows(base, c, strides.key_row, inside, tile.dim, tile.dim_block, True)
+    base = inputs.value + b * strides.value_batch + g * strides.value_head
+    base += first * strides.value_row
+    v = load_rows(base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
+    call = prepare_call(extras, strides, sizes, band, factors, has)
     lo = 0  # the queries that any of these keys is seen by
-    if RIGHT:
-        lo = tl.maximum(n0 - shift - right, 0) // BM * BM
+    if has.right:
+        lo = tl.maximum(n0 - shift - band.right, 0) // tile.rows * tile.rows
     hi = queries
-    if LEFT:
-        hi = tl.minimum(hi, n0 + BN - shift + left)
-    if LENGTH:
+    if has.left:
+        hi = tl.minimum(hi, n0 + tile.columns - shift + band.left)
+    if has.lengths:
         hi = tl.where(n0 < length, hi, 0)
 
-    dk = tl.zeros([BN, BD], ACC)
-    dv = tl.zeros([BN, BDV], ACC)
-    for member in tl.range(0, GROUP):
-        h = g * GROUP + member
-        plane = (b * H + h).to(tl.int32)
-        q_base = Q + b * s_qb + h * s_qh + q0 * s_qm
-        do_base = DO + b * s_db + h * s_dh + q0 * s_dm
-        mask_base = MASKS + b * s_mb + h * s_mh
-        bias_base = BIASES + b * s_bb + h * s_bh
-        slope = load_slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
-        row = first_row(plane, h, q0, q_rows, PACKED)
-        key_ok, key_bias = key_row(
-            mask_base, s_mn, bias_base, s_bn, columns, inside, Sk, MASK, BIAS, True, ACC
-        )
-        if BIAS == 1:
+    dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
+    dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
+    for member in tl.range(0, sizes.group):
+        h = g * sizes.group + member
+        plane = (b * sizes.heads + h).to(tl.int32)
+        q_base = inputs.query + b * strides.query_batch + h * strides.query_head
+        q_base += sequence.first_query * strides.query_row
+        do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
+        do_base += sequence.first_query * do_strides.row
+        head = locate_head(call, sequence, plane, b, h, 0, tile, has)
+        row = first_row(plane, h, sequence, sizes, has)
+        key_ok, key_bias = key_row(head, columns, inside, tile, has, True)
+        if has.bias == 1:
             key_bias = key_bias[:, None]
-        dbias = tl.zeros([BN], ACC)
-        for i0 in tl.range(lo, hi, BM):
-            i0 = tl.multiple_of(i0, BM)
-            i = i0 + tl.arange(0, BM)
+        dbias = tl.zeros([tile.columns], tile.acc)
+        for i0 in tl.range(lo, hi, tile.rows):
+            i0 = tl.multiple_of(i0, tile.rows)
+            i = i0 + tl.arange(0, tile.rows)
             r = tl.minimum(i, queries - 1)
-            if WIDE:
+            if tile.wide:
                 r = r.to(tl.int64)
-            q = load_rows(q_base, r, s_qm, i < queries, D, BD, False)
-            peak, lse, delta = _row_statistics(LSE, DELTA, row, i, i < queries, BIAS > 0 or ALIBI)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-            s, tanh = scores(
-                s, i[None, :], columns[:, None], r[None, :], key_ok[:, None], key_bias, mask_base,
-                s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left,
-                right, Sk, MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
-            )  # fmt: skip
-            if BIAS > 0 or ALIBI:
+            q = load_rows(q_base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
+            ok = i < queries
+            peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, has)
+            s = tl.dot(k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
+            at = Indices(i[None, :], columns[:, None], r[None, :])
+            s, tanh = scores(s, at, Keys(key_ok[:, None], key_bias), head, tile, has, True)
+            if has.bias > 0 or has.alibi:
                 s -= peak[None, :]
             p = tl.math.exp2(s - lse[None, :])
-            do = load_rows(do_base, r, s_dm, i < queries, DV, BDV, False)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            do = load_rows(
+                do_base, r, do_strides.row, None, tile.value_dim, tile.value_block, False
+            )
+            dp = tl.dot(v, tl.trans(do), input_precision=tile.precision)
             z = p
-            if DROPOUT:
-                keep = tl.trans(dropout_keep(seed, plane, i0, n0, threshold, BM, BN))
+            if has.dropout:
+                keep = dropout_keep(
+                    call.seed, plane, i0, n0, factors.threshold, tile.rows, tile.columns
+                )
+                keep = tl.trans(keep)
                 z = tl.where(keep, p, 0.0)
-                dp = tl.where(keep, dp, 0.0) * inv_keep
-            dv = tl.dot(z.to(do.dtype), do, dv, PRECISION, out_dtype=ACC)
-            if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden key or value may hold anything
+                dp = tl.where(keep, dp, 0.0) * factors.inv_keep
+            dv = tl.dot(z.to(do.dtype), do, dv, tile.precision, out_dtype=tile.acc)
+            if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
                 dp = tl.where(key_ok[:, None], dp, 0.0)
             ds = p * (dp - delta[None, :])
-            if KEY_GRAD:
+            if has.key_grad:
                 dbias += tl.sum(ds, 1)
-            if SOFTCAP:
+            if has.softcap:
                 ds = ds * (1.0 - tanh * tanh)
-            dk = tl.dot(ds.to(q.dtype), q, dk, PRECISION, out_dtype=ACC)
-        if KEY_GRAD:
-            tl.store(DBIAS + plane.to(tl.int64) * Sk + j, dbias, mask=j < Sk)
-    dk = dk * scale
-    if DROPOUT:
-        dv = dv * inv_keep
-    store_rows(DK + b * s_dkb + g * s_dkg + first * s_dkn, c, s_dkn, j < keys, dk, D, BD)
-    store_rows(DV_ + b * s_dvb + g * s_dvg + first * s_dvn, c, s_dvn, j < keys, dv, DV, BDV)
+            dk = tl.dot(ds.to(q.dtype), q, dk, tile.precision, out_dtype=tile.acc)
+        if has.key_grad:
+            tl.store(DBIAS + plane.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
+    dk = dk * factors.scale
+    if has.dropout:
+        dv = dv * factors.inv_keep
+    base = DK + b * dk_strides.batch + g * dk_strides.head + first * dk_strides.row
+    ok = j < keys
+    store_rows(base, c, dk_strides.row, ok, dk, tile.dim, tile.dim_block)
+    base = DV + b * dv_strides.batch + g * dv_strides.head + first * dv_strides.row
+    store_rows(base, c, dv_strides.row, ok, dv, tile.value_dim, tile.value_block)
+
+
+# ---------------------------------------------------------------------------------------------- dQ
 
 
 @triton.jit
-def _probabilities(
-    s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn,
-    qk_scale, softcap, slope, length, shift, left, right, Sk,
-    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(P, tanh of the softcap) from s = q . k: [BM, BN] each."""
-    if BIAS == 1:
+def _probabilities(s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr):
+    """Compute P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN] and
+    `statistics` [BM].
+    """
+    key_ok, key_bias = keys
+    if has.bias == 1:
         key_bias = key_bias[None, :]
-    s, tanh = scores(
-        s, i[:, None], rows[None, :], r[:, None], key_ok[None, :], key_bias, mask_base, s_mm, s_mn,
-        bias_base, s_bm, s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
-        MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, True, ACC,
-    )  # fmt: skip
-    if BIAS > 0 or ALIBI:
-        s -= peak[:, None]
-    return tl.math.exp2(s - lse[:, None]), tanh
+    at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
+    s, tanh = scores(s, at, Keys(key_ok[None, :], key_bias), head, tile, has, True)
+    if has.bias > 0 or has.alibi:
+        s -= statistics.peak[:, None]
+    return tl.math.exp2(s - statistics.lse[:, None]), tanh
 
 
 @triton.jit
-def _score_gradient(
-    p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """dS of the tile at (i0, n0) from P and dp = do . v: [BM, BN]."""
-    if DROPOUT:
-        keep = dropout_keep(seed, plane, i0, n0, threshold, BM, BN)
-        dp = tl.where(keep, dp, 0.0) * inv_keep
-    if MASK == 1 or BIAS == 1:  # 0 * NaN: a hidden key or value may hold anything
+def _score_gradient(p, dp, delta, key_ok, corner, head, tile: tl.constexpr, has: tl.constexpr):
+    """Compute dS of the tile at (i0, n0) = corner from P and dp = do . v: [BM, BN]."""
+    factors = head.call.factors
+    if has.dropout:
+        i0, n0 = corner
+        keep = dropout_keep(
+            head.call.seed, head.plane, i0, n0, factors.threshold, tile.rows, tile.columns
+        )
+        dp = tl.where(keep, dp, 0.0) * factors.inv_keep
+    if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
         dp = tl.where(key_ok[None, :], dp, 0.0)
     return p * (dp - delta[:, None])
 
 
 @triton.jit
 def backward_dq_kernel(
-    Q, K, V, DO, DQ, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
-    s_dqb, s_dqh, s_dqm, s_db, s_dh, s_dm,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
-    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
-    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
-    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
+    inputs, DQ, LSE, DELTA, extras, dq_strides, do_strides, strides, sizes, band, factors,
+    tile: tl.constexpr, has: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BM queries of one (batch, head) and walks the keys."""
-    blocks = tl.cdiv(Sq, BM)
+    """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or [B, H, Sq, 2] with the
+    maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
+    """
+    blocks = tl.cdiv(sizes.queries, tile.rows)
     plane = tl.program_id(0) // blocks
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
-    b = (plane // H).to(tl.int64)
-    h = (plane % H).to(tl.int64)
-    g = h // GROUP
-    q0, k0, queries, length = locate_sequence(
-        LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, PACKED
-    )
-    if PACKED:
+    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
+    b = (plane // sizes.heads).to(tl.int64)
+    h = (plane % sizes.heads).to(tl.int64)
+    g = h // sizes.group
+    sequence = locate_sequence(extras, sizes, b, has)
+    queries, length = sequence.queries, sequence.length
+    if has.packed:
         if i0 >= queries:
             return
-    shift = 0
-    if BOTTOM:
-        shift = length - queries
-    first = q0 + i0
+    first = sequence.first_query + i0
 
-    i = i0 + tl.arange(0, BM)
-    r = tl.minimum(tl.arange(0, BM), queries - 1 - i0)
-    if WIDE:
+    i = i0 + tl.arange(0, tile.rows)
+    r = tl.minimum(tl.arange(0, tile.rows), queries - 1 - i0)
+    if tile.wide:
         r = r.to(tl.int64)
     ok = i < queries
-    q = load_rows(Q + b * s_qb + h * s_qh + first * s_qm, r, s_qm, ok, D, BD, False)
-    do = load_rows(DO + b * s_db + h * s_dh + first * s_dm, r, s_dm, ok, DV, BDV, False)
-    row = first_row(plane, h, q0, q_rows, PACKED)
-    peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, BIAS > 0 or ALIBI)
-    k_base = K + b * s_kb + g * s_kg + k0 * s_kn
-    v_base = V + b * s_vb + g * s_vg + k0 * s_vn
-    mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
-    bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
-    slope = load_slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
-    qk_scale = score_scale(scale, softcap, SOFTCAP)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
+    base = inputs.query + b * strides.query_batch + h * strides.query_head
+    base += first * strides.query_row
+    q = load_rows(base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
+    base = inputs.grad_output + b * do_strides.batch + h * do_strides.head + first * do_strides.row
+    do = load_rows(base, r, do_strides.row, None, tile.value_dim, tile.value_block, False)
+    row = first_row(plane, h, sequence, sizes, has)
+    statistics = _row_statistics(LSE, DELTA, row, i, ok, has)
+    k_base = inputs.key + b * strides.key_batch + g * strides.key_head
+    k_base += sequence.first_key * strides.key_row
+    v_base = inputs.value + b * strides.value_batch + g * strides.value_head
+    v_base += sequence.first_key * strides.value_row
+    call = prepare_call(extras, strides, sizes, band, factors, has)
+    head = locate_head(call, sequence, plane, b, h, first, tile, has)
 
-    dq = tl.zeros([BM, BD], ACC)
-    lo, hi = keys_of_rows(i0, BM, length, shift, left, right, BN, LEFT, RIGHT)
-    for n0 in tl.range(lo, hi, BN):
-        n0 = tl.multiple_of(n0, BN)
-        j = n0 + tl.arange(0, BN)
+    dq = tl.zeros([tile.rows, tile.dim_block], tile.acc)
+    lo, hi = keys_of_rows(i0, length, sequence.shift, band, tile, has)
+    for n0 in tl.range(lo, hi, tile.columns):
+        n0 = tl.multiple_of(n0, tile.columns)
+        j = n0 + tl.arange(0, tile.columns)
         rows = j
-        if WIDE:
+        if tile.wide:
             rows = j.to(tl.int64)
         inside = j < length
-        k = load_rows(k_base, rows, s_kn, inside, D, BD, True)
-        v = load_rows(v_base, rows, s_vn, inside, DV, BDV, True)
-        key_ok, key_bias = key_row(
-            mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
+        k = load_rows(k_base, rows, strides.key_row, inside, tile.dim, tile.dim_block, True)
+        v = load_rows(
+            v_base, rows, strides.value_row, inside, tile.value_dim, tile.value_block, True
         )
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        p, tanh = _probabilities(
-            s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm,
-            s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
-            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
-        )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = _score_gradient(
-            p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM, BN,
-            MASK, BIAS, DROPOUT,
-        )  # fmt: skip
-        if SOFTCAP:
+        keys = key_row(head, rows, inside, tile, has, True)
+        s = tl.dot(q, tl.trans(k), input_precision=tile.precision)
+        p, tanh = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has)
+        dp = tl.dot(do, tl.trans(v), input_precision=tile.precision)
+        ds = _score_gradient(p, dp, statistics.delta, keys.ok, (i0, n0), head, tile, has)
+        if has.softcap:
             ds = ds * (1.0 - tanh * tanh)
-        if MASK == 1 or BIAS == 1:
-            k = tl.where(key_ok[:, None], k, 0.0).to(k.dtype)
-        dq = tl.dot(ds.to(k.dtype), k, dq, PRECISION, out_dtype=ACC)
-    dq = dq * scale
-    store_rows(DQ + b * s_dqb + h * s_dqh + first * s_dqm, r, s_dqm, ok, dq, D, BD)
+        if has.mask == 1 or has.bias == 1:
+            k = tl.where(keys.ok[:, None], k, 0.0).to(k.dtype)
+        dq = tl.dot(ds.to(k.dtype), k, dq, tile.precision, out_dtype=tile.acc)
+    dq = dq * factors.scale
+    base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
+    store_rows(base, r, dq_strides.row, ok, dq, tile.dim, tile.dim_block)
+
+
+# ------------------------------------------------------------------------- the gradient of a bias
 
 
 @triton.jit
-def _product(
-    x_base, x_rows, s_x, x_ok, y_base, y_rows, s_y, y_ok, D: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Rows of x times rows of y, zero where `y_ok` is False; 128 elements of a row at a time, 32 in
-    float32, whose tf32 parts would fill the registers.
+def _product(x, y, D: tl.constexpr, BD: tl.constexpr, tile: tl.constexpr):
+    """Multiply rows x by rows y of matrices [.., D]; zero where `y.ok` is False.
+
+    128 elements of a row are multiplied at a time, 32 in float32, whose tf32 parts would fill the
+    registers.
     """
-    SINGLE: tl.constexpr = x_base.dtype.element_ty == tl.float32
+    SINGLE: tl.constexpr = x.base.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = min(BD, 32 if SINGLE else 128)
-    s = tl.zeros([x_rows.shape[0], y_rows.shape[0]], ACC)
+    s = tl.zeros([x.index.shape[0], y.index.shape[0]], tile.acc)
     for d in tl.static_range(0, BD, WIDTH):
-        x = load_rows(x_base + d, x_rows, s_x, x_ok, min(D - d, WIDTH), WIDTH, False)
-        y = load_rows(y_base + d, y_rows, s_y, y_ok, min(D - d, WIDTH), WIDTH, True)
-        s = tl.dot(x, tl.trans(y), s, PRECISION, out_dtype=ACC)
+        left = load_rows(x.base + d, x.index, x.stride, x.ok, min(D - d, WIDTH), WIDTH, False)
+        right = load_rows(y.base + d, y.index, y.stride, y.ok, min(D - d, WIDTH), WIDTH, True)
+        s = tl.dot(left, tl.trans(right), s, tile.precision, out_dtype=tile.acc)
     return s
 
 
 @triton.jit
 def backward_dbias_kernel(
-    Q, K, V, DO, DBIAS, LSE, DELTA, MASKS, BIASES, SLOPES, LENGTHS, STARTS, SEED,
-    s_dbb, s_dbh, s_dbm, over_b, over_h, s_db, s_dh, s_dm,
-    s_qb, s_qh, s_qm, s_kb, s_kg, s_kn, s_vb, s_vg, s_vn,
-    s_mb, s_mh, s_mm, s_mn, s_bb, s_bh, s_bm, s_bn, s_ab, s_ah,
-    H, GROUP, Sq, Sk, q_rows, k_rows, left, right, scale, softcap, threshold, inv_keep,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM: tl.constexpr,
-    LENGTH: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, ACC: tl.constexpr,
+    inputs, DBIAS, LSE, DELTA, extras, dbias_strides, over, do_strides, strides, sizes, band,
+    factors, tile: tl.constexpr, has: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BM x BN of the bias gradient and walks the over_b batches and over_h heads
-    that share it, 1 or all of them.
+    """Compute DBIAS, [B or 1, H or 1, Sq, Sk], from DELTA [B, H, Sq] and LSE [B, H, Sq, 2].
+
+    One program owns BM x BN of it and walks the `over.batches` batches and `over.heads` heads that
+    share it, 1 or all of them.
     """
-    across = tl.cdiv(Sk, BN)
-    blocks = across * tl.cdiv(Sq, BM)
-    i0 = tl.program_id(0) % blocks // across * BM
-    n0 = tl.program_id(0) % across * BN
+    across = tl.cdiv(sizes.keys, tile.columns)
+    blocks = across * tl.cdiv(sizes.queries, tile.rows)
+    i0 = tl.program_id(0) % blocks // across * tile.rows
+    n0 = tl.program_id(0) % across * tile.columns
     owner = tl.program_id(0) // blocks
-    own_b = (owner // (H // over_h)).to(tl.int64)
-    own_h = (owner % (H // over_h)).to(tl.int64)
+    own_b = (owner // (sizes.heads // over.heads)).to(tl.int64)
+    own_h = (owner % (sizes.heads // over.heads)).to(tl.int64)
     first = i0.to(tl.int64)
     column = n0.to(tl.int64)
 
-    i = i0 + tl.arange(0, BM)
-    r = tl.minimum(tl.arange(0, BM), Sq - 1 - i0)
-    j = n0 + tl.arange(0, BN)
-    c = tl.arange(0, BN)
+    i = i0 + tl.arange(0, tile.rows)
+    r = tl.minimum(tl.arange(0, tile.rows), sizes.queries - 1 - i0)
+    j = n0 + tl.arange(0, tile.columns)
+    c = tl.arange(0, tile.columns)
     rows = j
-    if WIDE:
+    if tile.wide:
         r = r.to(tl.int64)
         c = c.to(tl.int64)
         rows = j.to(tl.int64)
-    ok = i < Sq
-    qk_scale = score_scale(scale, softcap, SOFTCAP)
-    seed = 0
-    if DROPOUT:
-        seed = tl.load(SEED)
-    members = over_b * over_h
-    if not BOTTOM:  # outside of the band, whatever the length: zeros
-        lo, hi = keys_of_rows(i0, BM, Sk, 0, left, right, BN, LEFT, RIGHT)
+    ok = i < sizes.queries
+    call = prepare_call(extras, strides, sizes, band, factors, has)
+    members = over.batches * over.heads
+    if not has.bottom_right:  # outside of the band, whatever the length: zeros
+        lo, hi = keys_of_rows(i0, sizes.keys, 0, band, tile, has)
         members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
 
-    dbias = tl.zeros([BM, BN], ACC)
+    dbias = tl.zeros([tile.rows, tile.columns], tile.acc)
     for member in tl.range(0, members):
-        b = own_b + member // over_h
-        h = own_h + member % over_h
-        g = h // GROUP
-        plane = (b * H + h).to(tl.int32)
-        _, _, _, length = locate_sequence(LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH, False)
-        shift = 0
-        if BOTTOM:
-            shift = length - Sq
-        inside = j < length
-        q_base = Q + b * s_qb + h * s_qh + first * s_qm
-        do_base = DO + b * s_db + h * s_dh + first * s_dm
-        k_base = K + b * s_kb + g * s_kg + column * s_kn
-        v_base = V + b * s_vb + g * s_vg + column * s_vn
-        s = _product(q_base, r, s_qm, ok, k_base, c, s_kn, inside, D, BD, PRECISION, ACC)
-        dp = _product(do_base, r, s_dm, ok, v_base, c, s_vn, inside, DV, BDV, PRECISION, ACC)
-        row = plane.to(tl.int64) * Sq
-        peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, BIAS > 0 or ALIBI)
-        mask_base = MASKS + b * s_mb + h * s_mh + first * s_mm
-        bias_base = BIASES + b * s_bb + h * s_bh + first * s_bm
-        slope = load_slope(SLOPES, s_ab, s_ah, b, h, ALIBI, ACC)
-        key_ok, key_bias = key_row(
-            mask_base, s_mn, bias_base, s_bn, rows, inside, Sk, MASK, BIAS, True, ACC
-        )
-        p, _ = _probabilities(
-            s, peak, lse, i, r, rows, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm,
-            s_bn, qk_scale, softcap, slope, length, shift, left, right, Sk,
-            MASK, BIAS, ALIBI, SOFTCAP, LEFT, RIGHT, ACC,
-        )  # fmt: skip
-        dbias += _score_gradient(
-            p, dp, delta, i0, n0, key_ok, plane, seed, threshold, inv_keep, BM, BN,
-            MASK, BIAS, DROPOUT,
-        )  # fmt: skip
-    base = DBIAS + own_b * s_dbb + own_h * s_dbh + first * s_dbm + column
-    pointers = base + (tl.arange(0, BM)[:, None].to(tl.int64) * s_dbm + tl.arange(0, BN)[None, :])
-    mask = ok[:, None] & (j < Sk)[None, :]
+        b = own_b + member // over.heads
+        h = own_h + member % over.heads
+        g = h // sizes.group
+        plane = (b * sizes.heads + h).to(tl.int32)
+        sequence = locate_sequence(extras, sizes, b, has)
+        inside = j < sequence.length
+        q_base = inputs.query + b * strides.query_batch + h * strides.query_head
+        q_base += first * strides.query_row
+        do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
+        do_base += first * do_strides.row
+        k_base = inputs.key + b * strides.key_batch + g * strides.key_head
+        k_base += column * strides.key_row
+        v_base = inputs.value + b * strides.value_batch + g * strides.value_head
+        v_base += column * strides.value_row
+        q = _Rows(q_base, r, strides.query_row, ok)
+        k = _Rows(k_base, c, strides.key_row, inside)
+        s = _product(q, k, tile.dim, tile.dim_block, tile)
+        do = _Rows(do_base, r, do_strides.row, ok)
+        v = _Rows(v_base, c, strides.value_row, inside)
+        dp = _product(do, v, tile.value_dim, tile.value_block, tile)
+        statistics = _row_statistics(LSE, DELTA, plane.to(tl.int64) * sizes.queries, i, ok, has)
+        head = locate_head(call, sequence, plane, b, h, first, tile, has)
+        keys = key_row(head, rows, inside, tile, has, True)
+        p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has)
+        dbias += _score_gradient(p, dp, statistics.delta, keys.ok, (i0, n0), head, tile, has)
+    base = DBIAS + own_b * dbias_strides.batch + own_h * dbias_strides.head
+    base = base + first * dbias_strides.row + column
+    index = tl.arange(0, tile.rows)[:, None].to(tl.int64)
+    pointers = base + (index * dbias_strides.row + tl.arange(0, tile.columns)[None, :])
+    mask = ok[:, None] & (j < sizes.keys)[None, :]
     tl.store(pointers, dbias.to(DBIAS.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.description import PACKED_SCHEMA, SCHEMA
+from fastformer.description import PACKED_SCHEMA, SCHEMA, Attention, unpack
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
     Launch,
     allow_tf32,
     architecture,
+    constants,
     dot_precision,
     layout,
     next_power_of_2,
@@ -27,6 +29,7 @@ from ..launch import (
 )
 from ..registration import register
 from .backward import (
+    Over,
     backward_dbias_kernel,
     backward_dkdv_kernel,
     backward_dq_kernel,
@@ -34,13 +37,25 @@ from .backward import (
 )
 from .configurations import Tiles, configuration
 from .forward import forward_kernel
+from .scores import (
+    BackwardInputs,
+    Band,
+    Extras,
+    Factors,
+    Has,
+    Inputs,
+    RowStrides,
+    Sizes,
+    Strides,
+    Tile,
+)
 
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 
 
 def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
-    """An empty [B, heads, S, width] with the memory order of x, so that [B, S, H, D] behind a
-    transpose stays one.
+    """Make an empty [B, heads, S, width] with the memory order of x [B, .., S, ..], so that
+    [B, S, H, D] behind a transpose stays one.
     """
     batch, _, length, _ = x.shape
     if x.shape[1] > 1 and x.stride(1) < x.stride(2):
@@ -56,97 +71,106 @@ def _spans_int32(*tensors: Tensor) -> bool:
     )
 
 
+# ------------------------------------------------------------------------------------------- plans
+
+
 class _Plan:
     """What a call's shapes, strides, dtypes and options fix: everything but where its tensors lie.
 
-    `tensors` are what else the kernels read, each or None: attn_mask, bias, alibi_slopes, lengths,
-    starts, dropout_seed, sinks. `options`: dropout_p, is_causal, scale, window, causal_alignment,
-    softcap, max_q, max_k. A packed batch comes as one batch of Tq queries and Tk keys, with the
-    offsets of both, `starts` and `lengths`. `launch` holds the kernels of the call by name, each
-    with all its arguments but the pointers. `apart`: the maximum and the log-sum of the scores are
-    kept apart.
+    query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch is one batch of Tq
+    queries and Tk keys, and the description has the offsets of both. `launch` holds the kernels of
+    the call by name, each with all its arguments but the pointers. `apart` says that the maximum
+    and the log-sum of the scores are saved apart.
     """
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
-    ) -> None:
-        attn_mask, bias, alibi_slopes, lengths, starts, _, _ = tensors
-        dropout_p, is_causal, scale, window, causal_alignment, softcap, max_q, max_k = options
+    inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch] = {}
         batch, self.heads, q_rows, dim = query.shape
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
         self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
-        if starts is not None:
-            self.batch, self.q_length, self.k_length = starts.shape[0] - 1, max_q, max_k
+        offsets = attention.cu_seqlens_q
+        self.packed = offsets is not None
+        if offsets is not None:
+            self.batch = offsets.shape[0] - 1
+            self.q_length, self.k_length = attention.max_q, attention.max_k
         self.arch = architecture(query.device)
         self.dtype = query.dtype
-        self.apart = bias is not None or alibi_slopes is not None
+        self.apart = attention.bias is not None or attention.alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
         full = (batch, self.heads, q_rows, k_rows)
         kinds, strides, wide = [], [], _spans_int32(query, key, value)
-        for x in (attn_mask, bias):  # 0 none, 1 constant over the queries, 2 one of every pair
+        for x in (attention.attn_mask, attention.bias):
             x = None if x is None else x.expand(full)
             kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
             strides.append((0, 0, 0, 0) if x is None else x.stride())
             wide = wide or (x is not None and _spans_int32(x))
         slopes: tuple[int, ...] = (0, 0)
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.expand(batch, self.heads).stride()
-        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in window or (-1, -1))
-        if is_causal:
+        if attention.alibi_slopes is not None:
+            slopes = attention.alibi_slopes.expand(batch, self.heads).stride()
+        sides = attention.window or (-1, -1)
+        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
+        if attention.is_causal:
             right = 0
-        threshold, inv_keep = dropout_arguments(dropout_p)
-        self.constants = dict(
-            D=dim,
-            DV=width,
-            BD=max(16, next_power_of_2(dim)),
-            BDV=max(16, next_power_of_2(width)),
-            MASK=kinds[0],
-            BIAS=kinds[1],
-            ALIBI=alibi_slopes is not None,
-            SOFTCAP=softcap is not None,
-            LEFT=left < UNBOUNDED,
-            RIGHT=right < UNBOUNDED,
-            BOTTOM=causal_alignment == "bottom_right",
-            LENGTH=lengths is not None and starts is None,
-            PACKED=starts is not None,
-            DROPOUT=dropout_p > 0,
-            WIDE=wide,
-            PRECISION=dot_precision(self.arch),
-            ACC=tl.float64 if query.dtype == torch.float64 else tl.float32,
+        self.tile = Tile(
+            rows=0,  # each kernel has its own
+            columns=0,
+            dim=dim,
+            dim_block=max(16, next_power_of_2(dim)),
+            value_dim=width,
+            value_block=max(16, next_power_of_2(width)),
+            wide=wide,
+            precision=dot_precision(self.arch),
+            acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )
-        self.scalars = (
-            *self.strides(query), *self.strides(key), *self.strides(value), *strides[0],
-            *strides[1], *slopes,
-            self.heads, self.heads // max(1, self.groups), self.q_length, self.k_length,
-            q_rows, k_rows, left, right, scale, 1.0 if softcap is None else softcap,
-            threshold, inv_keep,
-        )  # fmt: skip
+        self.has = Has(
+            mask=kinds[0],
+            bias=kinds[1],
+            alibi=attention.alibi_slopes is not None,
+            softcap=attention.softcap is not None,
+            left=left < UNBOUNDED,
+            right=right < UNBOUNDED,
+            bottom_right=attention.causal_alignment == "bottom_right",
+            lengths=attention.key_lengths is not None,
+            packed=self.packed,
+            dropout=attention.dropout_p > 0,
+        )
+        rows = (*self.strides(query), *self.strides(key), *self.strides(value))
+        group = self.heads // max(1, self.groups)
+        softcap = 1.0 if attention.softcap is None else attention.softcap
+        self.arguments = dict(
+            strides=Strides(*rows, *strides[0], *strides[1], *slopes),
+            sizes=Sizes(self.heads, group, self.q_length, self.k_length, q_rows, k_rows),
+            band=Band(left, right),
+            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
+        )
 
     def add(
-        self, name: str, kernel: Any, blocks: Any, strides: tuple[int, ...], **constants: Any
+        self, name: str, kernel: Any, blocks: Callable[[Tiles], int], has: Has, **own: Any
     ) -> None:
-        """Adds a launch; `blocks` gives the number of programs for its tiles."""
+        """Add a launch. `blocks` gives the number of programs for its tiles; `own` are arguments
+        that no other kernel takes.
+        """
         tiles = self.tiles(name)
-        constants = self.constants | dict(BM=tiles.BM, BN=tiles.BN) | constants
-        scalars = (*strides, *self.scalars)
-        names = kernel.arg_names[-len(constants) - len(scalars) :]
-        arguments = dict(zip(names, scalars)) | constants
-        self.launch[name] = Launch(kernel, (blocks(tiles),), arguments, tiles.warps, tiles.stages)
+        tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN)
+        self.launch[name] = Launch(
+            kernel,
+            (blocks(tiles),),
+            own | self.arguments | dict(tile=constants(tile), has=constants(has)),
+            tiles.warps,
+            tiles.stages,
+            dict(inputs=self.inputs, extras=Extras),
+        )
 
-    def strides(self, x: Tensor) -> tuple[int, int, int]:
+    def strides(self, x: Tensor) -> RowStrides:
         """Of batch, head and row; a packed tensor has rows only, for the kernels."""
         batch, head, row, _ = x.stride()
-        return 0 if self.constants["PACKED"] else batch, head, row
+        return RowStrides(0 if self.packed else batch, head, row)
 
     def tiles(self, kernel: str) -> Tiles:
         lengths = self.q_length, self.k_length
-        full = 2 in (self.constants["MASK"], self.constants["BIAS"])
+        full = 2 in (self.has.mask, self.has.bias)
         return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
 
     def rows(self, tiles: Tiles) -> int:
@@ -159,7 +183,9 @@ class _Plan:
 
 
 def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, lse, statistics), empty; the last without elements where lse is all that P needs."""
+    """Make output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], empty; the last has
+    no elements where lse is all that P needs.
+    """
     output = _heads_like(query, query.shape[1], value.shape[3])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.shape[:3]
@@ -168,32 +194,28 @@ def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor,
 
 
 class _Forward(_Plan):
-    """The forward, and what its outputs look like."""
+    """The forward, and the layout of its outputs."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
-    ) -> None:
-        super().__init__(query, key, value, tensors, options)
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
+        super().__init__(query, key, value, attention)
         outputs = _outputs(query, value, self.apart)
         self.outputs = [(x.shape, x.stride(), x.dtype) for x in outputs]
-        sink = tensors[-1] is not None
-        self.add("forward", forward_kernel, self.rows, self.strides(outputs[0]), SINK=sink)
+        has = self.has._replace(sink=attention.sinks is not None)
+        strides = self.strides(outputs[0])
+        self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
 
 class _Backward(_Plan):
     """The kernels of the backward that are needed.
 
-    `bias_grad` is how the bias's gradient comes about: "tile" by a kernel of its own, "key", for a
-    bias constant over the queries, beside dK and dV, "row", for one constant over the keys, from
-    dlse and the weight of the sink; "" where it is not wanted. The sinks' gradient comes about
-    likewise.
+    `bias_grad` says how the gradient of the bias is computed: "tile" by a kernel of its own, "key",
+    for a bias that is constant over the queries, together with dK and dV, "row", for one that is
+    constant over the keys, from dlse and the weight of the sink, and "" where it is not needed. The
+    gradient of the sinks also comes from their weight.
     """
+
+    inputs = BackwardInputs
 
     def __init__(
         self,
@@ -204,54 +226,68 @@ class _Backward(_Plan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        tensors: tuple[Tensor | None, ...],
-        options: tuple[Any, ...],
+        attention: Attention,
     ) -> None:
-        super().__init__(query, key, value, tensors, options)
-        bias = tensors[1]
-        batch, heads, rows, _ = query.shape
-        self.constants["WIDE"] = self.constants["WIDE"] or _spans_int32(grad_output, output)
-        self.bias_grad = _bias_grad(needs[3], bias, self.k_length)
+        super().__init__(query, key, value, attention)
+        wide = self.tile.wide or _spans_int32(grad_output, output)
+        self.tile = self.tile._replace(wide=wide)
+        self.bias_grad = _bias_grad(needs[3], attention.bias, self.k_length)
         like = [_heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
         self.grads = [(x.shape, x.stride()) for x in like]
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
-        tiles = self.tiles("delta")
-        strides = *output.stride()[:3], *grad_output.stride()[:3]
-        delta = {name: self.constants[name] for name in ("DV", "BDV", "WIDE", "ACC")}
-        self.launch["delta"] = Launch(
-            delta_kernel,
-            (triton.cdiv(rows, tiles.BM) * batch * heads,),
-            dict(zip(delta_kernel.arg_names[4:], (*strides, heads, rows)))
-            | delta
-            | dict(BM=tiles.BM, HAS_DLSE=grad_lse is not None),
-            tiles.warps,
-            tiles.stages,
-        )
+        self.add_delta(grad_output, grad_lse, output)
         key_grad = self.bias_grad == "key"
-        sink = tensors[-1] is not None
+        sink = attention.sinks is not None
         self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
         self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
         if self.needs[1]:
-            self.add("dkdv", backward_dkdv_kernel, self.columns, (*dk, *dv, *do), KEY_GRAD=key_grad)
+            strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
+            has = self.has._replace(key_grad=key_grad)
+            self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
         if self.needs[0]:
-            self.add("dq", backward_dq_kernel, self.rows, (*dq, *do))
+            strides = dict(dq_strides=dq, do_strides=do)
+            self.add("dq", backward_dq_kernel, self.rows, self.has, **strides)
         if self.bias_grad == "tile":
-            assert bias is not None
-            b, h, q, k = self.bias_shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
-            strides = (h * q * k * (b > 1), q * k * (h > 1), k)
-            over = (batch // max(1, b), heads // max(1, h))
+            assert attention.bias is not None
+            self.add_dbias(attention.bias, query, do)
 
-            def blocks(tiles: Tiles) -> int:
-                return b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over)
+    def add_delta(self, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor) -> None:
+        batch, heads, rows, _ = output.shape
+        tiles = self.tiles("delta")
+        self.launch["delta"] = Launch(
+            delta_kernel,
+            (triton.cdiv(rows, tiles.BM) * batch * heads,),
+            dict(
+                output_strides=RowStrides(*output.stride()[:3]),
+                grad_strides=RowStrides(*grad_output.stride()[:3]),
+                H=heads,
+                Sq=rows,
+                tile=constants(self.tile._replace(rows=tiles.BM)),
+                HAS_DLSE=grad_lse is not None,
+            ),
+            tiles.warps,
+            tiles.stages,
+        )
 
-            self.add("dbias", backward_dbias_kernel, blocks, (*strides, *over, *do))
+    def add_dbias(self, bias: Tensor, query: Tensor, do_strides: RowStrides) -> None:
+        b, h, q, k = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        strides = RowStrides(h * q * k * (b > 1), q * k * (h > 1), k)
+        over = Over(query.shape[0] // max(1, b), query.shape[1] // max(1, h))
+
+        def blocks(tiles: Tiles) -> int:
+            return b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over)
+
+        own = dict(dbias_strides=strides, over=over, do_strides=do_strides)
+        self.add("dbias", backward_dbias_kernel, blocks, self.has, **own)
 
     def run(
-        self, grad_output, grad_lse, output, lse, statistics, query, key, value, tensors
+        self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention
     ) -> list[Tensor]:
-        """Launches what is needed: [dq, dk, dv, dbias, dsinks], an unwanted one empty."""
-        bias, sinks, pointers = tensors[1], tensors[-1], _pointers(query, tensors)
+        """Launch what is needed. Returns [dq, dk, dv, dbias, dsinks]; one that is not needed is
+        empty.
+        """
+        bias, extras = attention.bias, _extras(query, attention)
         dq, dk, dv = (
             query.new_empty_strided(*grad) if needed else query.new_empty(0)
             for grad, needed in zip(self.grads, self.needs)
@@ -265,24 +301,19 @@ class _Backward(_Plan):
         dbias = query.new_empty(0)
         if self.bias_grad == "key":
             dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
-        rows = (statistics if self.apart else lse), delta
+        saved = statistics if self.apart else lse
         if "dkdv" in launch:
-            launch["dkdv"](*inputs, dk, dv, dbias, *rows, *pointers)
+            launch["dkdv"](inputs, dk, dv, dbias, saved, delta, extras)
         if "dq" in launch:
-            launch["dq"](*inputs, dq, *rows, *pointers)
+            launch["dq"](inputs, dq, saved, delta, extras)
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
-            launch["dbias"](*inputs, dbias, *rows, *pointers)
+            launch["dbias"](inputs, dbias, saved, delta, extras)
         dsinks, moved = query.new_empty(0), None
-        if self.sink_weight:  # what a row's gradient moves to its sink
-            sink = sinks.view(-1, 1).to(lse.dtype)
-            if self.apart:
-                peak, total = statistics.unbind(-1)
-                moved = torch.exp2(sink * LOG2E.value - peak - total) * delta
-            else:  # -inf for both: no weight
-                moved = torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
+        if self.sink_weight:
+            moved = self.moved(attention.sinks, lse, statistics, delta)
             if self.sink_grad:
-                dsinks = -moved.sum((0, 2)).to(sinks.dtype)
+                dsinks = -moved.sum((0, 2)).to(attention.sinks.dtype)
         if self.bias_grad == "row":  # exactly dlse and that, where the row sees a key
             dbias = torch.zeros_like(lse) if grad_lse is None else grad_lse
             dbias = dbias if moved is None else dbias + moved
@@ -291,8 +322,18 @@ class _Backward(_Plan):
             dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
         return [dq, dk, dv, dbias, dsinks]
 
+    def moved(self, sinks: Tensor, lse: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
+        """Compute what the gradient of each row moves to its sink, [B, H, Sq]."""
+        sink = sinks.view(-1, 1).to(lse.dtype)
+        if self.apart:
+            peak, total = statistics.unbind(-1)
+            return torch.exp2(sink * LOG2E.value - peak - total) * delta
+        # where both are -inf: no weight
+        return torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
+
 
 def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
+    """How the gradient of the bias is computed, see `_Backward`."""
     if not needed or bias is None:
         return ""
     if (bias.dim() == 0 or bias.shape[-1] == 1) and k_length != 1:
@@ -300,64 +341,75 @@ def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
     return "key" if bias.dim() < 2 or bias.shape[-2] == 1 else "tile"
 
 
-def _pointers(query: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """What all kernels read, as `_Plan` names it; for one that is not there, the query."""
-    attn_mask, bias, alibi_slopes, lengths, starts, seed, _ = tensors
+# ---------------------------------------------------------------------------------------- launches
+
+
+def _extras(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
+    """Return the pointers of `Extras`; the query stands in for a tensor that the call leaves out,
+    which no kernel reads.
+    """
+    mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
+    starts, seed = attention.cu_seqlens_q, attention.dropout_seed
+    lengths = attention.key_lengths if starts is None else attention.cu_seqlens_k
     return (
-        query if attn_mask is None else attn_mask.view(torch.uint8),
+        query if mask is None else mask.view(torch.uint8),
         query if bias is None else bias,
-        query if alibi_slopes is None else alibi_slopes,
+        query if slopes is None else slopes,
         query if lengths is None else lengths,
         query if starts is None else starts,
         query if seed is None else seed,
     )
 
 
-def _signature(query, key, value, tensors, options) -> tuple[Any, ...]:
-    """All that a `_Plan` is made from, as a key: its tensors by their layout. (Written out: it is
-    most of what a call costs on the host.)
+def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> tuple[Any, ...]:
+    """Return all that a `_Plan` is made from, as a key: tensors by their layout. (It is written out
+    because it is most of what a call costs on the host.)
     """
-    attn_mask, bias, alibi_slopes, lengths, starts, seed, sinks = tensors
+    (
+        mask, dropout_p, is_causal, scale, bias, lengths, window, alignment, slopes, softcap, sinks,
+        seed, starts, ends, max_q, max_k,
+    ) = attention  # fmt: skip
     dtype = query.dtype
     return (
         query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15, dtype, query.device,
-        options,
+        dropout_p, is_causal, scale, window, alignment, softcap, max_q, max_k,
         dtype is torch.float32 and allow_tf32(),
-        None if attn_mask is None else layout(attn_mask), None if bias is None else layout(bias),
-        None if alibi_slopes is None else layout(alibi_slopes),
+        None if mask is None else layout(mask), None if bias is None else layout(bias),
+        None if slopes is None else layout(slopes),
         None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
         None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
+        None if ends is None else (ends.dtype, ends.data_ptr() & 15),
         None if seed is None else seed.data_ptr() & 15,
         None if sinks is None else (sinks.dtype, sinks.data_ptr() & 15),
     )  # fmt: skip
 
 
-def _run_forward(query, key, value, tensors, options) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, lse, statistics); `tensors` and `options` as in `_Plan`."""
-    signature = _signature(query, key, value, tensors, options)
+def _run_forward(query, key, value, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the forward. Returns (output, lse, statistics)."""
+    signature = _signature(query, key, value, attention)
     plan = plans.get(signature)
     if plan is None:
         given = query, key, value
         query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (query, key, value))):
-            return _run_forward(query, key, value, tensors, options)
-        plan = remembered(signature, _Forward(query, key, value, tensors, options))
+            return _run_forward(query, key, value, attention)
+        plan = remembered(signature, _Forward(query, key, value, attention))
     outputs = [
         query.new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in plan.outputs
     ]
-    sinks = query if tensors[-1] is None else tensors[-1]
+    sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
-        plan.forward(query, key, value, *outputs, sinks, *_pointers(query, tensors))
+        plan.forward((query, key, value), *outputs, sinks, _extras(query, attention))
     return tuple(outputs)
 
 
 def _run_backward(
-    grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors, options
+    grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention: Attention
 ) -> list[Tensor]:
-    """[dq, dk, dv, dbias, dsinks], an unwanted one empty."""
+    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; one that is not needed is empty."""
     signature = (
-        *_signature(query, key, value, tensors, options), layout(grad_output), layout(grad_lse),
+        *_signature(query, key, value, attention), layout(grad_output), layout(grad_lse),
         layout(output), layout(lse), layout(statistics), needs,  # hooks may have moved them
     )  # fmt: skip
     plan = plans.get(signature)
@@ -367,22 +419,25 @@ def _run_backward(
         lse, statistics = lse.contiguous(), statistics.contiguous()
         now = grad_output, output, query, key, value, lse, statistics
         if any(x is not y for x, y in zip(given, now)):
-            return _run_backward(
-                grad_output, grad_lse, output, lse, statistics, needs, query, key, value, tensors,
-                options,
-            )  # fmt: skip
-        made = _Backward(grad_output, grad_lse, output, needs, query, key, value, tensors, options)
+            saved = output, lse, statistics
+            return _run_backward(grad_output, grad_lse, *saved, needs, query, key, value, attention)
+        made = _Backward(grad_output, grad_lse, output, needs, query, key, value, attention)
         plan = remembered(signature, made)
     with on_device(query):
-        return plan.run(grad_output, grad_lse, output, lse, statistics, query, key, value, tensors)
+        saved = output, lse, statistics
+        return plan.run(grad_output, grad_lse, *saved, query, key, value, attention)
 
+
+# --------------------------------------------------------------------------------------------- ops
+# Their schemas have the fields of the description one by one: `unpack` makes it of them again.
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
 def _fake(query, key, value, *rest):
-    bias, alibi_slopes = rest[4], rest[8]
-    apart = bias is not None or alibi_slopes is not None
+    *fields, _ = rest
+    attention = unpack(fields)
+    apart = attention.bias is not None or attention.alibi_slopes is not None
     return _outputs(unit_stride(query), value, apart)
 
 
@@ -391,24 +446,22 @@ def _fake(query, key, value, *rest):
     "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake,
 )
-def forward(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths, window,
-    causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, return_lse,
-):  # fmt: skip
-    """Launches the forward: (output [B,H,Sq,DV], lse [B,H,Sq], statistics [B,H,Sq,2] or [0])."""
-    return _run_forward(
-        query, key, value,
-        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed, sinks),
-        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
-    )  # fmt: skip
+def forward(query, key, value, *rest):
+    """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
+    [B, H, Sq, 2] or [0]), whether lse is asked for or not.
+    """
+    *fields, _ = rest
+    return _run_forward(query, key, value, unpack(fields))
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
-    bias, sinks, needs = rest[4], rest[10], rest[-1]
-    key_grad = _bias_grad(needs[3], bias, key.shape[2]) == "key"
+    *fields, _, _, _, needs = rest
+    attention = unpack(fields)
+    key_grad = _bias_grad(needs[3], attention.bias, key.shape[2]) == "key"
     needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2, *needs[3:])
     grads = [_heads_like(x, x.shape[1], x.shape[3]) for x in map(unit_stride, (query, key, value))]
-    grads += [query if x is None else x.new_empty(x.shape) for x in (bias, sinks)]
+    others = attention.bias, attention.sinks
+    grads += [query if x is None else x.new_empty(x.shape) for x in others]
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
 
@@ -419,29 +472,23 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
     "Tensor grad_sinks)",
     _fake_backward,
 )
-def backward(
-    grad_output, grad_lse, query, key, value, attn_mask, dropout_p, is_causal, scale, bias,
-    key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, output, lse,
-    statistics, needs,
-):  # fmt: skip
-    """Launches delta, then dK/dV, dQ and dBias as far as they are needed."""
-    grads = _run_backward(
-        grad_output, grad_lse, output, lse, statistics, tuple(needs), query, key, value,
-        (attn_mask, bias, alibi_slopes, key_lengths, None, dropout_seed, sinks),
-        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, softcap, 0, 0),
-    )  # fmt: skip
-    return tuple(grads)
+def backward(grad_output, grad_lse, query, key, value, *rest):
+    """Launch delta, then dK and dV, dQ and dBias as far as they are needed."""
+    *fields, output, lse, statistics, needs = rest
+    saved = output, lse, statistics, tuple(needs)
+    return tuple(_run_backward(grad_output, grad_lse, *saved, query, key, value, unpack(fields)))
 
 
 # ------------------------------------------------------------------------------------------ packed
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[tokens, heads, width] as one batch, [1, heads, tokens, width]."""
+    """View [tokens, heads, width] as one batch, [1, heads, tokens, width]."""
     return unit_stride(x).transpose(0, 1).unsqueeze(0)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
+    """View [1, heads, tokens, width] as [tokens, heads, width]."""
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -454,29 +501,21 @@ def _fake_packed(query, key, value, *_):
     f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}) -> (Tensor output, Tensor lse)",
     _fake_packed,
 )
-def packed_forward(
-    query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths, window,
-    causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, cu_seqlens_q, cu_seqlens_k,
-    max_q, max_k,
-):  # fmt: skip
-    """Launches the forward over a packed batch: (output [Tq,H,DV], lse [H,Tq])."""
-    query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
-    output, lse, _ = _run_forward(
-        query, key, value,
-        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed, sinks),
-        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
-         max_k),
-    )  # fmt: skip
+def packed_forward(query, key, value, *fields):
+    """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq])."""
+    inputs = map(_heads_first, (query, key, value))
+    output, lse, _ = _run_forward(*inputs, unpack(fields))
     return _tokens_first(output), lse.squeeze(0)
 
 
 def _fake_packed_backward(grad_output, query, key, value, *rest):
-    sinks, needs = rest[10], rest[-1]
+    *fields, _, _, needs = rest
     needs = (needs[0], *(needs[1] or needs[2],) * 2, needs[3])
     grads = [
         _tokens_first(_heads_like(x, x.shape[1], x.shape[3]))
         for x in map(_heads_first, (query, key, value))
     ]
+    sinks = unpack(fields).sinks
     grads.append(query if sinks is None else sinks.new_empty(sinks.shape))
     return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
 
@@ -487,21 +526,15 @@ def _fake_packed_backward(grad_output, query, key, value, *rest):
     "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
     _fake_packed_backward,
 )
-def packed_backward(
-    grad_output, query, key, value, attn_mask, dropout_p, is_causal, scale, bias, key_lengths,
-    window, causal_alignment, alibi_slopes, softcap, sinks, dropout_seed, cu_seqlens_q,
-    cu_seqlens_k, max_q, max_k, output, lse, needs,
-):  # fmt: skip
-    """Launches delta, then dK/dV and dQ as far as they are needed, over a packed batch."""
-    query, key, value = _heads_first(query), _heads_first(key), _heads_first(value)
+def packed_backward(grad_output, query, key, value, *rest):
+    """Launch delta, then dK and dV, and dQ as far as they are needed, over a packed batch."""
+    *fields, output, lse, needs = rest
+    inputs = map(_heads_first, (query, key, value))
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
-    grads = _run_backward(
-        grad_output, None, output, lse, lse, (*needs[:3], False, needs[3]), query, key, value,
-        (None, None, None, cu_seqlens_k, cu_seqlens_q, dropout_seed, sinks),
-        (dropout_p, is_causal, scale, window and tuple(window), causal_alignment, None, max_q,
-         max_k),
-    )  # fmt: skip
-    dq, dk, dv, _, dsinks = grads
+    needs = (*needs[:3], False, needs[3])
+    dq, dk, dv, _, dsinks = _run_backward(
+        grad_output, None, output, lse, lse, needs, *inputs, unpack(fields)
+    )
     return *(_tokens_first(x) if x.dim() == 4 else x for x in (dq, dk, dv)), dsinks
 
 

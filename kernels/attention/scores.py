@@ -1,17 +1,202 @@
-"""What the attention kernels share: rows of a matrix, sequences, the band, masks and the scores."""
+"""What the attention kernels share: the groups that their arguments come in, rows of a matrix, the
+place of a sequence and of a head, the band, masks and the scores.
+
+The groups are named tuples. Those whose fields are compile-time constants are `Tile` and `Has`;
+those that a program makes for itself are `Sequence`, `Call`, `Head`, `Indices` and `Keys`.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ..common import LOG2E
 
+# ---------------------------------------------------------------------- groups of kernel arguments
+
+
+class Inputs(NamedTuple):
+    """Pointers to query [B, H, Sq, D], key [B, G, Sk, D] and value [B, G, Sk, DV]."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+class BackwardInputs(NamedTuple):
+    """The same, and the pointer to the gradient of the output [B, H, Sq, DV]."""
+
+    query: Any
+    key: Any
+    value: Any
+    grad_output: Any
+
+
+class Extras(NamedTuple):
+    """Pointers to the tensors that a call may leave out. The kernels read one only where `Has` says
+    that it is there.
+    """
+
+    mask: Any  # [B, H, Sq, Sk] as bytes; zero masks out
+    bias: Any  # [B, H, Sq, Sk]
+    slopes: Any  # [B, H]
+    lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
+    starts: Any  # [B + 1], the offsets of the queries in a packed batch
+    seed: Any  # []
+
+
+class RowStrides(NamedTuple):
+    """The strides of a tensor [batch, head, row, feature], whose features are contiguous."""
+
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Strides(NamedTuple):
+    """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of the extras."""
+
+    query_batch: Any
+    query_head: Any
+    query_row: Any
+    key_batch: Any
+    key_head: Any
+    key_row: Any
+    value_batch: Any
+    value_head: Any
+    value_row: Any
+    mask_batch: Any
+    mask_head: Any
+    mask_row: Any
+    mask_column: Any
+    bias_batch: Any
+    bias_head: Any
+    bias_row: Any
+    bias_column: Any
+    slope_batch: Any
+    slope_head: Any
+
+
+class Sizes(NamedTuple):
+    """How many heads, queries and keys there are."""
+
+    heads: Any  # H
+    group: Any  # query heads of one key-value head, H / G
+    queries: Any  # Sq; in a packed batch the most that a sequence has
+    keys: Any  # Sk, likewise
+    query_rows: Any  # rows of the query tensor: Sq, or Tq in a packed batch
+    key_rows: Any
+
+
+class Band(NamedTuple):
+    """How many keys a query sees before and after its own place."""
+
+    left: Any
+    right: Any
+
+
+class Factors(NamedTuple):
+    """The factor of the scores, the softcap, and what dropout needs."""
+
+    scale: Any
+    softcap: Any
+    threshold: Any  # dropout keeps an element whose word is not below it
+    inv_keep: Any  # 1 / (1 - p)
+
+
+class Tile(NamedTuple):
+    """Compile-time: the tile of S that a program works on, and how it computes."""
+
+    rows: Any  # BM queries
+    columns: Any  # BN keys
+    dim: Any  # D
+    dim_block: Any  # D, padded to a power of two
+    value_dim: Any  # DV
+    value_block: Any
+    wide: Any  # whether offsets inside a head need 64 bits
+    precision: Any  # of products of float32
+    acc: Any  # the dtype of sums
+
+
+class Has(NamedTuple):
+    """Compile-time: which features a call uses."""
+
+    mask: Any  # 0 none, 1 constant over the queries, 2 one of every query and key
+    bias: Any  # likewise
+    alibi: Any
+    softcap: Any
+    left: Any  # whether the band is bounded to the left
+    right: Any
+    bottom_right: Any
+    lengths: Any
+    packed: Any
+    dropout: Any
+    sink: Any = False
+    key_grad: Any = False  # whether a bias that is constant over the queries needs its gradient
+
+
+# -------------------------------------------------------------------- groups that a program makes
+
+
+class Sequence(NamedTuple):
+    """Where one sequence lies and how long it is."""
+
+    first_query: Any  # the row of its first query, in a packed batch
+    first_key: Any
+    queries: Any
+    length: Any  # keys
+    shift: Any  # query i stands at key i + shift
+
+
+class Call(NamedTuple):
+    """What all programs of a launch have in common."""
+
+    extras: Any
+    strides: Any
+    sizes: Any
+    band: Any
+    factors: Any
+    scale: Any  # what q . k is multiplied by, in base 2
+    seed: Any
+
+
+class Head(NamedTuple):
+    """One query head of one sequence."""
+
+    plane: Any  # its number, b * H + h
+    mask: Any  # pointer to its mask, at the first row that the program reads
+    bias: Any
+    slope: Any  # of ALiBi, in base 2
+    sequence: Any
+    call: Any
+
+
+class Indices(NamedTuple):
+    """Which elements of S a tile holds: broadcast against each other, either way round."""
+
+    i: Any  # queries
+    j: Any  # keys
+    r: Any  # queries, clamped to the rows that exist, counted from where `Head.mask` points to
+
+
+class Keys(NamedTuple):
+    """Which keys of a tile a mask and a bias leave that are constant over the queries, and that
+    bias in base 2: [BN] each, or 0 where there is no such bias.
+    """
+
+    ok: Any
+    bias: Any
+
+
+# ------------------------------------------------------------------------------ rows of a matrix
+
 
 @triton.jit
 def load_rows(base, rows, stride, ok, D: tl.constexpr, BD: tl.constexpr, GUARD: tl.constexpr):
-    """Rows of a matrix [.., D] as a tile [rows, BD], zero past D, and where `ok` is False if
-    GUARD.
+    """Load rows of a matrix [.., D] as a tile [rows, BD]: zero past D, and zero where `ok` is False
+    if GUARD; `ok` may be None if not.
     """
     d = tl.arange(0, BD)
     pointers = base + (rows[:, None] * stride + d[None, :])
@@ -27,6 +212,7 @@ def load_rows(base, rows, stride, ok, D: tl.constexpr, BD: tl.constexpr, GUARD: 
 
 @triton.jit
 def store_rows(base, rows, stride, ok, x, D: tl.constexpr, BD: tl.constexpr):
+    """Store a tile x [rows, BD] to rows of a matrix [.., D], where `ok` is True."""
     d = tl.arange(0, BD)
     mask = ok[:, None]
     if BD != D:
@@ -35,70 +221,113 @@ def store_rows(base, rows, stride, ok, x, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def load_where(pointers, ok, GUARD: tl.constexpr):
+    """Load what `ok` says exists, and zero elsewhere; without GUARD everything exists."""
+    if GUARD:
+        return tl.load(pointers, mask=ok, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def clamp(x, low, high):
+    """Limit x to low <= x <= high."""
     return tl.minimum(tl.maximum(x, low), high)
 
 
-@triton.jit
-def locate_sequence(
-    LENGTHS, STARTS, b, Sq, Sk, q_rows, k_rows, LENGTH: tl.constexpr, PACKED: tl.constexpr
-):
-    """(first row of the queries, of the keys, number of queries, of keys) of sequence b.
+# ------------------------------------------------------------------------- sequences, heads, band
 
-    LENGTHS holds the number of keys of each sequence, or in a packed batch the offsets of its keys;
-    STARTS the offsets of its queries. Clamped, so that a bad one never reads out of bounds.
+
+@triton.jit
+def locate_sequence(extras, sizes, b, has: tl.constexpr):
+    """Find sequence b.
+
+    `extras.lengths` holds the number of keys of each sequence, or in a packed batch the offsets of
+    its keys; `extras.starts` holds the offsets of its queries. They are clamped, so that a bad one
+    never makes a program read out of bounds.
     """
-    if PACKED:
-        q0 = clamp(tl.load(STARTS + b).to(tl.int32), 0, q_rows)
-        k0 = clamp(tl.load(LENGTHS + b).to(tl.int32), 0, k_rows)
-        q1 = clamp(tl.load(STARTS + b + 1).to(tl.int32), q0, q_rows)
-        k1 = clamp(tl.load(LENGTHS + b + 1).to(tl.int32), k0, k_rows)
-        return q0.to(tl.int64), k0.to(tl.int64), tl.minimum(q1 - q0, Sq), tl.minimum(k1 - k0, Sk)
-    elif LENGTH:
-        length = clamp(tl.load(LENGTHS + b).to(tl.int32), 0, Sk)
-        return (b * 0).to(tl.int64), (b * 0).to(tl.int64), Sq, length
+    if has.packed:
+        q0 = clamp(tl.load(extras.starts + b).to(tl.int32), 0, sizes.query_rows)
+        k0 = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.key_rows)
+        q1 = clamp(tl.load(extras.starts + b + 1).to(tl.int32), q0, sizes.query_rows)
+        k1 = clamp(tl.load(extras.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)
+        first_query = q0.to(tl.int64)
+        first_key = k0.to(tl.int64)
+        queries = tl.minimum(q1 - q0, sizes.queries)
+        length = tl.minimum(k1 - k0, sizes.keys)
     else:
-        return (b * 0).to(tl.int64), (b * 0).to(tl.int64), Sq, Sk
+        first_query = (b * 0).to(tl.int64)
+        first_key = (b * 0).to(tl.int64)
+        queries = sizes.queries
+        length = sizes.keys
+        if has.lengths:
+            length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.keys)
+    shift = 0
+    if has.bottom_right:
+        shift = length - queries
+    return Sequence(first_query, first_key, queries, length, shift)
 
 
 @triton.jit
-def keys_of_rows(
-    i0, BM: tl.constexpr, length, shift, left, right, BN: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-):  # fmt: skip
-    """The keys lo <= j < hi that any of the queries i0 .. i0 + BM - 1 may see by length and band;
-    lo is a multiple of BN.
+def prepare_call(extras, strides, sizes, band, factors, has: tl.constexpr):
+    """Compute the factor on q . k that `scores` expects, and load the seed."""
+    scale = factors.scale * LOG2E
+    if has.softcap:
+        scale = factors.scale / factors.softcap * (2 * LOG2E)
+    seed = 0
+    if has.dropout:
+        seed = tl.load(extras.seed)
+    return Call(extras, strides, sizes, band, factors, scale, seed)
+
+
+@triton.jit
+def locate_head(call, sequence, plane, b, h, first, tile: tl.constexpr, has: tl.constexpr):
+    """Find what the scores of head h of sequence b, number `plane` of all, need from row `first`
+    on.
+    """
+    strides = call.strides
+    mask = call.extras.mask + b * strides.mask_batch + h * strides.mask_head
+    mask += first * strides.mask_row
+    bias = call.extras.bias + b * strides.bias_batch + h * strides.bias_head
+    bias += first * strides.bias_row
+    slope = 0.0
+    if has.alibi:
+        slope = tl.load(call.extras.slopes + b * strides.slope_batch + h * strides.slope_head)
+        slope = slope.to(tile.acc) * LOG2E
+    return Head(plane, mask, bias, slope, sequence, call)
+
+
+@triton.jit
+def first_row(plane, h, sequence, sizes, has: tl.constexpr):
+    """Where the rows of a head begin in lse and delta: [B, H, Sq], or [H, Tq] packed."""
+    if has.packed:
+        return h.to(tl.int64) * sizes.query_rows + sequence.first_query
+    else:
+        return plane.to(tl.int64) * sizes.query_rows
+
+
+@triton.jit
+def keys_of_rows(i0, length, shift, band, tile: tl.constexpr, has: tl.constexpr):
+    """Bound the keys lo <= j < hi that any of the queries i0 .. i0 + BM - 1 may see by length and
+    band; lo is a multiple of BN.
     """
     lo = 0
-    if LEFT:
-        lo = tl.maximum(i0 + shift - left, 0) // BN * BN
+    if has.left:
+        lo = tl.maximum(i0 + shift - band.left, 0) // tile.columns * tile.columns
     hi = length
-    if RIGHT:
-        hi = tl.minimum(hi, i0 + BM + shift + right)
+    if has.right:
+        hi = tl.minimum(hi, i0 + tile.rows + shift + band.right)
     return lo, hi
 
 
-@triton.jit
-def load_slope(SLOPES, s_ab, s_ah, b, h, ALIBI: tl.constexpr, ACC: tl.constexpr):
-    """The ALiBi slope of a head, in base 2."""
-    slope = 0.0
-    if ALIBI:
-        slope = tl.load(SLOPES + b * s_ab + h * s_ah).to(ACC) * LOG2E
-    return slope
-
-
-@triton.jit
-def score_scale(scale, softcap, SOFTCAP: tl.constexpr):
-    """The factor on q . k that `_scores` expects."""
-    if SOFTCAP:
-        return scale / softcap * (2 * LOG2E)
-    else:
-        return scale * LOG2E
+# --------------------------------------------------------------------------------------- the scores
 
 
 @triton.jit
 def in_base_2(bias, ACC: tl.constexpr):
-    """A bias in base 2. One that is float32's then no more, below -2.3586e38, is -inf: it hides."""
+    """Convert a bias to base 2. One that float32 then cannot hold, below -2.3586e38, becomes -inf,
+    which masks out.
+    """
     bias = bias.to(ACC) * LOG2E
     if bias.dtype == tl.float64:
         bias = tl.where(bias < -3.4028235677973366e38, float("-inf"), bias)
@@ -106,84 +335,68 @@ def in_base_2(bias, ACC: tl.constexpr):
 
 
 @triton.jit
-def key_row(
-    mask_base, s_mn, bias_base, s_bn, j, ok, Sk,
-    MASK: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(which keys j a mask and a bias that are constant over the queries leave, that bias in base
-    2): [BN] each.
+def key_row(head, j, ok, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr):
+    """Read a mask and a bias that are constant over the queries, at the keys j [BN].
+
+    `ok` [BN] says which of these are below the length; without EDGE all of them are.
     """
+    strides, exists = head.call.strides, j < head.call.sizes.keys
     bias = 0.0
-    if MASK == 1:
-        if EDGE:
-            ok = ok & (tl.load(mask_base + j * s_mn, mask=j < Sk, other=0) != 0)
-        else:
-            ok = ok & (tl.load(mask_base + j * s_mn) != 0)
-    if BIAS == 1:
-        if EDGE:
-            bias = in_base_2(tl.load(bias_base + j * s_bn, mask=j < Sk, other=0.0), ACC)
-        else:
-            bias = in_base_2(tl.load(bias_base + j * s_bn), ACC)
+    if has.mask == 1:
+        ok = ok & (load_where(head.mask + j * strides.mask_column, exists, EDGE) != 0)
+    if has.bias == 1:
+        bias = load_where(head.bias + j * strides.bias_column, exists, EDGE)
+        bias = in_base_2(bias, tile.acc)
         ok = ok & (bias != float("-inf"))
-    return ok, bias
+    return Keys(ok, bias)
 
 
 @triton.jit
-def scores(
-    s, i, j, r, key_ok, key_bias, mask_base, s_mm, s_mn, bias_base, s_bm, s_bn, qk_scale, softcap,
-    slope, length, shift, left, right, Sk,
-    MASK: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(the scores in base 2, -inf where i may not see j, tanh of the softcap) from s = q . k, on
-    indices that are already broadcast against each other, either way round.
+def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr):
+    """Compute the scores in base 2, -inf where a query may not see a key, and the tanh of the
+    softcap, from s = q . k [BM, BN], or from its transpose.
 
-    r is i, clamped to the rows there are and counted from the row that mask_base and bias_base
-    point to. Without EDGE the whole tile lies inside the length and the band. What is added may be
-    large, so that a score keeps few digits: each kernel has to round it alike, hence the fma.
+    `at` and `keys` are broadcast against s. Without EDGE the whole tile lies inside the length and
+    the band. The summands may be large, so that a score keeps few digits: each kernel has to round
+    it alike, hence the fma.
     """
+    i, j, r = at
+    strides, band, scale = head.call.strides, head.call.band, head.call.scale
+    shift = head.sequence.shift
+    # The loads are bounded by Sk, not by the length: the compiler knows the divisibility of Sk.
+    exists = j < head.call.sizes.keys
     tanh = s
-    if SOFTCAP:
-        s = 1.0 - 2.0 / (tl.math.exp2(s * qk_scale) + 1.0)
+    if has.softcap:
+        s = 1.0 - 2.0 / (tl.math.exp2(s * scale) + 1.0)
         tanh = s
-        qk_scale = softcap * LOG2E
-    if BIAS == 0:
-        s = s * qk_scale
-    elif BIAS == 1:
-        s = tl.fma(s, qk_scale, key_bias)
-    else:  # bounded by Sk, not by the length: the compiler knows Sk's divisibility
-        if EDGE:
-            tile = tl.load(bias_base + (r * s_bm + j * s_bn), mask=j < Sk, other=0.0)
-        else:
-            tile = tl.load(bias_base + (r * s_bm + j * s_bn))
-        s = tl.fma(s, qk_scale, in_base_2(tile, ACC))
-    if ALIBI:
-        s = tl.fma(tl.abs(i + shift - j).to(ACC), -slope, s)
-    if EDGE or MASK > 0 or BIAS == 1:
-        ok = j < length
-        if MASK == 1 or BIAS == 1:
-            ok = ok & key_ok
-        if MASK == 2:
+        scale = head.call.factors.softcap * LOG2E
+    if has.bias == 0:
+        s = s * scale
+    elif has.bias == 1:
+        s = tl.fma(s, scale, keys.bias)
+    else:
+        pointers = head.bias + (r * strides.bias_row + j * strides.bias_column)
+        s = tl.fma(s, scale, in_base_2(load_where(pointers, exists, EDGE), tile.acc))
+    if has.alibi:
+        s = tl.fma(tl.abs(i + shift - j).to(tile.acc), -head.slope, s)
+    if EDGE or has.mask > 0 or has.bias == 1:
+        ok = j < head.sequence.length
+        if has.mask == 1 or has.bias == 1:
+            ok = ok & keys.ok
+        if has.mask == 2:
+            pointers = head.mask + (r * strides.mask_row + j * strides.mask_column)
+            seen = load_where(pointers, exists, EDGE) != 0
             if EDGE:
-                ok = ok & (tl.load(mask_base + (r * s_mm + j * s_mn), mask=j < Sk, other=0) != 0)
+                ok = ok & seen
             else:
-                ok = tl.load(mask_base + (r * s_mm + j * s_mn)) != 0
-                if BIAS == 1:
-                    ok = ok & key_ok
-        if EDGE and RIGHT:
-            ok = ok & (j <= i + (shift + right))
-        if EDGE and LEFT:
-            ok = ok & (j >= i + (shift - left))
+                ok = seen
+                if has.bias == 1:
+                    ok = ok & keys.ok
+        if EDGE and has.right:
+            ok = ok & (j <= i + (shift + band.right))
+        if EDGE and has.left:
+            ok = ok & (j >= i + (shift - band.left))
         s = tl.where(ok, s, float("-inf"))
-        if SOFTCAP and (MASK == 1 or BIAS == 1):  # of a hidden key, which may hold anything
+        if has.softcap and (has.mask == 1 or has.bias == 1):  # a masked key may hold anything
             tanh = tl.where(ok, tanh, 0.0)
     return s, tanh
-
-
-@triton.jit
-def first_row(plane, h, q0, q_rows, PACKED: tl.constexpr):
-    """Where the rows of a (batch, head) begin in lse and delta: [B, H, Sq], or [H, Tq] packed."""
-    if PACKED:
-        return h.to(tl.int64) * q_rows + q0
-    else:
-        return plane.to(tl.int64) * q_rows

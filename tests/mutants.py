@@ -9,28 +9,44 @@ all of both, one at a time.
 
 PLANTED = {
     "attention": {
-        "scale off by 5%": ("score_scale", "return scale * LOG2E", "return scale * LOG2E * 1.05"),
-        "scale forgotten in dq": ("backward_dq_kernel", "dq = dq * scale", "dq = dq"),
-        "scale forgotten in dk": ("backward_dkdv_kernel", "dk = dk * scale", "dk = dk"),
-        "mask inverted": ("scores", "mask=j < Sk, other=0) != 0)", "mask=j < Sk, other=0) == 0)"),
-        "key mask inverted": (
-            "key_row",
-            "mask=j < Sk, other=0) != 0)",
-            "mask=j < Sk, other=0) == 0)",
+        "scale off by 5%": (
+            "prepare_call",
+            "scale = factors.scale * LOG2E\n",
+            "scale = factors.scale * LOG2E * 1.05\n",
         ),
-        "causal off by one": ("scores", "j <= i + (shift + right)", "j < i + (shift + right)"),
-        "window off by one": ("scores", "j >= i + (shift - left)", "j > i + (shift - left)"),
-        "last keys of the band": ("keys_of_rows", "i0 + BM + shift", "i0 + shift"),
-        "first keys of the band": ("keys_of_rows", "shift - left, 0)", "shift - left + BN, 0)"),
+        "scale forgotten in dq": ("backward_dq_kernel", "dq = dq * factors.scale", "dq = dq"),
+        "scale forgotten in dk": ("backward_dkdv_kernel", "dk = dk * factors.scale", "dk = dk"),
+        "mask inverted": (
+            "scores",
+            "load_where(pointers, exists, EDGE) != 0",
+            "load_where(pointers, exists, EDGE) == 0",
+        ),
+        "key mask inverted": ("key_row", "exists, EDGE) != 0)", "exists, EDGE) == 0)"),
+        "causal off by one": (
+            "scores",
+            "j <= i + (shift + band.right)",
+            "j < i + (shift + band.right)",
+        ),
+        "window off by one": (
+            "scores",
+            "j >= i + (shift - band.left)",
+            "j > i + (shift - band.left)",
+        ),
+        "last keys of the band": ("keys_of_rows", "i0 + tile.rows + shift", "i0 + shift"),
+        "first keys of the band": (
+            "keys_of_rows",
+            "shift - band.left, 0)",
+            "shift - band.left + tile.columns, 0)",
+        ),
         "whole tiles beyond the band": (
             "forward_kernel",
-            "clamp(i0 + shift + right + 1",
-            "clamp(i0 + BN",
+            "clamp(i0 + shift + band.right + 1",
+            "clamp(i0 + tile.columns",
         ),
         "cut tiles taken for whole": (
             "forward_kernel",
-            "i0 + BM - 1 + shift - left",
-            "i0 + shift - left",
+            "i0 + tile.rows - 1 + shift - band.left",
+            "i0 + shift - band.left",
         ),
         "queries of the band in dk": (
             "backward_dkdv_kernel",
@@ -39,29 +55,57 @@ PLANTED = {
         ),
         "last queries of the window": (
             "backward_dkdv_kernel",
-            "n0 + BN - shift + left",
-            "n0 - shift + left",
+            "n0 + tile.columns - shift + band.left",
+            "n0 - shift + band.left",
         ),
-        "shift of dq": ("backward_dq_kernel", "shift = length - queries", "shift = Sk - queries"),
-        "head offset": ("forward_kernel", "b * s_qb + h * s_qh", "b * s_qb"),
-        "head offset in dq": ("backward_dq_kernel", "K + b * s_kb + g * s_kg", "K + b * s_kb"),
-        "batch offset": ("backward_dkdv_kernel", "V + b * s_vb", "V"),
-        "key-value head of a group": ("forward_kernel", "g = h // GROUP", "g = h % (H // GROUP)"),
+        "shift of dq": ("backward_dq_kernel", "sequence.shift", "sizes.keys - queries"),
+        "head offset": (
+            "forward_kernel",
+            "b * strides.query_batch + h * strides.query_head",
+            "b * strides.query_batch",
+        ),
+        "head offset in dq": (
+            "backward_dq_kernel",
+            "inputs.key + b * strides.key_batch + g * strides.key_head",
+            "inputs.key + b * strides.key_batch",
+        ),
+        "batch offset": (
+            "backward_dkdv_kernel",
+            "inputs.value + b * strides.value_batch",
+            "inputs.value",
+        ),
+        "key-value head of a group": (
+            "forward_kernel",
+            "g = h // sizes.group",
+            "g = h % (sizes.heads // sizes.group)",
+        ),
         "a head of the group lost": (
             "backward_dkdv_kernel",
-            "tl.range(0, GROUP)",
+            "tl.range(0, sizes.group)",
             "tl.range(0, 1)",
         ),
         "length ignored": ("locate_sequence", "length = clamp(", "length = Sk + 0 * clamp("),
-        "dropout not rescaled": ("forward_kernel", "(inv_keep / sums)", "(1.0 / sums)"),
-        "dropout in dv not rescaled": ("backward_dkdv_kernel", "dv = dv * inv_keep", "dv = dv"),
+        "dropout not rescaled": ("forward_kernel", "(factors.inv_keep / sums)", "(1.0 / sums)"),
+        "dropout in dv not rescaled": (
+            "backward_dkdv_kernel",
+            "dv = dv * factors.inv_keep",
+            "dv = dv",
+        ),
         "dropout in dp not rescaled": (
             "backward_dkdv_kernel",
-            "tl.where(keep, dp, 0.0) * inv_keep",
+            "tl.where(keep, dp, 0.0) * factors.inv_keep",
             "tl.where(keep, dp, 0.0)",
         ),
-        "dropout of another plane": ("_score_gradient", "seed, plane,", "seed, plane + 1,"),
-        "dropout of another tile": ("_forward_tiles", "plane, i0, n0,", "plane, i0, n0 + BN,"),
+        "dropout of another plane": (
+            "_score_gradient",
+            "seed, head.plane,",
+            "seed, head.plane + 1,",
+        ),
+        "dropout of another tile": (
+            "_forward_tiles",
+            "work.start, n0,",
+            "work.start, n0 + tile.columns,",
+        ),
         "no rescaling of the sum": ("_forward_tiles", "l = l * rescale +", "l = l +"),
         "no rescaling of the output": (
             "_forward_tiles",
@@ -73,31 +117,43 @@ PLANTED = {
         "lse in base 2": ("forward_kernel", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
         "a key lost at the edge": (
             "_forward_tiles",
-            "inside = j < length",
-            "inside = j < length - 1",
+            "inside = j < head.sequence.length",
+            "inside = j < head.sequence.length - 1",
         ),
         "bias in base e": ("in_base_2", "bias.to(ACC) * LOG2E", "bias.to(ACC)"),
         "sink of another head": ("forward_kernel", "tl.load(SINKS + h)", "tl.load(SINKS)"),
-        "sink in base e": ("forward_kernel", "SINKS + h).to(ACC) * LOG2E", "SINKS + h).to(ACC)"),
+        "sink in base e": (
+            "forward_kernel",
+            "SINKS + h).to(tile.acc) * LOG2E",
+            "SINKS + h).to(tile.acc)",
+        ),
         "sink without weight": (
             "forward_kernel",
             'float("-inf"), 0.0, 1.0)',
             'float("-inf"), 0.0, 0.0)',
         ),
-        "maximum forgotten": ("_probabilities", "s -= peak[:, None]", "s = s"),
+        "maximum forgotten": ("_probabilities", "s -= statistics.peak[:, None]", "s = s"),
         "maximum forgotten in dk": ("backward_dkdv_kernel", "s -= peak[None, :]", "s = s"),
-        "bias of another head": ("forward_kernel", "b * s_bb + h * s_bh", "b * s_bb"),
-        "key bias of another head": ("backward_dkdv_kernel", "b * s_bb + h * s_bh", "b * s_bb"),
+        "bias of another head": (
+            "locate_head",
+            "b * strides.bias_batch + h * strides.bias_head",
+            "b * strides.bias_batch",
+        ),
+        "key bias of another head": ("backward_dkdv_kernel", "plane, b, h, 0,", "plane, b, g, 0,"),
         "bias gradient of one batch": (
             "backward_dbias_kernel",
-            "own_b + member // over_h",
+            "own_b + member // over.heads",
             "own_b",
         ),
-        "bias gradient of one head": ("backward_dbias_kernel", "own_h + member % over_h", "own_h"),
+        "bias gradient of one head": (
+            "backward_dbias_kernel",
+            "own_h + member % over.heads",
+            "own_h",
+        ),
         "bias gradient in another row": (
             "backward_dbias_kernel",
-            "own_h * s_dbh + first * s_dbm",
-            "own_h * s_dbh",
+            "base = base + first * dbias_strides.row",
+            "base = base",
         ),
         "bias gradient outside the band": (
             "backward_dbias_kernel",
@@ -117,9 +173,21 @@ PLANTED = {
         ),
         "alibi without its shift": ("scores", "tl.abs(i + shift - j)", "tl.abs(i - j)"),
         "alibi signed": ("scores", "tl.abs(i + shift - j)", "(i + shift - j)"),
-        "packed queries": ("forward_kernel", "first = q0 + i0", "first = k0 + i0"),
-        "packed keys": ("backward_dq_kernel", "g * s_kg + k0 * s_kn", "g * s_kg"),
-        "packed statistics": ("first_row", "q_rows + q0", "q_rows"),
+        "packed queries": (
+            "forward_kernel",
+            "first = sequence.first_query + i0",
+            "first = sequence.first_key + i0",
+        ),
+        "packed keys": (
+            "backward_dq_kernel",
+            "k_base += sequence.first_key * strides.key_row",
+            "k_base += 0",
+        ),
+        "packed statistics": (
+            "first_row",
+            "sizes.query_rows + sequence.first_query",
+            "sizes.query_rows",
+        ),
     },
     "layer_norm": {
         "biased variance for unbiased": ("_reciprocal", "(N - 1)", "N"),
@@ -248,16 +316,20 @@ PLANTED = {
 MORE = {
     "attention": {
         "int32 rows": ("_spans_int32", ">= 2**31", ">= 2**62"),
-        "int32 batches": ("forward_kernel", "b = (plane // H).to(tl.int64)", "b = plane // H"),
+        "int32 batches": (
+            "forward_kernel",
+            "b = (plane // sizes.heads).to(tl.int64)",
+            "b = plane // sizes.heads",
+        ),
         "int32 heads in dq": (
             "backward_dq_kernel",
-            "h = (plane % H).to(tl.int64)",
-            "h = plane % H",
+            "h = (plane % sizes.heads).to(tl.int64)",
+            "h = plane % sizes.heads",
         ),
         "int32 gradient rows": (
             "_Backward.__init__",
-            'self.constants["WIDE"] or _spans_int32(grad_output, output)',
-            'self.constants["WIDE"]',
+            "self.tile.wide or _spans_int32(grad_output, output)",
+            "self.tile.wide",
         ),
         "a sink of minus infinity": (
             "forward_kernel",
@@ -265,7 +337,7 @@ MORE = {
             'float("-inf"), 1.0, 1.0)',
         ),
         "gradient of a sink beside a bias": (
-            "_Backward.run",
+            "_Backward.moved",
             "sink * LOG2E.value - peak - total",
             "sink - peak - total",
         ),
@@ -283,15 +355,19 @@ MORE = {
         ),
         "a row of delta not written": (
             "delta_kernel",
-            "delta, mask=i < Sq)",
+            "delta, mask=ok)",
             "delta, mask=i < Sq - 1)",
         ),
         "a row of the output not written": (
             "forward_kernel",
-            "i < queries, acc, DV, BDV",
-            "i < queries - 1, acc, DV, BDV",
+            "i < queries, acc, tile.value_dim",
+            "i < queries - 1, acc, tile.value_dim",
         ),
-        "a key's gradient not written": ("backward_dkdv_kernel", "j < keys, dk", "j < length, dk"),
+        "a key's gradient not written": (
+            "backward_dkdv_kernel",
+            "ok = j < keys",
+            "ok = j < length",
+        ),
         "0 / 0 of a hidden row": ("forward_kernel", "tl.where(empty, 1.0, l)", "l"),
         "lse of a hidden row": (
             "forward_kernel",
@@ -305,13 +381,13 @@ MORE = {
         ),
         "float16 sums of the output": (
             "_forward_tiles",
-            "v, acc, PRECISION, out_dtype=ACC)",
-            "v, acc, PRECISION, out_dtype=ACC).to(tl.float16).to(ACC)",
+            "v, acc, tile.precision, out_dtype=tile.acc)",
+            "v, acc, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
         "float16 sums of dv": (
             "backward_dkdv_kernel",
-            "do, dv, PRECISION, out_dtype=ACC)",
-            "do, dv, PRECISION, out_dtype=ACC).to(tl.float16).to(ACC)",
+            "do, dv, tile.precision, out_dtype=tile.acc)",
+            "do, dv, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
         "weights in bfloat16": (
             "_forward_tiles",
@@ -320,24 +396,24 @@ MORE = {
         ),
         "delta in the input's dtype": (
             "delta_kernel",
-            "o.to(ACC) * do.to(ACC)",
-            "(o * do).to(ACC)",
+            "o.to(tile.acc) * do.to(tile.acc)",
+            "(o * do).to(tile.acc)",
         ),
         "stale maximum": ("_forward_tiles", "        m = m_new\n", "        m = m\n"),
         "dq of the last tile alone": (
             "backward_dq_kernel",
-            "k, dq, PRECISION",
-            "k, dq * 0.0, PRECISION",
+            "k, dq, tile.precision",
+            "k, dq * 0.0, tile.precision",
         ),
         "dk of the last tile alone": (
             "backward_dkdv_kernel",
-            "q, dk, PRECISION",
-            "q, dk * 0.0, PRECISION",
+            "q, dk, tile.precision",
+            "q, dk * 0.0, tile.precision",
         ),
         "a bias of -inf in all of a tile": (
             "_forward_tiles",
-            "if EDGE or MASK > 0 or BIAS > 0:",
-            "if EDGE or MASK > 0:",
+            "if EDGE or has.mask > 0 or has.bias > 0:",
+            "if EDGE or has.mask > 0:",
         ),
         "a hidden value reaches the output": (
             "_forward_tiles",
@@ -346,7 +422,7 @@ MORE = {
         ),
         "a hidden key reaches dq": (
             "backward_dq_kernel",
-            "tl.where(key_ok[:, None], k, 0.0).to(k.dtype)",
+            "tl.where(keys.ok[:, None], k, 0.0).to(k.dtype)",
             "k",
         ),
         "a hidden value reaches dq": (
@@ -362,13 +438,13 @@ MORE = {
         "a hidden key under a softcap": ("scores", "tl.where(ok, tanh, 0.0)", "tanh"),
         "cut tile taken for whole at the end": (
             "forward_kernel",
-            "full = full // BN * BN",
+            "full = full // tile.columns * tile.columns",
             "full = full",
         ),
         "tiles that begin anywhere": (
             "keys_of_rows",
-            "tl.maximum(i0 + shift - left, 0) // BN * BN",
-            "tl.maximum(i0 + shift - left, 0)",
+            "tl.maximum(i0 + shift - band.left, 0) // tile.columns * tile.columns",
+            "tl.maximum(i0 + shift - band.left, 0)",
         ),
         "columns past the head dim": (
             "store_rows",
@@ -377,13 +453,13 @@ MORE = {
         ),
         "head map of the gradient": (
             "backward_dkdv_kernel",
-            "h = g * GROUP + member",
+            "h = g * sizes.group + member",
             "h = g + member * groups",
         ),
         "group size": (
             "_Plan.__init__",
-            "self.heads // max(1, self.groups),",
-            "self.groups,",
+            "group = self.heads // max(1, self.groups)",
+            "group = self.groups",
         ),
         "stride of the key for the value": (
             "_Plan.__init__",
@@ -392,13 +468,13 @@ MORE = {
         ),
         "strides of mask and bias swapped": (
             "_Plan.__init__",
-            "*strides[0],\n            *strides[1],",
-            "*strides[1],\n            *strides[0],",
+            "*strides[0], *strides[1],",
+            "*strides[1], *strides[0],",
         ),
         "slopes of one batch": (
             "_Plan.__init__",
-            "alibi_slopes.expand(batch, self.heads).stride()",
-            "(0, alibi_slopes.stride(-1))",
+            "attention.alibi_slopes.expand(batch, self.heads).stride()",
+            "(0, attention.alibi_slopes.stride(-1))",
         ),
         "mask of one query for all": (
             "_Plan.__init__",
@@ -434,9 +510,9 @@ MORE = {
             "dbias",
         ),
         "bias gradient of all heads": (
-            "_Backward.__init__",
-            "(batch // max(1, b), heads // max(1, h))",
-            "(batch // max(1, b), heads)",
+            "_Backward.add_dbias",
+            "query.shape[1] // max(1, h))",
+            "query.shape[1])",
         ),
         "bias gradient in float16": (
             "_Backward.run",
@@ -450,8 +526,8 @@ MORE = {
         ),
         "options left out of the key of a plan": (
             "_signature",
-            "        options,\n",
-            "        options[:2],\n",
+            "is_causal, scale, window, alignment, softcap, max_q, max_k,\n        dtype is",
+            "is_causal,\n        dtype is",
         ),
         "gradient's layout left out of the key": (
             "_run_backward",
@@ -480,8 +556,8 @@ MORE = {
         ),
         "a length past the keys": (
             "locate_sequence",
-            "length = clamp(tl.load(LENGTHS + b).to(tl.int32), 0, Sk)",
-            "length = tl.load(LENGTHS + b).to(tl.int32)",
+            "length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.keys)",
+            "length = tl.load(extras.lengths + b).to(tl.int32)",
         ),
         "the same order of causal rows": (
             "forward_kernel",
@@ -495,14 +571,10 @@ MORE = {
         ),
         "the next sequence's packed keys": (
             "locate_sequence",
-            "k1 = clamp(tl.load(LENGTHS + b + 1).to(tl.int32), k0, k_rows)",
-            "k1 = k_rows",
+            "k1 = clamp(tl.load(extras.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)",
+            "k1 = sizes.key_rows",
         ),
-        "packed batch stride": (
-            "_Plan.strides",
-            '0 if self.constants["PACKED"] else batch',
-            "batch",
-        ),
+        "packed batch stride": ("_Plan.strides", "0 if self.packed else batch", "batch"),
     },
     "layer_norm": {
         "int32 rows": ("_forward", "rows = i.to(tl.int64)", "rows = i"),

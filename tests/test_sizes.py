@@ -12,7 +12,8 @@ from fastformer.description import Attention, pack
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from fastformer.kernels.attention.scores import first_row
+from fastformer.kernels.attention.scores import Has, Sequence, Sizes, first_row
+from fastformer.kernels.launch import constants
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
@@ -256,14 +257,17 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
 
 
 @triton.jit
-def _places(OUT, plane, h, q0, q_rows):
-    for packed in tl.static_range(2):
-        tl.store(OUT + packed, first_row(plane, h, q0, q_rows, packed))
+def _places(OUT, plane, h, sequence, sizes, has: tl.constexpr, has_packed: tl.constexpr):
+    tl.store(OUT, first_row(plane, h, sequence, sizes, has))
+    tl.store(OUT + 1, first_row(plane, h, sequence, sizes, has_packed))
 
 
 def test_statistics_past_int32(device):
     """Where the rows of a head begin in the log-sum-exps, by batch or among the packed tokens."""
     places = torch.zeros(2, dtype=torch.int64, device=device)
-    _places[(1,)](places, 2**20 + 1, 2**13 + 1, 7, 2**20)
+    sequence, sizes = Sequence(7, 0, 2**20, 0, 0), Sizes(1, 1, 2**20, 0, 2**20, 0)
+    has = Has(*[False] * len(Has._fields))
+    packings = constants(has), constants(has._replace(packed=True))
+    _places[(1,)](places, 2**20 + 1, 2**13 + 1, sequence, sizes, *packings)
     expected = torch.tensor([(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7], device=device)
     assert torch.equal(places, expected)

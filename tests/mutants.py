@@ -51,7 +51,7 @@ PLANTED = {
         "queries of the band in dk": (
             "backward_dkdv_kernel",
             "tl.maximum(n0 - shift",
-            "tl.maximum(n0 + BM",
+            "tl.maximum(n0 + tile.rows",
         ),
         "last queries of the window": (
             "backward_dkdv_kernel",
@@ -84,7 +84,11 @@ PLANTED = {
             "tl.range(0, sizes.group)",
             "tl.range(0, 1)",
         ),
-        "length ignored": ("locate_sequence", "length = clamp(", "length = Sk + 0 * clamp("),
+        "length ignored": (
+            "locate_sequence",
+            "length = clamp(",
+            "length = sizes.keys + 0 * clamp(",
+        ),
         "dropout not rescaled": ("forward_kernel", "(factors.inv_keep / sums)", "(1.0 / sums)"),
         "dropout in dv not rescaled": (
             "backward_dkdv_kernel",
@@ -351,7 +355,7 @@ MORE = {
         "a row of lse not written": (
             "forward_kernel",
             "lse, mask=i < queries)",
-            "lse, mask=i < Sq - 1)",
+            "lse, mask=i < sizes.queries - 1)",
         ),
         "a row of delta not written": (
             "delta_kernel",

@@ -49,12 +49,12 @@ PLANTED = {
             "i0 + shift - band.left",
         ),
         "queries of the band in dk": (
-            "backward_dkdv_kernel",
+            "_queries_of_keys",
             "tl.maximum(n0 - shift",
             "tl.maximum(n0 + tile.rows",
         ),
         "last queries of the window": (
-            "backward_dkdv_kernel",
+            "_queries_of_keys",
             "n0 + tile.columns - shift + band.left",
             "n0 - shift + band.left",
         ),
@@ -96,8 +96,8 @@ PLANTED = {
             "dv = dv",
         ),
         "dropout in dp not rescaled": (
-            "backward_dkdv_kernel",
-            "tl.where(keep, dp, 0.0) * factors.inv_keep",
+            "_dkdv_of_head",
+            "tl.where(keep, dp, 0.0) * inv_keep",
             "tl.where(keep, dp, 0.0)",
         ),
         "dropout of another plane": (
@@ -116,7 +116,7 @@ PLANTED = {
             "acc = acc * rescale[:, None]",
             "acc = acc",
         ),
-        "wrong delta": ("backward_dkdv_kernel", "dp - delta[None, :]", "dp"),
+        "wrong delta": ("_dkdv_of_head", "dp - delta[None, :]", "dp"),
         "dlse forgotten": ("delta_kernel", "delta -= tl.load(", "delta -= 0 * tl.load("),
         "lse in base 2": ("forward_kernel", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
         "a key lost at the edge": (
@@ -137,7 +137,7 @@ PLANTED = {
             'float("-inf"), 0.0, 0.0)',
         ),
         "maximum forgotten": ("_probabilities", "s -= statistics.peak[:, None]", "s = s"),
-        "maximum forgotten in dk": ("backward_dkdv_kernel", "s -= peak[None, :]", "s = s"),
+        "maximum forgotten in dk": ("_dkdv_of_head", "s -= peak[None, :]", "s = s"),
         "bias of another head": (
             "locate_head",
             "b * strides.bias_batch + h * strides.bias_head",
@@ -164,12 +164,8 @@ PLANTED = {
             "tl.where((n0 >= lo) & (n0 < hi), members, 0)",
             "1",
         ),
-        "key bias gradient overwritten": (
-            "backward_dkdv_kernel",
-            "dbias += tl.sum",
-            "dbias = tl.sum",
-        ),
-        "softcap's derivative": ("backward_dkdv_kernel", "1.0 - tanh * tanh", "1.0 - tanh"),
+        "key bias gradient overwritten": ("_dkdv_of_head", "dbias += tl.sum", "dbias = tl.sum"),
+        "softcap's derivative": ("_dkdv_of_head", "1.0 - tanh * tanh", "1.0 - tanh"),
         "softcap's derivative in dq": (
             "backward_dq_kernel",
             "ds = ds * (1.0 - tanh * tanh)",
@@ -389,7 +385,7 @@ MORE = {
             "v, acc, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
         "float16 sums of dv": (
-            "backward_dkdv_kernel",
+            "_dkdv_of_head",
             "do, dv, tile.precision, out_dtype=tile.acc)",
             "do, dv, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
@@ -410,7 +406,7 @@ MORE = {
             "k, dq * 0.0, tile.precision",
         ),
         "dk of the last tile alone": (
-            "backward_dkdv_kernel",
+            "_dkdv_of_head",
             "q, dk, tile.precision",
             "q, dk * 0.0, tile.precision",
         ),
@@ -434,11 +430,7 @@ MORE = {
             "tl.where(key_ok[None, :], dp, 0.0)",
             "dp",
         ),
-        "a hidden value reaches dk": (
-            "backward_dkdv_kernel",
-            "tl.where(key_ok[:, None], dp, 0.0)",
-            "dp",
-        ),
+        "a hidden value reaches dk": ("_dkdv_of_head", "tl.where(own.ok[:, None], dp, 0.0)", "dp"),
         "a hidden key under a softcap": ("scores", "tl.where(ok, tanh, 0.0)", "tanh"),
         "cut tile taken for whole at the end": (
             "forward_kernel",
@@ -569,8 +561,8 @@ MORE = {
             "(tl.program_id(0) % blocks)",
         ),
         "keys past the length walked": (
-            "backward_dkdv_kernel",
-            "hi = tl.where(n0 < length, hi, 0)",
+            "_queries_of_keys",
+            "hi = tl.where(n0 < sequence.length, hi, 0)",
             "hi = hi",
         ),
         "the next sequence's packed keys": (

@@ -31,6 +31,28 @@ class _Statistics(NamedTuple):
     delta: Any
 
 
+class _OwnKeys(NamedTuple):
+    """The keys that a program of dK and dV owns."""
+
+    k: Any  # [BN, BD]
+    v: Any  # [BN, BDV]
+    start: Any  # the first of them, n0
+    columns: Any  # [BN]
+    ok: Any  # [BN], as in `Keys`
+    bias: Any  # [BN, 1]
+
+
+class _HeadRows(NamedTuple):
+    """Pointers to what a program of dK and dV reads of the queries of one head."""
+
+    query: Any
+    grad_output: Any
+    grad_stride: Any
+    lse: Any
+    delta: Any
+    first: Any  # where the rows of the head begin in lse and delta
+
+
 class Over(NamedTuple):
     """How many batches and heads share a bias."""
 
@@ -105,6 +127,70 @@ def _row_statistics(LSE, DELTA, row, i, ok, has: tl.constexpr):
 
 
 @triton.jit
+def _queries_of_keys(n0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
+    """Bound the queries lo <= i < hi that may see any of the keys n0 .. n0 + BN - 1 by length and
+    band; lo is a multiple of BM.
+    """
+    shift = sequence.shift
+    lo = 0
+    if has.right:
+        lo = tl.maximum(n0 - shift - band.right, 0) // tile.rows * tile.rows
+    hi = sequence.queries
+    if has.left:
+        hi = tl.minimum(hi, n0 + tile.columns - shift + band.left)
+    if has.lengths:
+        hi = tl.where(n0 < sequence.length, hi, 0)
+    return lo, hi
+
+
+@triton.jit
+def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
+    """Add what the queries lo <= i < hi of a head give to dK [BN, BD], dV [BN, BDV] and sum_i dS
+    [BN], the `state`.
+    """
+    dk, dv, dbias = state
+    call, queries = head.call, head.sequence.queries
+    inv_keep, q_stride = call.factors.inv_keep, call.strides.query_row
+    for i0 in tl.range(lo, hi, tile.rows):
+        i0 = tl.multiple_of(i0, tile.rows)
+        i = i0 + tl.arange(0, tile.rows)
+        r = tl.minimum(i, queries - 1)
+        if tile.wide:
+            r = r.to(tl.int64)
+        q = load_rows(rows.query, r, q_stride, None, tile.dim, tile.dim_block, False)
+        peak, lse, delta = _row_statistics(rows.lse, rows.delta, rows.first, i, i < queries, has)
+        s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
+        at = Indices(i[None, :], own.columns[:, None], r[None, :])
+        s, tanh = scores(s, at, Keys(own.ok[:, None], own.bias), head, tile, has, True)
+        if has.bias > 0 or has.alibi:
+            s -= peak[None, :]
+        p = tl.math.exp2(s - lse[None, :])
+        do = load_rows(
+            rows.grad_output, r, rows.grad_stride, None, tile.value_dim, tile.value_block, False
+        )
+        dp = tl.dot(own.v, tl.trans(do), input_precision=tile.precision)
+        z = p
+        if has.dropout:
+            threshold = call.factors.threshold
+            keep = dropout_keep(
+                call.seed, head.plane, i0, own.start, threshold, tile.rows, tile.columns
+            )
+            keep = tl.trans(keep)
+            z = tl.where(keep, p, 0.0)
+            dp = tl.where(keep, dp, 0.0) * inv_keep
+        dv = tl.dot(z.to(do.dtype), do, dv, tile.precision, out_dtype=tile.acc)
+        if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
+            dp = tl.where(own.ok[:, None], dp, 0.0)
+        ds = p * (dp - delta[None, :])
+        if has.key_grad:
+            dbias += tl.sum(ds, 1)
+        if has.softcap:
+            ds = ds * (1.0 - tanh * tanh)
+        dk = tl.dot(ds.to(q.dtype), q, dk, tile.precision, out_dtype=tile.acc)
+    return dk, dv, dbias
+
+
+@triton.jit
 def backward_dkdv_kernel(
     inputs, DK, DV, DBIAS, LSE, DELTA, extras, dk_strides, dv_strides, do_strides, strides, sizes,
     band, factors, tile: tl.constexpr, has: tl.constexpr,
@@ -122,7 +208,7 @@ def backward_dkdv_kernel(
     b = (pair // groups).to(tl.int64)
     g = (pair % groups).to(tl.int64)
     sequence = locate_sequence(extras, sizes, b, has)
-    queries, length, shift = sequence.queries, sequence.length, sequence.shift
+    length = sequence.length
     keys = sizes.keys
     if has.packed:
         keys = length
@@ -143,14 +229,7 @@ def backward_dkdv_kernel(
     base += first * strides.value_row
     v = load_rows(base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
     call = prepare_call(extras, strides, sizes, band, factors, has)
-    lo = 0  # the queries that any of these keys is seen by
-    if has.right:
-        lo = tl.maximum(n0 - shift - band.right, 0) // tile.rows * tile.rows
-    hi = queries
-    if has.left:
-        hi = tl.minimum(hi, n0 + tile.columns - shift + band.left)
-    if has.lengths:
-        hi = tl.where(n0 < length, hi, 0)
+    lo, hi = _queries_of_keys(n0, sequence, band, tile, has)
 
     dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
     dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
@@ -166,43 +245,10 @@ def backward_dkdv_kernel(
         key_ok, key_bias = key_row(head, columns, inside, tile, has, True)
         if has.bias == 1:
             key_bias = key_bias[:, None]
-        dbias = tl.zeros([tile.columns], tile.acc)
-        for i0 in tl.range(lo, hi, tile.rows):
-            i0 = tl.multiple_of(i0, tile.rows)
-            i = i0 + tl.arange(0, tile.rows)
-            r = tl.minimum(i, queries - 1)
-            if tile.wide:
-                r = r.to(tl.int64)
-            q = load_rows(q_base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
-            ok = i < queries
-            peak, lse, delta = _row_statistics(LSE, DELTA, row, i, ok, has)
-            s = tl.dot(k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
-            at = Indices(i[None, :], columns[:, None], r[None, :])
-            s, tanh = scores(s, at, Keys(key_ok[:, None], key_bias), head, tile, has, True)
-            if has.bias > 0 or has.alibi:
-                s -= peak[None, :]
-            p = tl.math.exp2(s - lse[None, :])
-            do = load_rows(
-                do_base, r, do_strides.row, None, tile.value_dim, tile.value_block, False
-            )
-            dp = tl.dot(v, tl.trans(do), input_precision=tile.precision)
-            z = p
-            if has.dropout:
-                keep = dropout_keep(
-                    call.seed, plane, i0, n0, factors.threshold, tile.rows, tile.columns
-                )
-                keep = tl.trans(keep)
-                z = tl.where(keep, p, 0.0)
-                dp = tl.where(keep, dp, 0.0) * factors.inv_keep
-            dv = tl.dot(z.to(do.dtype), do, dv, tile.precision, out_dtype=tile.acc)
-            if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
-                dp = tl.where(key_ok[:, None], dp, 0.0)
-            ds = p * (dp - delta[None, :])
-            if has.key_grad:
-                dbias += tl.sum(ds, 1)
-            if has.softcap:
-                ds = ds * (1.0 - tanh * tanh)
-            dk = tl.dot(ds.to(q.dtype), q, dk, tile.precision, out_dtype=tile.acc)
+        own = _OwnKeys(k, v, n0, columns, key_ok, key_bias)
+        rows = _HeadRows(q_base, do_base, do_strides.row, LSE, DELTA, row)
+        state = dk, dv, tl.zeros([tile.columns], tile.acc)
+        dk, dv, dbias = _dkdv_of_head(state, lo, hi, own, rows, head, tile, has)
         if has.key_grad:
             tl.store(DBIAS + plane.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
     dk = dk * factors.scale

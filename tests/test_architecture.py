@@ -186,3 +186,38 @@ def _code(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value = ast.Constant(None)
     return ast.unparse(tree)
+
+
+GROUPED = sorted((ROOT / "kernels" / "attention").glob("*.py"))  # whose arguments come in groups
+
+
+def _functions(path):
+    return [f for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
+
+
+def _is_kernel(function):
+    return any(ast.unparse(d) == "triton.jit" for d in function.decorator_list)
+
+
+@pytest.mark.parametrize("path", GROUPED, ids=lambda p: p.stem)
+def test_kernels_take_few_arguments(path):
+    """A kernel takes at most 16, and a call within one passes at most 8."""
+    helpers = {
+        f.name for p in (ROOT / "kernels").rglob("*.py") for f in _functions(p) if _is_kernel(f)
+    }
+    assert len(GROUPED) > 4 and {"load_rows", "dropout_keep"} <= helpers
+    for function in filter(_is_kernel, _functions(path)):
+        assert len(function.args.args) <= 16, function.name
+        for call in ast.walk(function):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in helpers:
+                passed = len(call.args) + len(call.keywords)
+                assert passed <= 8, f"{function.name} passes {passed} to {call.func.id}"
+
+
+@pytest.mark.parametrize("path", GROUPED, ids=lambda p: p.stem)
+def test_kernels_are_formatted(path):
+    """As ruff does it: with few arguments there is no need for another way."""
+    assert "fmt: skip" not in path.read_text()
+    for function in _functions(path):
+        lines = function.end_lineno - function.lineno + 1
+        assert lines - (ast.get_docstring(function) or "").count("\n") <= 80, function.name

@@ -74,9 +74,17 @@ class _Rows(NamedTuple):
 
 @triton.jit
 def delta_kernel(
-    O, DO, DLSE, DELTA, output_strides, grad_strides, H, Sq, tile: tl.constexpr,
+    O,
+    DO,
+    DLSE,
+    DELTA,
+    output_strides,
+    grad_strides,
+    H,
+    Sq,
+    tile: tl.constexpr,
     HAS_DLSE: tl.constexpr,
-):  # fmt: skip
+):
     """Compute delta_i = do_i . o_i - dlse_i, [B, H, Sq] as DLSE, from O and DO [B, H, Sq, DV].
 
     One program owns BM queries of one (batch, head); a packed batch is one batch of Tq queries.
@@ -192,9 +200,23 @@ def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.co
 
 @triton.jit
 def backward_dkdv_kernel(
-    inputs, DK, DV, DBIAS, LSE, DELTA, extras, dk_strides, dv_strides, do_strides, strides, sizes,
-    band, factors, tile: tl.constexpr, has: tl.constexpr,
-):  # fmt: skip
+    inputs,
+    DK,
+    DV,
+    DBIAS,
+    LSE,
+    DELTA,
+    extras,
+    dk_strides,
+    dv_strides,
+    do_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+):
     """Compute DK [B, G, Sk, D] and DV [B, G, Sk, DV] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or
     [B, H, Sq, 2] with the maximum apart.
 
@@ -296,9 +318,20 @@ def _score_gradient(p, dp, delta, key_ok, corner, head, tile: tl.constexpr, has:
 
 @triton.jit
 def backward_dq_kernel(
-    inputs, DQ, LSE, DELTA, extras, dq_strides, do_strides, strides, sizes, band, factors,
-    tile: tl.constexpr, has: tl.constexpr,
-):  # fmt: skip
+    inputs,
+    DQ,
+    LSE,
+    DELTA,
+    extras,
+    dq_strides,
+    do_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+):
     """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or [B, H, Sq, 2] with the
     maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
     """
@@ -384,9 +417,21 @@ def _product(x, y, D: tl.constexpr, BD: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def backward_dbias_kernel(
-    inputs, DBIAS, LSE, DELTA, extras, dbias_strides, over, do_strides, strides, sizes, band,
-    factors, tile: tl.constexpr, has: tl.constexpr,
-):  # fmt: skip
+    inputs,
+    DBIAS,
+    LSE,
+    DELTA,
+    extras,
+    dbias_strides,
+    over,
+    do_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+):
     """Compute DBIAS, [B or 1, H or 1, Sq, Sk], from DELTA [B, H, Sq] and LSE [B, H, Sq, 2].
 
     One program owns BM x BN of it and walks the `over.batches` batches and `over.heads` heads that

@@ -36,6 +36,24 @@ class _Work(NamedTuple):
 
 
 @triton.jit
+def _whole_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
+    """Bound the key tiles inner <= n0 < full that lie inside the length and, for all of the queries
+    i0 .. i0 + BM - 1, inside the band.
+    """
+    shift = sequence.shift
+    full = sequence.length
+    if has.right:
+        full = clamp(i0 + shift + band.right + 1, 0, sequence.length)
+    full = full // tile.columns * tile.columns
+    inner = 0
+    if has.left:
+        inner = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
+        inner = (inner + tile.columns - 1) // tile.columns * tile.columns
+        full = tl.maximum(full, inner)
+    return inner, full
+
+
+@triton.jit
 def _forward_tiles(
     state, lo, hi, work, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
@@ -85,9 +103,20 @@ def _forward_tiles(
 
 @triton.jit
 def forward_kernel(
-    inputs, O, LSE, STATISTICS, SINKS, extras, output_strides, strides, sizes, band, factors,
-    tile: tl.constexpr, has: tl.constexpr,
-):  # fmt: skip
+    inputs,
+    O,
+    LSE,
+    STATISTICS,
+    SINKS,
+    extras,
+    output_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+):
     """Compute the output O [B, H, Sq, DV], LSE [B, H, Sq] and, beside a bias or ALiBi, STATISTICS
     [B, H, Sq, 2], of which one program owns BM queries of one (batch, head). The longest causal
     rows start first. SINKS is [H].
@@ -99,7 +128,7 @@ def forward_kernel(
     h = (plane % sizes.heads).to(tl.int64)
     g = h // sizes.group
     sequence = locate_sequence(extras, sizes, b, has)
-    queries, length, shift = sequence.queries, sequence.length, sequence.shift
+    queries = sequence.queries
     if has.packed:
         if i0 >= queries:
             return
@@ -119,16 +148,8 @@ def forward_kernel(
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
     work = _Work(q, i0, i, r, k_base, v_base)
-    lo, hi = keys_of_rows(i0, length, shift, band, tile, has)
-    full = length  # the tiles from `inner` to `full` lie inside the band and the length
-    if has.right:
-        full = clamp(i0 + shift + band.right + 1, 0, length)
-    full = full // tile.columns * tile.columns
-    inner = 0
-    if has.left:
-        inner = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
-        inner = (inner + tile.columns - 1) // tile.columns * tile.columns
-        full = tl.maximum(full, inner)
+    lo, hi = keys_of_rows(i0, sequence.length, sequence.shift, band, tile, has)
+    inner, full = _whole_tiles(i0, sequence, band, tile, has)
 
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)

@@ -365,24 +365,40 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     """Return all that a `_Plan` is made from, as a key: tensors by their layout. (It is written out
     because it is most of what a call costs on the host.)
     """
-    (
-        mask, dropout_p, is_causal, scale, bias, lengths, window, alignment, slopes, softcap, sinks,
-        seed, starts, ends, max_q, max_k,
-    ) = attention  # fmt: skip
+    others: list[Any]
+    mask, dropout_p, is_causal, scale, bias, lengths, window, *others = attention
+    alignment, slopes, softcap, sinks, seed, starts, ends, max_q, max_k = others
     dtype = query.dtype
     return (
-        query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15, dtype, query.device,
-        dropout_p, is_causal, scale, window, alignment, softcap, max_q, max_k,
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        query.data_ptr() & 15,
+        key.data_ptr() & 15,
+        value.data_ptr() & 15,
+        dtype,
+        query.device,
+        dropout_p,
+        is_causal,
+        scale,
+        window,
+        alignment,
+        softcap,
+        max_q,
+        max_k,
         dtype is torch.float32 and allow_tf32(),
-        None if mask is None else layout(mask), None if bias is None else layout(bias),
+        None if mask is None else layout(mask),
+        None if bias is None else layout(bias),
         None if slopes is None else layout(slopes),
         None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
         None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
         None if ends is None else (ends.dtype, ends.data_ptr() & 15),
         None if seed is None else seed.data_ptr() & 15,
         None if sinks is None else (sinks.dtype, sinks.data_ptr() & 15),
-    )  # fmt: skip
+    )
 
 
 def _run_forward(query, key, value, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
@@ -408,10 +424,8 @@ def _run_backward(
     grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention: Attention
 ) -> list[Tensor]:
     """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; one that is not needed is empty."""
-    signature = (
-        *_signature(query, key, value, attention), layout(grad_output), layout(grad_lse),
-        layout(output), layout(lse), layout(statistics), needs,  # hooks may have moved them
-    )  # fmt: skip
+    tensors = grad_output, grad_lse, output, lse, statistics  # hooks may have moved what is saved
+    signature = *_signature(query, key, value, attention), *map(layout, tensors), needs
     plan = plans.get(signature)
     if plan is None:
         given = grad_output, output, query, key, value, lse, statistics

@@ -106,14 +106,14 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         )
         tile, kernel = record["blocks"], record["kernel"]
         attention = case["op"] == "attention"
-        outer = tile.get("BN") or tile.get("BLOCK") or case["d"]
-        elements = tile.get("BM", 1) * outer
+        outer = tile.get("columns") or case["d"]
+        elements = tile.get("rows", 1) * outer
         unit = TILE if attention and record["products"] else 128
         loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
         for i, loop in enumerate(loops):
             # An unrolled loop computes more than one tile; the code of sm_100 does not say.
             times = loop["product"] / record["products"][i] if loop["product"] else 1
-            inner = tile["BK"] / 64 if "BK" in tile else 1
+            inner = tile["features"] / 64 if "features" in tile else 1
             part = ("full", "edge")[i] if attention and len(loops) == 2 else "loop"
             waits = record["outstanding"][i] if record["products"] else None
             factor = unit / (elements * inner * times)

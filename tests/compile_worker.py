@@ -187,8 +187,8 @@ class Recorder:
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
-        sides = ("BM", "BN", "BK", "rows", "columns", "features", "BLOCK")
-        blocks = {name: given[name] for name in sides if given.get(name)}
+        sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
+        blocks = {side: given[name] for name, side in sides.items() if given.get(name)}
         self.records.append(
             dict(
                 kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),

@@ -83,7 +83,7 @@ def test_copies_under_way(first):
 
 
 RECORD = dict(
-    kernel="forward", hash="h", blocks=dict(BM=128, BN=64), warps=8, stages=2, registers=107,
+    kernel="forward", hash="h", blocks=dict(rows=128, columns=64), warps=8, stages=2, registers=107,
     shared=49152, products=[2 * 128 * 64 * 64] * 2, outstanding=[0, 2],
 )  # fmt: skip
 

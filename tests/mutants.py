@@ -894,10 +894,10 @@ EQUIVALENT = {
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
     "attention": ("test_attention.py", "test_padding.py", "test_sizes.py"),
-    "layer_norm": ("test_layer_norm.py", "test_nan.py", "test_sizes.py"),
-    "feed_forward": ("test_feed_forward.py", "test_nan.py", "test_sizes.py"),
-    "embedding": ("test_embedding.py", "test_nan.py", "test_sizes.py"),
-    "cross_entropy": ("test_cross_entropy.py", "test_nan.py", "test_sizes.py"),
+    "layer_norm": ("test_layer_norm.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
+    "feed_forward": ("test_feed_forward.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
+    "embedding": ("test_embedding.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
+    "cross_entropy": ("test_cross_entropy.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
     "common": (
         "test_dropout.py",
         "test_embedding.py",
@@ -1027,6 +1027,7 @@ SEEN_BY = {
         "test_attention.py::test_plans_are_told_apart",
         "test_attention.py::test_every_field_of_a_key",
         "test_attention.py::test_every_field_of_a_key_of_the_backward",
+        "test_plans.py",
     ),
 }
 

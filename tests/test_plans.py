@@ -1,0 +1,215 @@
+"""Launches are remembered by keys: every field of one is needed, and each is there. (Attention's:
+test_attention.py.)
+"""
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import functional, use_backend
+
+FLAT = {  # memory to take views of
+    torch.float32: torch.zeros(4096),
+    torch.float16: torch.zeros(4096, dtype=torch.float16),
+    torch.int64: torch.zeros(256, dtype=torch.int64),
+    torch.int32: torch.zeros(256, dtype=torch.int32),
+}
+
+
+def at(place, *shape, dtype=torch.float32, step=None):
+    """Zeros whose first element is number `place` of a buffer, rows `step` elements apart."""
+    strides = list(torch.empty(shape, device="meta").stride())
+    if step is not None:
+        strides[-2] = step
+    return FLAT[dtype].as_strided(shape, strides, place)
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """keys(function, gradient, **arguments): those of a call and its backward, by kernel. Nothing
+    is launched.
+    """
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+    launch.plans.clear()
+
+    def keys(function, gradient=None, wanted=None, **arguments):
+        launch.plans.clear()
+        floating = [n for n, x in arguments.items() if getattr(x, "is_floating_point", bool)()]
+        leaves = {n: arguments[n].detach().requires_grad_() for n in wanted or floating}
+        with use_backend("triton"):
+            outputs = function(**{**arguments, **leaves})
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            given = gradient or tuple(torch.ones_like(x) for x in outputs)
+            outputs = outputs[: len(given)]
+            torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
+        return {key[0]: key for key in launch.plans}
+
+    yield keys
+    launch.plans.clear()
+
+
+def half(**x):
+    return {n: t.half() if t.is_floating_point() else t for n, t in x.items()}
+
+
+def embed():
+    base = {"tokens": at(0, 5, 6, dtype=torch.int64), "weight": at(0, 9, 8)}
+    base |= {"positional": at(0, 6, 8), "dropout_p": 0.5}
+    base["dropout_seed"] = at(0, 1, dtype=torch.int64)
+    first, last = ["embed"], ["embed backward"]
+    low = half(**{n: base[n] for n in ("weight", "positional")})
+    return functional.embed, base, [
+        (first + last, {"dropout_p": 0.6}),
+        (first, {"scale": 2.0}),
+        (last, {"scale": 2.0, "wanted": ["weight"]}),
+        (first + last, {"dropout_seed": at(1, 1, dtype=torch.int64)}),
+        (first, {"tokens": at(1, 5, 6, dtype=torch.int64)}),
+        (first, {"tokens": at(0, 5, 6, dtype=torch.int32)}),
+        (first + last, {"tokens": at(0, 4, 6, dtype=torch.int64)}),
+        (first, {"weight": at(1, 9, 8)}),
+        (first, {"weight": at(0, 9, 8, step=12)}),
+        (first, {"weight": at(0, 10, 8)}),
+        (first, {"positional": None}),
+        (first, {"positional": at(1, 6, 8)}),
+        (first, {"positional": at(0, 6, 8, step=12)}),
+        (first, {"positional": at(0, 6, 8)}, low),
+        (last, {"gradient": (at(1, 5, 6, 8),)}),
+        (first + last, low),
+    ]  # fmt: skip
+
+
+def layer_norm():
+    base = {"input": at(0, 6, 8), "normalized_shape": 8, "weight": at(0, 8), "bias": at(0, 8)}
+    first, last = ["layer_norm"], ["layer_norm backward"]
+    low = half(**{n: base[n] for n in ("input", "weight", "bias")})
+    return ff.layer_norm, base, [
+        (first + last, {"eps": 0.1}),
+        (first + last, {"unbiased": True}),
+        (first + last, {"input": at(1, 6, 8)}),
+        (first + last, {"input": at(0, 6, 8, step=12)}),
+        (first + last, {"input": at(0, 7, 8)}),
+        (first + last, low),
+        (first + last, {"weight": at(1, 8)}),
+        (first + last, {"weight": at(0, 8)}, low),
+        (first + last, {"weight": None}),
+        (first, {"bias": at(1, 8)}),
+        (first, {"bias": at(0, 8)}, low),
+        (first, {"bias": None}),
+        (last, {"gradient": (at(1, 6, 8),)}),
+        (last, {"gradient": (at(0, 6, 8, step=12),)}),
+        (last, {"wanted": ["input"]}),
+        (last, {"wanted": ["weight"]}),
+    ]  # fmt: skip
+
+
+def dropout_add_layer_norm():
+    base = {"input": at(0, 6, 8), "residual": at(0, 6, 8), "weight": at(0, 8), "bias": at(0, 8)}
+    base |= {"dropout_p": 0.5, "dropout_seed": at(0, 1, dtype=torch.int64)}
+    first, last = ["layer_norm"], ["layer_norm backward"]
+    ones = at(0, 6, 8)
+    return ff.dropout_add_layer_norm, base, [
+        (first + last, {"dropout_p": 0.6}),
+        (first + last, {"dropout_seed": at(1, 1, dtype=torch.int64)}),
+        (first, {"input": at(1, 6, 8)}),
+        (first, {"residual": at(1, 6, 8)}),
+        (first, {"residual": at(0, 6, 8, step=12)}),
+        (last, {"gradient": (ones,)}),
+        (last, {"gradient": (ones, at(1, 6, 8))}),
+        (last, {"gradient": (ones, at(0, 6, 8, step=12))}),
+    ]  # fmt: skip
+
+
+def feed_forward():
+    base = {"input": at(0, 6, 8), "w_1": at(0, 16, 8), "b_1": at(0, 16)}
+    base |= {"w_2": at(0, 8, 16), "b_2": at(0, 8), "activation": "gelu", "dropout_p": 0.5}
+    base["dropout_seed"] = at(0, 1, dtype=torch.int64)
+    first, last = ["feed_forward"], ["_hidden_backward"]
+    return ff.feed_forward, base, [
+        (first + last, {"activation": "silu"}),
+        (first + last, {"dropout_p": 0.6}),
+        (first + last, {"dropout_seed": at(1, 1, dtype=torch.int64)}),
+        (first + last, {"input": at(0, 7, 8)}),
+        (first, {"input": at(1, 6, 8)}),
+        (first, {"input": at(0, 6, 8, step=12)}),
+        (first, {"w_1": at(1, 16, 8)}),
+        (first, {"w_1": at(0, 16, 8, step=12)}),
+        (first + last, {"w_1": at(0, 12, 8), "b_1": at(0, 12), "w_2": at(0, 8, 12)}),
+        (first, {"b_1": at(1, 16)}),
+        (first, {"b_1": None}),
+        (first + last, half(**{n: base[n] for n in ("input", "w_1", "b_1", "w_2", "b_2")})),
+    ]  # fmt: skip
+
+
+def geglu():
+    base = {"input": at(0, 6, 8), "w": at(0, 32, 8), "b": None, "w_2": at(0, 8, 16), "b_2": None}
+    base |= {"dropout_p": 0.5, "dropout_seed": at(0, 1, dtype=torch.int64)}
+    both = ["_gated", "_gated_backward"]
+    return ff.geglu, base, [
+        (both, {"dropout_p": 0.6}),
+        (both, {"dropout_seed": at(1, 1, dtype=torch.int64)}),
+        (both, {"input": at(0, 7, 8)}),
+        (both, half(**{n: base[n] for n in ("input", "w", "w_2")})),
+    ]  # fmt: skip
+
+
+def cross_entropy():
+    base = {"logits": at(0, 6, 8), "target": at(0, 6, dtype=torch.int64), "reduction": "sum"}
+    first, last = ["loss"], ["gradient"]
+    return ff.cross_entropy, base, [
+        (first + last, {"label_smoothing": 0.1}),
+        (first + last, {"ignore_index": 3}),
+        (first + last, {"smoothing": "kl", "ignore_index": 3}),
+        (first + last, {"logits": at(1, 6, 8)}),
+        (first + last, {"logits": at(0, 6, 8, step=12)}),
+        (first + last, {"logits": at(0, 6, 9)}),
+        (first + last, {"logits": at(0, 6, 8, dtype=torch.float16)}),
+        (first + last, {"target": at(1, 6, dtype=torch.int64)}),
+        (last, {"reduction": "none"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [embed, layer_norm, dropout_add_layer_norm, feed_forward, geglu,
+                                cross_entropy])  # fmt: skip
+def test_every_field_of_a_key(op, keys):
+    """Two calls that differ in one thing that a kernel is launched by have two keys."""
+    function, base, changes = op()
+    for key in keys(function, **base).values():
+        assert torch.device("cpu") in key
+    for kernels, change, *beside in changes:
+        alike = base | (beside[0] if beside else {})
+        before = keys(function, **alike)
+        assert before == keys(function, **alike)
+        after = keys(function, **{**alike, **change})
+        assert set(after) >= set(kernels), change
+        assert [k for k in kernels if before[k] == after[k]] == [], change
+
+
+def test_kinds_have_keys_of_their_own(keys):
+    _, base, _ = geglu()
+    one, two = keys(ff.geglu, **base), keys(ff.swiglu, **base)
+    assert one.keys() == two.keys() and not set(one.values()) & set(two.values())
+    _, base, _ = layer_norm()
+    del base["bias"]
+    one, two = (keys(op, **base) for op in (ff.layer_norm, ff.rms_norm))
+    assert one.keys() == two.keys() and not set(one.values()) & set(two.values())
+
+
+def test_products_in_tf32_have_keys_of_their_own(keys):
+    _, base, _ = feed_forward()
+    matmul, found = torch.backends.cuda.matmul, []
+    before = matmul.allow_tf32
+    try:
+        for matmul.allow_tf32 in (False, True):  # which a GPU's products follow
+            found.append(keys(ff.feed_forward, **base)["feed_forward"])
+    finally:
+        matmul.allow_tf32 = before
+    assert found[0] != found[1]
+
+
+def test_chunks_that_are_aligned_otherwise_have_keys_of_their_own(keys, monkeypatch):
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "CHUNK", 2)  # losses of 8 bytes
+    x = {"input": at(0, 6, 8), "linear_weight": at(0, 9, 8), "target": at(0, 6, dtype=torch.int64)}
+    keys(functional.linear_cross_entropy, **x)
+    assert [key[0] for key in kernels.plans].count("loss") == 2

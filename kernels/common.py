@@ -30,7 +30,7 @@ class Draw(NamedTuple):
 
 @triton.jit
 def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """Returns which elements dropout keeps of the [BM, BN] tile at row i0 and column j0, which are
+    """Return which elements dropout keeps of the [BM, BN] tile at row i0 and column j0, which are
     multiples of 16.
 
     Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns
@@ -48,7 +48,7 @@ def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns which elements dropout keeps of rows [BM] and columns o .. o + BLOCK - 1. Word j % 4
+    """Return which elements dropout keeps of rows [BM] and columns o .. o + BLOCK - 1. Word j % 4
     of counter (j // 4, row low, row high, 1) decides on column j.
     """
     j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
@@ -61,7 +61,7 @@ def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
-    """Reads the seed, an int64 [1], if there is dropout."""
+    """Read the seed, an int64 [1], if there is dropout."""
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
@@ -70,7 +70,7 @@ def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
 
 @triton.jit
 def drop_rows(x, rows, o, draw):
-    """Applies dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
+    """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
     keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * draw.inv_keep, 0.0)
 
@@ -79,7 +79,7 @@ INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
 def dropout_arguments(p: float) -> Dropout:
-    """Returns the int32 with the 32 bits of the threshold, and the factor on what is kept.
+    """Return the int32 with the 32 bits of the threshold, and the factor on what is kept.
 
     At p = 1 the threshold does not fit, and the factor 0 drops everything.
     """

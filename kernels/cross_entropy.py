@@ -38,7 +38,7 @@ from .launch import (
     accumulator,
     alignment,
     architecture,
-    layout,
+    layouts,
     next_power_of_2,
     on_device,
     plans,
@@ -55,7 +55,7 @@ CHUNK = 2048  # rows of logits that the linear form holds
 
 
 def configuration(v: int, arch: str) -> tuple[int, int]:
-    """Chooses how many classes a program takes at a time, and its warps."""
+    """Choose how many classes a program takes at a time, and its warps."""
     most = 65536 if arch == "interpreter" else 4096
     block = max(16, min(next_power_of_2(v), most))
     return block, max(1, min(8, block // 512))
@@ -78,13 +78,20 @@ class Labels(NamedTuple):
 
 @triton.jit
 def _loss(
-    X, T, LOSS, LSE, stride, labels, constant, classes, BLOCK: tl.constexpr, SMOOTH: tl.constexpr,
+    X,  # [M, V]
+    T,  # [M]
+    LOSS,  # out [M]
+    LSE,  # out [M, 2]
+    stride,
+    labels,
+    constant,
+    classes,
+    BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr,
     ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns a row: it computes the log-sum-exp online, and the loss.
-
-    Reads the logits X [M, V], their rows `stride` apart, and the targets T [M]; writes LOSS [M] and
-    LSE [M, 2]. `classes` have the probability `off`, if the target is one of them.
+):
+    """One program owns a row: it computes the log-sum-exp online, and the loss. `classes` counts
+    those that smoothing gives a part to.
     """
     i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
@@ -160,7 +167,7 @@ class Smoothing(NamedTuple):
     kind: str
 
     def labels(self) -> Labels:
-        """Returns the target distribution."""
+        """Return the target distribution."""
         if self.kind == "uniform":
             off = self.amount / self.v
             return Labels(self.v, self.ignore_index, -1, 1 - self.amount + off, off)
@@ -168,14 +175,14 @@ class Smoothing(NamedTuple):
         return Labels(self.v, self.ignore_index, self.ignore_index, 1 - self.amount, off)
 
     def constant(self) -> float:
-        """Returns what the loss adds to the cross-entropy: for kl the negative entropy."""
+        """Return what the loss adds to the cross-entropy: for kl the negative entropy."""
         if self.kind == "uniform":
             return 0.0
         _, _, _, on, off = self.labels()
         return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
     def launch(self, kernel: Any, x: Tensor, **more: Any) -> Launch:
-        """Makes the launch of a kernel for the rows of logits x [M, V]."""
+        """Make the launch of a kernel for the rows of logits x [M, V]."""
         block, warps = configuration(self.v, architecture(x.device))
         labels = self.labels()
         arguments = dict(
@@ -189,8 +196,8 @@ class Smoothing(NamedTuple):
         return Launch(kernel, grid, arguments, warps)
 
     def loss(self, x: Tensor, target: Tensor, loss: Tensor, lse: Tensor) -> None:
-        """Fills loss [M] and lse [M, 2] of the rows of logits x [M, V]."""
-        key = "loss", self, x.device, layout(x), layout(target), alignment(loss), alignment(lse)
+        """Fill loss [M] and lse [M, 2] of the rows of logits x [M, V]."""
+        key = "loss", self, x.device, layouts(x, target), alignment(loss), alignment(lse)
         launch = plans.get(key)
         if launch is None:
             classes = float(self.v - (self.labels().pad >= 0))
@@ -199,11 +206,8 @@ class Smoothing(NamedTuple):
         launch(x, target, loss, lse)
 
     def gradient(self, x: Tensor, target: Tensor, lse: Tensor, g: Tensor, dx: Tensor) -> None:
-        """Fills dx [M, V], which may be x. g is [M], or one number for all rows."""
-        key = (
-            "gradient", self, x.device, layout(x), layout(target), layout(g), layout(dx),
-            alignment(lse),
-        )  # fmt: skip
+        """Fill dx [M, V], which may be x. g is [M], or one number for all rows."""
+        key = "gradient", self, x.device, layouts(x, target, g, dx), alignment(lse)
         launch = plans.get(key)
         if launch is None:
             strides = Strides(x.stride(0), g.stride(0) if g.numel() > 1 else 0, dx.stride(0))
@@ -216,7 +220,7 @@ def _count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
 
 
 def _share(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """What a row's loss counts for in the whole, [1]: finite where every target is ignored."""
+    """Return the weight [1] of a row's loss in the whole, finite if every target is ignored."""
     if reduction == "mean":
         return _count(target, ignore_index, dtype).clamp_min_(1).reciprocal_().view(1)
     return torch.ones(1, dtype=dtype, device=target.device)
@@ -231,7 +235,7 @@ def _reduced(loss: Tensor, target: Tensor, ignore_index: int, shape: Any, reduct
 
 
 def supports(*tensors: Tensor, **named: Any) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     return unsupported_dtype(named["logits"] if "logits" in named else named["input"])
 
 
@@ -250,7 +254,7 @@ def _fake(logits, target, reduction, *_):
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse)", _fake
 )
 def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing):
-    """Launches the forward: (loss, lse [M, 2])."""
+    """Launch the forward: (loss, lse [M, 2])."""
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
     rows = logits.new_empty(len(x), dtype=accumulator(logits))
@@ -272,7 +276,7 @@ def _fake_backward(grad_loss, logits, *_):
 def backward(
     grad_loss, logits, target, reduction, ignore_index, label_smoothing, smoothing, lse, needs
 ):
-    """One pass over the logits."""
+    """Launch the backward, one pass over the logits."""
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
     dx = logits.new_empty(logits.shape)
@@ -294,14 +298,16 @@ def _logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b, summed and returned in `dtype`."""
+    """Return the product a b, summed in `dtype`."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _gradients(input, weight, bias, wanted) -> list[Tensor]:
-    """Where the sums go: dinput in its dtype, dw and db in the accumulator's; [0] if unwanted."""
+    """Make zeros for the sums: dinput in its dtype, dw and db in the accumulator's. An unwanted one
+    has no elements.
+    """
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
     return [
@@ -311,7 +317,7 @@ def _gradients(input, weight, bias, wanted) -> list[Tensor]:
 
 
 def _accumulate(dx, x, weight, sums, wanted, part) -> None:
-    """Adds what a chunk's dx gives to the three sums."""
+    """Add what a chunk's dx contributes to the three sums."""
     dinput, dw, db = sums
     if wanted[0]:
         rows = dinput.view(dinput.shape[:-1].numel(), weight.shape[1])
@@ -323,9 +329,16 @@ def _accumulate(dx, x, weight, sums, wanted, part) -> None:
 
 
 def _fake_linear(
-    input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, smoothing,
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    smoothing,
     needs,
-):  # fmt: skip
+):
     dtype = accumulator(input)
     shape = target.shape if reduction == "none" else ()
     saved = [want and reduction != "none" for want in needs]
@@ -343,10 +356,19 @@ _LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bi
     _fake_linear,
 )
 def linear_forward(
-    input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing, smoothing,
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    smoothing,
     needs,
-):  # fmt: skip
-    """A chunk of tokens at a time: (loss, lse, and for mean and sum the gradients wanted)."""
+):
+    """Return loss, lse, and for mean and sum the wanted gradients, from one chunk of tokens after
+    the other.
+    """
     v, n = linear_weight.shape
     labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
     x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
@@ -378,10 +400,24 @@ def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, 
     _fake_linear_backward,
 )
 def linear_backward(
-    grad_loss, input, linear_weight, target, linear_bias, reduction, ignore_index, label_smoothing,
-    smoothing, lse, sum_input, sum_weight, sum_bias, needs,
-):  # fmt: skip
-    """What the forward took times grad_loss and a row's share; for none the chunks once more."""
+    grad_loss,
+    input,
+    linear_weight,
+    target,
+    linear_bias,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    smoothing,
+    lse,
+    sum_input,
+    sum_weight,
+    sum_bias,
+    needs,
+):
+    """Scale the gradients of the forward by grad_loss and a row's share. For none, compute them
+    from one chunk of tokens after the other.
+    """
     sums = [sum_input, sum_weight, sum_bias]
     if reduction != "none":
         factor = grad_loss.to(lse.dtype) * _share(target, ignore_index, reduction, lse.dtype)

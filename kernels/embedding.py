@@ -29,7 +29,7 @@ from .launch import (
     architecture,
     as_rows,
     constants,
-    layout,
+    layouts,
     next_power_of_2,
     on_device,
     plans,
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Chooses the tiles for N features, for 4 warps."""
+    """Choose the tiles for N features, for 4 warps."""
     block = max(16, min(next_power_of_2(n), 1024))
     return Tiles(64 if arch == "interpreter" else max(1, 2048 // block), block)
 
@@ -93,7 +93,7 @@ class Case(NamedTuple):
 
 @triton.jit
 def _place(size, tile: tl.constexpr):
-    """Returns the tile of a program: tokens [BM] and, as int64, rows [BM], its first column,
+    """Return the tile of a program: tokens [BM] and, as int64, rows [BM], its first column,
     columns [BLOCK], and what of it exists [BM, BLOCK].
     """
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
@@ -126,7 +126,7 @@ def _forward(
 
 @triton.jit
 def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, case: tl.constexpr):
-    """scale * Z dy. One program owns BM rows and BLOCK features.
+    """One program owns BM rows and BLOCK features of scale * Z dy.
 
     Reads DY [M, N], its rows `stride` apart, and SEED [1]; writes G [M, N].
     """
@@ -142,7 +142,7 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
-    """Makes the launch of either kernel, with sums as for the dtype of x."""
+    """Make the launch of either kernel, with sums as for the dtype of x."""
     tiles = configuration(size.N, architecture(x.device))
     case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
     arguments = dict(
@@ -168,14 +168,12 @@ _ARGUMENTS = (
 
 @register(f"embed({_ARGUMENTS}) -> (Tensor output)", _fake)
 def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed):
-    """Launches the forward: output [.., S, N]."""
+    """Launch the forward: output [.., S, N]."""
     output = _fake(tokens, weight)
     if output.numel() == 0:
         return output
-    key = (
-        "embed", dropout_p, scale, weight.device, layout(tokens), layout(weight),
-        layout(positional), alignment(dropout_seed),
-    )  # fmt: skip
+    tensors = layouts(tokens, weight, positional)
+    key = "embed", dropout_p, scale, weight.device, tensors, alignment(dropout_seed)
     launch = plans.get(key)
     if launch is None:
         flat, table = tokens.contiguous(), unit_stride(weight)
@@ -202,11 +200,11 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
 
 
 def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor | None) -> Tensor:
-    """Launches the backward: scale * Z dy [.., N]."""
+    """Launch the backward: scale * Z dy [.., N]."""
     g = grad.new_empty(grad.shape)
     if g.numel() == 0:
         return g
-    key = ("embed backward", dropout_p, scale, grad.device, layout(grad), alignment(seed))
+    key = "embed backward", dropout_p, scale, grad.device, layouts(grad), alignment(seed)
     launch = plans.get(key)
     if launch is None:
         n = grad.shape[-1]
@@ -231,7 +229,7 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor 
 def backward(
     grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed, needs
 ):
-    """One kernel for mask and scale, then torch's embedding backward; and a sum over the batch."""
+    """Launch the kernel of mask and scale, call torch's embedding backward, sum over the batch."""
     v, n = weight.shape
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # what positional's gradient does not have
@@ -252,5 +250,5 @@ def backward(
 
 
 def supports(tokens, weight, *_, **__) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     return unsupported_dtype(weight)

@@ -39,7 +39,7 @@ from .launch import (
     constants,
     dense,
     dot_precision,
-    layout,
+    layouts,
     on_device,
     plans,
     remembered,
@@ -95,7 +95,7 @@ ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
 
 
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
-    """Chooses the tiles of the GEMM by architecture and dtype."""
+    """Choose the tiles of the GEMM by architecture and dtype."""
     return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
 
 
@@ -177,7 +177,7 @@ class Case(NamedTuple):
 
 @triton.jit
 def _extent(i0, j0, size, tile: tl.constexpr, WIDE: tl.constexpr):
-    """Returns, of the tile at row i0 and column j0, the rows [BM], counted from i0, the columns
+    """Return, of the tile at row i0 and column j0, the rows [BM], counted from i0, the columns
     [BN], and which elements [BM, BN] exist.
     """
     i = tl.arange(0, tile.rows)
@@ -190,25 +190,25 @@ def _extent(i0, j0, size, tile: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _offsets(i0, i, j, width):
-    """Returns where the elements [BM, BN] lie in a dense matrix [M, width]."""
+    """Return where the elements [BM, BN] lie in a dense matrix [M, width]."""
     return i0.to(tl.int64) * width + (i[:, None] * width + j[None, :])
 
 
 @triton.jit
 def _load(pointers, ok, ACC: tl.constexpr):
-    """Loads a tile [BM, BN], zero where `ok` is False."""
+    """Load a tile [BM, BN], zero where `ok` is False."""
     return tl.load(pointers, mask=ok, other=0.0).to(ACC)
 
 
 @triton.jit
 def _store(pointers, ok, x):
-    """Stores a tile x [BM, BN] where `ok` is True."""
+    """Store a tile x [BM, BN] where `ok` is True."""
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
-    """Returns which elements [BM, BN] of a tile dropout keeps."""
+    """Return which elements [BM, BN] of a tile dropout keeps."""
     seed, plane = tl.load(SEED), tl.program_id(0) * 0
     return dropout_keep(seed, plane, i0, j0, dropout.threshold, tile.rows, tile.columns)
 
@@ -340,7 +340,7 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
 def _elementwise(
     kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, p: float, seed: Tensor | None
 ) -> None:
-    """Launches a kernel over the tiles of [M, N]. The tensors are contiguous and of one dtype."""
+    """Launch a kernel over the tiles of [M, N]. The tensors are contiguous and of one dtype."""
     x = tensors[0]
     key = kernel.fn.__name__, size, x.dtype, x.device, kind, p, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
@@ -404,11 +404,17 @@ def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     _fake,
 )
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
-    """Launches the first GEMM and calls torch's second: (output, h for relu, else z)."""
+    """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
+    tensors, single = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
     key = (
-        "feed_forward", activation, dropout_p, input.device, layout(input), layout(w_1),
-        layout(b_1), alignment(dropout_seed), input.dtype is torch.float32 and allow_tf32(),
-    )  # fmt: skip
+        "feed_forward",
+        activation,
+        dropout_p,
+        input.device,
+        tensors,
+        single,
+        alignment(dropout_seed),
+    )
     plan = plans.get(key)
     if plan is None:
         x = as_rows(input, input.shape[-1]) if input.numel() else input
@@ -418,11 +424,9 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
         plan = remembered(key, _First(input, w_1, b_1, activation, dropout_p))
     hidden = input.new_empty_strided(*plan.hidden)
     z = torch.empty_like(hidden) if plan.save_z else hidden
+    b, seed = input if b_1 is None else b_1, input if dropout_seed is None else dropout_seed
     with on_device(input):
-        plan.launch(
-            input, w_1, input if b_1 is None else b_1, hidden, z,
-            input if dropout_seed is None else dropout_seed,
-        )  # fmt: skip
+        plan.launch(input, w_1, b, hidden, z, seed)
     return torch.nn.functional.linear(hidden, w_2, b_2), z
 
 
@@ -446,7 +450,7 @@ def _fake_backward(
 def backward(
     grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, saved, needs
 ):
-    """One launch for dz (and h), torch's GEMMs for the rest, as far as they are needed."""
+    """Launch the kernel of dz (and h) and call torch's GEMMs, as far as they are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
     dy = grad_output.reshape(rows, -1) if rows else grad_output.reshape(0, w_2.shape[0])
     x, saved = input.reshape(rows, input.shape[-1]), saved.reshape(rows, width).contiguous()
@@ -472,7 +476,7 @@ def backward(
 
 
 def _register_gated(op: str, kind: str) -> tuple:
-    """Registers the op and its backward for one activation; returns their launchers."""
+    """Register the op and its backward for one activation, and return their launchers."""
 
     def fake(input, w, b, w_2, b_2, dropout_p, dropout_seed):
         return (
@@ -533,5 +537,5 @@ swiglu_forward, swiglu_backward = _register_gated("swiglu", "silu")
 
 
 def supports(input: Tensor, *_, **__) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     return unsupported_dtype(input)

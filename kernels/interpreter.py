@@ -1,15 +1,16 @@
 """Repairs of Triton's CPU interpreter (3.6 to 3.9), for those who run the kernels without a GPU.
 
-`repair()` changes Triton's own classes in this process, so nothing calls it unasked; the tests and
-the command line do.
+`repair()` changes Triton's own classes in this process, so no op calls it; the tests and the
+command line do.
 
 1. bfloat16: the interpreter keeps it as raw 16-bit words, and `tl.dot` and arithmetic compute on
    bit patterns (triton#11584); float32 -> bfloat16 truncates. Here operands are widened and results
    rounded to nearest even.
 2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which
-int() refuses (triton#9171). 3. Speed: each helper call patches the whole language module anew,
-   integer operations check for overflow, types are built again for every value, and Philox takes
-   some 80 operations of 20 us.
+   int() refuses (triton#9171). Here it is read as a number.
+3. Speed: each helper call patches the whole language module again, integer operations check for
+   overflow, types are built again for every value, and Philox takes some 80 operations of 20 us.
+   Here each of these is done once, or by numpy.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _widen(words: np.ndarray) -> np.ndarray:
 
 
 def _round(values: np.ndarray) -> np.ndarray:
-    """float32 -> the upper 16 bits, to nearest even."""
+    """Round float32 to its upper 16 bits, to nearest even."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -56,7 +57,7 @@ def _as_f32(handle: Any) -> Any:
 
 
 def repair() -> None:
-    """Applies the repairs, once."""
+    """Apply the repairs, once."""
     global repaired
     if repaired:
         return
@@ -142,7 +143,7 @@ def _repair_speed() -> None:
 
 
 def _remember_types() -> None:
-    """Block types, the shapes of tensors and numpy's dtypes are made once each."""
+    """Make each block type, shape of a tensor and dtype of numpy once."""
     make_block_type = tl.block_type.__init__
     block_types: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, tuple[Any, Any]] = {}
@@ -182,7 +183,7 @@ def _remember_types() -> None:
 
 
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-    """Philox4x32 in numpy instead of one interpreted operation after the other."""
+    """Compute Philox4x32 in numpy instead of one interpreted operation after the other."""
     assert c0.dtype == tl.uint32, "the repaired interpreter has the 32-bit form only"
     block = next((c.type for c in (c0, c1, c2, c3) if c.type.is_block()), None)
     counters = np.broadcast_arrays(*(c.handle.data for c in (c0, c1, c2, c3)))

@@ -20,18 +20,18 @@ Group = TypeVar("Group", bound="tuple[Any, ...]")  # a NamedTuple
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy of it where its last dimension is strided."""
+    """Return x, or a copy of it where its last dimension is strided."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor, n: int) -> Tensor:
-    """Returns x, or a copy of it where no view of it is a matrix [M, n] of unit last stride."""
+    """Return x, or a copy of it where no view of it is a matrix [M, n] of unit last stride."""
     rows = unit_stride(x.reshape(-1, n))
     return x if rows.data_ptr() == x.data_ptr() else rows.view(x.shape)
 
 
 def row_stride(x: Tensor, n: int) -> int:
-    """Returns how far apart the rows [n] are of what `as_rows` returns."""
+    """Return how far apart the rows [n] are of what `as_rows` returns."""
     return x.view(-1, n).stride(0)
 
 
@@ -40,7 +40,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def constants(group: Group) -> Group:
-    """Marks each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group."""
+    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group."""
     return type(group)(*map(tl.constexpr, group))
 
 
@@ -69,9 +69,6 @@ class Launch:
         groups: The NamedTuples of groups of pointers, by parameter. A call passes plain tuples.
     """
 
-    __slots__ = ("_arguments", "_compiled", "_grid", "_groups", "_kernel", "_options", "_plain",
-                 "_stream")  # fmt: skip
-
     def __init__(
         self,
         kernel: Any,
@@ -94,16 +91,14 @@ class Launch:
         self._stream: Any = None
 
     def __call__(self, *pointers: Any) -> None:
-        """Launches the kernel on the current stream; a group of pointers is a plain tuple."""
+        """Launch the kernel on the current stream; a group of pointers is a plain tuple."""
         compiled, runtime = self._compiled, triton.knobs.runtime
         if compiled is not None and not (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         ):
             _, run, function, metadata, device = compiled
-            run(
-                *self._grid, self._stream(device), function, metadata, None, None, None,
-                *pointers, *self._plain,
-            )  # fmt: skip
+            place = *self._grid, self._stream(device)
+            run(*place, function, metadata, None, None, None, *pointers, *self._plain)
         elif all(self._grid):
             kernel = self.through_triton(*pointers)
             if kernel is not None:  # the interpreter has none
@@ -114,7 +109,7 @@ class Launch:
                 self._compiled = kernel, *handles, device
 
     def through_triton(self, *pointers: Any) -> Any:
-        """Launches the kernel as Triton does, and returns what it has compiled."""
+        """Launch the kernel as Triton does, and returns what it has compiled."""
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
 
@@ -124,7 +119,7 @@ plans: dict[Any, Any] = {}
 
 
 def remembered(key: Any, plan: Any) -> Any:
-    """Keeps what a call with this key launches, for the next one."""
+    """Keep what a call with this key launches, for the next call with it."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -132,30 +127,35 @@ def remembered(key: Any, plan: Any) -> Any:
 
 
 def layout(x: Tensor | None) -> Any:
-    """Returns what of a tensor a launch depends on."""
+    """Return what of a tensor a launch depends on."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
 
 
 def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`: of all that
+    """Return shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`: of all that
     makes an output it costs the least on the host.
     """
     shape = tuple(shape)
     return shape, torch.empty(shape, device="meta").stride()
 
 
+def layouts(*tensors: Tensor | None) -> Any:
+    """Return the layout of each tensor."""
+    return tuple([layout(x) for x in tensors])  # a list, which is faster than a generator
+
+
 def alignment(x: Tensor | None) -> int | None:
-    """Returns what of a tensor of known shape, stride and dtype a launch depends on."""
+    """Return what of a tensor of known shape, stride and dtype a launch depends on."""
     return None if x is None else x.data_ptr() & 15
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """Returns the dtype of sums over x: float32, or float64 for float64."""
+    """Return the dtype of sums over x: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Returns Triton's name of a dtype."""
+    """Return Triton's name of a dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -165,7 +165,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """That of a GPU, which is asked once."""
+    """Return the compute capability of a GPU, for which torch is asked once."""
     return _capability(device)
 
 
@@ -175,9 +175,9 @@ compute_capability.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
+    """Return the row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
 
-    sm_86 stands for the parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
+    sm_86 is the row of all parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
     """
     if INTERPRETED:
         return "interpreter"
@@ -196,14 +196,14 @@ def architecture(device: torch.device) -> str:
 
 
 def allow_tf32() -> bool:
-    """Whether torch multiplies float32 by tf32 on a GPU. (`allow_tf32` raises once the setting was
-    made by `fp32_precision`, which says what holds however it was made.)
+    """Return whether torch multiplies float32 by tf32 on a GPU. (Torch's `allow_tf32` raises once
+    the setting was made by `fp32_precision`, which is right however it was made.)
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def dot_precision(arch: str) -> str:
-    """How float32 is multiplied: by three tf32 products, or by one where torch allows tf32."""
+    """Return how float32 is multiplied: by three tf32 products, or by one if torch allows tf32."""
     if arch == "interpreter" or torch.version.hip is not None:
         return "ieee"
     return "tf32" if allow_tf32() else "tf32x3"
@@ -221,21 +221,21 @@ if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thre
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to the tensor's own device, whatever the current one is."""
+    """Make launches go to the tensor's own device, whatever the current one is."""
     if INTERPRETED or not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _here
     return torch.cuda.device(x.device)
 
 
 def unsupported_dtype(x: Tensor) -> str | None:
-    """Why no kernel can run on x, or None."""
+    """Return why no kernel can run on x, or None."""
     if INTERPRETED:
         from . import interpreter
 
         if x.dtype == torch.bfloat16 and not interpreter.repaired:
             return (
                 "Triton's interpreter computes bfloat16 on bit patterns; "
-                "fastformer.kernels.interpreter.repair() mends it"
+                "fastformer.kernels.interpreter.repair() fixes that"
             )
         return None
     if x.dtype == torch.float64:

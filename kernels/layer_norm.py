@@ -41,7 +41,7 @@ from .launch import (
     as_rows,
     constants,
     dense,
-    layout,
+    layouts,
     next_power_of_2,
     on_device,
     plans,
@@ -71,7 +71,7 @@ WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, where a row is sever
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Chooses whole rows where they fit, several of them where they are short; else blocks of 4096
+    """Choose whole rows where they fit, several of them where they are short; else blocks of 4096
     features.
     """
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
@@ -169,14 +169,14 @@ class BackwardCase(NamedTuple):
 
 @triton.jit
 def _tile(base, rows, stride, columns, size, ACC: tl.constexpr):
-    """Loads rows [BM] and columns [BLOCK] of a matrix [M, N], zero outside of it."""
+    """Load rows [BM] and columns [BLOCK] of a matrix [M, N], zero outside of it."""
     ok = (rows < size.M)[:, None] & (columns < size.N)[None, :]
     return tl.load(base + (rows[:, None] * stride + columns[None, :]), mask=ok, other=0.0).to(ACC)
 
 
 @triton.jit
 def _store_tile(base, rows, stride, columns, size, x):
-    """Stores x [BM, BLOCK] into rows [BM] and columns [BLOCK] of a matrix [M, N]."""
+    """Store x [BM, BLOCK] into rows [BM] and columns [BLOCK] of a matrix [M, N]."""
     ok = (rows < size.M)[:, None] & (columns < size.N)[None, :]
     pointers = base + (rows[:, None] * stride + columns[None, :])
     tl.store(pointers, x.to(base.dtype.element_ty), mask=ok)
@@ -184,13 +184,13 @@ def _store_tile(base, rows, stride, columns, size, x):
 
 @triton.jit
 def _vector(base, columns, N, ACC: tl.constexpr):
-    """Loads columns [BLOCK] of a vector [N] as [1, BLOCK], zero outside of it."""
+    """Load columns [BLOCK] of a vector [N] as [1, BLOCK], zero outside of it."""
     return tl.load(base + columns, mask=columns < N, other=0.0).to(ACC)[None, :]
 
 
 @triton.jit
 def _affine(xhat, W, B, columns, N, case: tl.constexpr):
-    """Returns weight * xhat + bias, without what there is not."""
+    """Return weight * xhat + bias, without what there is not."""
     y = xhat
     if case.weight:
         y = y * _vector(W, columns, N, case.acc)
@@ -201,7 +201,7 @@ def _affine(xhat, W, B, columns, N, case: tl.constexpr):
 
 @triton.jit
 def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
-    """Returns r, from the sum of the squared deviations."""
+    """Return r, from the sum of the squared deviations."""
     if UNBIASED:
         return 1.0 / (tl.sqrt(squares / (N - 1)) + eps)
     else:
@@ -210,7 +210,7 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.constexpr):
-    """Returns s [BM, BLOCK], rounded as it is stored, of the columns from o on."""
+    """Return s [BM, BLOCK], rounded as it is stored, of the columns from o on."""
     columns = o + tl.arange(0, tile.columns)
     x = _tile(inputs.x, rows, strides.x, columns, size, case.acc)
     if case.dropout:
@@ -223,7 +223,7 @@ def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.cons
 
 @triton.jit
 def _mean(total, N, RMS: tl.constexpr):
-    """Returns the mean from the sum; for RMSNorm zero."""
+    """Return the mean from the sum; for RMSNorm zero."""
     if RMS:
         return tl.zeros_like(total)
     else:
@@ -232,14 +232,22 @@ def _mean(total, N, RMS: tl.constexpr):
 
 @triton.jit
 def _forward(
-    inputs, W, B, Y, S, statistics, SEED, strides, size, eps, dropout, tile: tl.constexpr,
+    inputs,  # [M, N] each
+    W,  # [N]
+    B,  # [N]
+    Y,  # out [M, N]
+    S,  # out [M, N], beside a residual
+    statistics,  # out [M] each
+    SEED,  # [1]
+    strides,
+    size,
+    eps,
+    dropout,
+    tile: tl.constexpr,
     case: tl.constexpr,
-):  # fmt: skip
+):
     """One program owns BM rows. It holds them in registers if they fit, else it walks them three
     times, twice through the cache.
-
-    Reads the inputs [M, N], W and B [N] and SEED [1]. Writes Y [M, N], beside a residual S [M, N],
-    and the statistics [M].
     """
     N = size.N
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
@@ -280,7 +288,7 @@ def _forward(
 
 @triton.jit
 def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
-    """Returns c, from sum(g * xhat). A constant row has s = 0 and xhat = 0: its c is 0."""
+    """Return c, from sum(g * xhat). A constant row has s = 0 and xhat = 0: its c is 0."""
     if UNBIASED:
         return products / ((N - 1) * tl.maximum(1.0 - eps * r, 1e-30))
     else:
@@ -289,7 +297,7 @@ def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _scaled(dy, W, columns, N, case: tl.constexpr):
-    """Returns g = weight * dy."""
+    """Return g = weight * dy."""
     if case.weight:
         dy = dy * _vector(W, columns, N, case.acc)
     return dy
@@ -297,7 +305,7 @@ def _scaled(dy, W, columns, N, case: tl.constexpr):
 
 @triton.jit
 def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.constexpr):
-    """Stores dx + ds, the residual's gradient, and that times Z, the input's, for the columns from
+    """Store dx + ds, the residual's gradient, and that times Z, the input's, for the columns from
     o on. dx is [BM, BLOCK]; stride is that of ds.
     """
     columns = o + tl.arange(0, dx.shape[1])
@@ -312,13 +320,23 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
 
 @triton.jit
 def _backward(
-    X, W, DY, gradients, sums, statistics, SEED, strides, size, eps, dropout, rows_per_program,
-    tile: tl.constexpr, case: tl.constexpr,
-):  # fmt: skip
+    X,  # [M, N]: the input of the norm
+    W,  # [N]
+    DY,  # [M, N]
+    gradients,  # ds [M, N]; out [M, N] each
+    sums,  # out [runs of rows, N] each
+    statistics,  # [M] each
+    SEED,  # [1]
+    strides,
+    size,
+    eps,
+    dropout,
+    rows_per_program,
+    tile: tl.constexpr,
+    case: tl.constexpr,
+):
     """One program owns a fixed run of rows: dx of each, and the sums of dweight and dbias over all
     of them.
-
-    Reads X and DY [M, N], W [N], the statistics [M] and SEED [1].
     """
     N = size.N
     first = tl.program_id(0) * rows_per_program
@@ -351,13 +369,20 @@ def _backward(
 
 @triton.jit
 def _backward_wide_dx(
-    X, W, DY, gradients, statistics, SEED, strides, size, eps, dropout, tile: tl.constexpr,
+    X,  # [M, N]: the input of the norm
+    W,  # [N]
+    DY,  # [M, N]
+    gradients,  # ds [M, N]; out [M, N] each
+    statistics,  # [M] each
+    SEED,  # [1]
+    strides,
+    size,
+    eps,
+    dropout,
+    tile: tl.constexpr,
     case: tl.constexpr,
-):  # fmt: skip
-    """One program owns BM rows wider than a block: it walks them for the two sums, then for dx.
-
-    Reads X and DY [M, N], W [N], the statistics [M] and SEED [1].
-    """
+):
+    """One program owns BM rows wider than a block: it walks them for the two sums, then for dx."""
     N = size.N
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     rows = i.to(tl.int64)
@@ -382,13 +407,18 @@ def _backward_wide_dx(
 
 @triton.jit
 def _backward_wide_weights(
-    X, DY, sums, statistics, stride_x, stride_dy, size, rows_per_program, tile: tl.constexpr,
+    X,  # [M, N]: the input of the norm
+    DY,  # [M, N]
+    sums,  # out [runs of rows, N] each
+    statistics,  # [M] each
+    stride_x,
+    stride_dy,
+    size,
+    rows_per_program,
+    tile: tl.constexpr,
     ACC: tl.constexpr,
-):  # fmt: skip
-    """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias.
-
-    Reads X and DY [M, N] and the statistics [M].
-    """
+):
+    """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias."""
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(size.M, first + rows_per_program)
     own = Size(end, size.N)
@@ -470,14 +500,12 @@ def _run_forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns y, s, mean [M] and r [M]; s is x where there is no residual."""
+    """Return y, s, mean [M] and r [M]; s is x where there is no residual."""
     if x.numel() == 0:  # an n of 0 included
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
-    key = (
-        "layer_norm", options, x.device, layout(x), layout(residual), layout(weight), layout(bias),
-        alignment(seed),
-    )  # fmt: skip
+    tensors = layouts(x, residual, weight, bias)
+    key = "layer_norm", options, x.device, tensors, alignment(seed)
     plan = plans.get(key)
     if plan is None:
         given = x, residual, weight, bias
@@ -493,11 +521,10 @@ def _run_forward(
     s = x if residual is None else x.new_empty_strided(*plan.like)
     mean = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
     reciprocal = torch.empty_like(mean)
+    inputs = x, x if residual is None else residual
+    w, b = x if weight is None else weight, x if bias is None else bias
     with on_device(x):
-        plan.launch(
-            (x, x if residual is None else residual), x if weight is None else weight,
-            x if bias is None else bias, y, s, (mean, reciprocal), x if seed is None else seed,
-        )  # fmt: skip
+        plan.launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)
     return y, s, mean, reciprocal
 
 
@@ -582,7 +609,7 @@ class _Backward:
 
 
 def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of x or of the residual, that of the input beside a residual, and the
+    """Return the gradient of x or of the residual, that of the input beside a residual, and the
     sums for weight and bias [2, N]; what is not needed is empty.
     """
     grad, grad_sum, x, weight, seed, mean, reciprocal = given
@@ -590,10 +617,8 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
     dinput = x.new_empty(x.shape if needs.x and needs.residual else 0)
     if x.numel() == 0:
         return dx, dinput, mean.new_zeros(2, options.n)
-    key = (
-        "layer_norm backward", options, needs, x.device, layout(grad), layout(grad_sum), layout(x),
-        layout(weight), alignment(seed), layout(mean), layout(reciprocal),
-    )  # fmt: skip
+    tensors = layouts(grad, grad_sum, x, weight, mean, reciprocal)
+    key = "layer_norm backward", options, needs, x.device, tensors, alignment(seed)
     plan = plans.get(key)
     if plan is None:
         made: Any = (
@@ -620,19 +645,19 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """An empty gradient of `like`, in its dtype, or nothing."""
+    """Make an empty gradient of `like`, in its dtype; it has no elements if it is not needed."""
     return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
 
 
 def _as(sums: Tensor, needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """A weight's gradient from its sums [N], or nothing, as in `_or_nothing`."""
+    """Return a weight's gradient from its sums [N], or an empty one, as `_or_nothing` does."""
     if not needed or like is None:
         return of.new_empty(0)
     return sums.view(like.shape).to(like.dtype, copy=True)
 
 
 def supports(input, normalized_shape=None, weight=None, **_) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     n = math.prod(weight.shape if normalized_shape is None else normalized_shape)
     if n > MAX_FEATURES:
         return f"a row has {n} features; the kernels take up to {MAX_FEATURES}"
@@ -659,7 +684,7 @@ def _fake(input, normalized_shape, *_):
     _fake,
 )
 def forward(input, normalized_shape, weight, bias, eps, unbiased):
-    """Launches the forward: (output, mean [M], r [M])."""
+    """Launch the forward: (output, mean [M], r [M])."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
     y, _, mean, r = _run_forward(input, None, weight, bias, None, options)
     return y, mean, r
@@ -682,7 +707,7 @@ def _fake_backward(
 def backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
-    """Launches dx and the first stage of the weight gradients, and sums their partial sums."""
+    """Launch dx and the first stage of the weight gradients, and sum their partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
     dx, _, sums = _run_backward(
         _Given(grad_output, None, input, weight, None, mean, reciprocal),
@@ -705,7 +730,7 @@ def _fake_rms(input, normalized_shape, *_):
     _fake_rms,
 )
 def rms_forward(input, normalized_shape, weight, eps):
-    """Launches the forward: (output, r [M])."""
+    """Launch the forward: (output, r [M])."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
     y, _, _, r = _run_forward(input, None, weight, None, None, options)
     return y, r
@@ -722,7 +747,7 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
     _fake_rms_backward,
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
-    """As `backward`, with a mean of zero."""
+    """Launch as `backward` does, with a mean of zero."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
     mean = torch.zeros_like(reciprocal)
     dx, _, sums = _run_backward(
@@ -755,15 +780,13 @@ def _fake_add(input, residual, weight, *_):
     _fake_add,
 )
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed):
-    """Launches the forward: (normalized, residual_out, mean [M], r [M])."""
+    """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
     return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
-def _fake_add_backward(
-    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, dropout_seed,
-    residual_out, mean, reciprocal, needs,
-):  # fmt: skip
+def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
+    residual_out, _, _, needs = rest[-4:]
     likes = zip(needs, (residual_out, residual_out, weight, bias))
     x = needs[0] or needs[1]
     return tuple(
@@ -779,10 +802,20 @@ def _fake_add_backward(
     _fake_add_backward,
 )
 def add_backward(
-    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, dropout_seed,
-    residual_out, mean, reciprocal, needs,
-):  # fmt: skip
-    """One pass for both gradients and the first stage of the weights', as in `backward`."""
+    grad_normalized,
+    grad_residual_out,
+    weight,
+    bias,
+    dropout_p,
+    eps,
+    unbiased,
+    dropout_seed,
+    residual_out,
+    mean,
+    reciprocal,
+    needs,
+):
+    """Launch one pass for both gradients and the first stage of the weights', as in `backward`."""
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
     dx, dinput, sums = _run_backward(
         _Given(

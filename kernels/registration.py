@@ -30,16 +30,15 @@ _one_cache = threading.RLock()  # which directory Triton compiles into is the pr
 
 @functools.cache
 def _spare_cache() -> str:
-    """A folder for compiled kernels that lasts as long as the process."""
+    """Return a folder for compiled kernels that lasts as long as the process."""
     folder = tempfile.mkdtemp(prefix="fastformer-triton-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def _of_the_cache(error: BaseException) -> bool:
-    """Whether Triton raised the error where it reads or writes its cache or loads what it read.
-
-    Not where it compiles, nor where a kernel asks for more than the GPU has.
+    """Return whether Triton raised the error where it reads or writes its cache or loads what it
+    read, and not where it compiles, nor because a kernel asks for more than the GPU has.
     """
     if isinstance(error, (MemoryError, TritonError, subprocess.CalledProcessError)):
         return False
@@ -54,7 +53,7 @@ def _of_the_cache(error: BaseException) -> bool:
 
 
 def _forget(kernel: JITFunction) -> None:
-    """Drops the compiled forms that are not loaded, good or bad. The others may still be running,
+    """Drop the compiled forms that are not loaded, good or bad. The others may still be running,
     or be part of a CUDA graph.
     """
     for kernels, *_ in kernel.device_caches.values():
@@ -64,14 +63,14 @@ def _forget(kernel: JITFunction) -> None:
 
 
 def _kernels() -> Iterator[JITFunction]:
-    """Yields every kernel of the modules of this package that are imported."""
+    """Yield every kernel of the modules of this package that are imported."""
     for name, module in list(sys.modules.items()):
         if name.startswith(__package__ + "."):
             yield from (x for x in vars(module).values() if isinstance(x, JITFunction))
 
 
 def retried_with_an_empty_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a launcher: after an error of Triton's cache it runs once more, with an empty cache.
+    """Wrap a launcher: after an error of Triton's cache it runs once more, with an empty cache.
 
     If that succeeds, Triton's own cache is corrupt or cannot be written, and a warning says so;
     otherwise the first error is raised.
@@ -112,7 +111,9 @@ _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a launcher as the op `fastformer::<schema>`; `fake` makes outputs alike, empty."""
+    """Register a launcher as the op `fastformer::<schema>`, with `fake` as its meta implementation:
+    it makes empty outputs of the same shapes, strides and dtypes.
+    """
     name = schema[: schema.index("(")]
 
     def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:

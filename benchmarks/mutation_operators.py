@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ PLACEHOLDERS = {"seed", "slope", "bias"}  # numbers that nobody looks at without
 HINTS = {"multiple_of", "max_contiguous", "assume"}
 NARROW = {"tl.int32", "tl.uint32"}
 ACROSS = {"sum", "max", "min", "dot", "reduce", "cumsum"}  # where elements of a tile meet
+ACCUMULATOR = r"\b(?:ACC|\w+\.acc)\b"  # its type
 KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so
 
 
@@ -102,6 +104,7 @@ class _Walk:
         self.compiled = (
             False  # in a kernel: its flags are guards, and what it loads it need not use
         )
+        self.strides: set[str] = set()  # that the function reads of its group of them
         self.wide: set[str] = set()  # names of what the function holds in the accumulator's type
         self.kept = ""  # the mask of all stores of an elementwise kernel
         self.others: set[int] = set()  # what a masked load gives, or tl.where chooses
@@ -174,13 +177,18 @@ class _Walk:
 
     def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.function.append(node.name)
-        outer = self.arguments, self.compiled, self.kept, self.wide
+        outer = self.arguments, self.compiled, self.kept, self.wide, self.strides
         self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
         self.kept = self.one_mask(node) if self.compiled else ""
+        self.strides = {
+            part.attr
+            for part in ast.walk(node)
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "strides"
+        }
         self.wide = {
             ast.unparse(part.targets[0])
             for part in ast.walk(node)
-            if isinstance(part, ast.Assign) and "ACC" in ast.unparse(part.value)
+            if isinstance(part, ast.Assign) and re.search(ACCUMULATOR, ast.unparse(part.value))
         }
         if isinstance(node, ast.FunctionDef):
             self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
@@ -190,7 +198,7 @@ class _Walk:
         for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 self.walk(statement)
-        self.arguments, self.compiled, self.kept, self.wide = outer
+        self.arguments, self.compiled, self.kept, self.wide, self.strides = outer
         self.function.pop()
 
     def one_mask(self, function: ast.AST) -> str:
@@ -318,6 +326,14 @@ class _Walk:
                 if other != name and other[:-1] == name[:-1]:
                     self.add("a stride swapped", node, other)
 
+    def Attribute(self, node: ast.Attribute, numbers: bool) -> None:
+        """Puts another stride in its place, of the same tensor where each tensor has several."""
+        group, _, name = ast.unparse(node).rpartition(".")
+        if isinstance(node.ctx, ast.Load) and group == "strides":
+            for other in sorted(self.strides - {name}):
+                if other.rpartition("_")[0] == name.rpartition("_")[0]:
+                    self.add("a stride swapped", node, f"{group}.{other}")
+
     def Tuple(self, node: ast.Tuple, numbers: bool) -> None:
         if len(node.elts) > 1 and all(ast.unparse(part) == "0" for part in node.elts):
             self.passed.update(map(id, node.elts))
@@ -378,7 +394,7 @@ def _hint(value: ast.expr) -> bool:
 
 
 def _wide(value: ast.expr) -> bool:
-    return ast.unparse(value).endswith(".to(ACC)")
+    return re.search(rf"\.to\({ACCUMULATOR}\)$", ast.unparse(value)) is not None
 
 
 def _again(conversion: ast.Call) -> bool:
@@ -396,7 +412,11 @@ def _narrow(conversion: ast.Call) -> bool:
 
 
 def _alike(a: ast.expr, b: ast.expr) -> bool:
-    """Two names that a slip exchanges: of strides, of tensors or numbers, or of constants."""
+    """Two names that a slip exchanges: of strides, of tensors or numbers, or of constants; or two
+    fields of a group.
+    """
+    if isinstance(a, ast.Attribute) and isinstance(b, ast.Attribute):
+        return ast.unparse(a.value) == ast.unparse(b.value)
     if not (isinstance(a, ast.Name) and isinstance(b, ast.Name)):
         return False
     return (a.id.startswith("s_"), a.id.isupper()) == (b.id.startswith("s_"), b.id.isupper())

@@ -59,27 +59,28 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
         assert ast.dump(ast.parse(mutant.planted())) != originals[mutant.file()], mutant
 
 
-OPERATORS = {
-    "a comparison": ("ok = i < n", "ok = i <= n"),
-    "int64 dropped": ("p = i.to(tl.int64) * s", "p = (i) * s"),
-    "a mask removed": ("x = load(p, mask=i < n, other=0.0)", "x = load(p)"),
-    "a guard dropped": ("ok = a & b", "ok = (b)"),
-    "a term dropped": ("x += y", "x = y"),
-    "a statement removed": ("x = f(x)", "pass"),
-    "a stride swapped": ("p = i * s_qm", "p = i * s_qh"),
-    "arguments swapped": ("f(a, b, C)", "f(b, a, C)"),
-    "a condition dropped": ("y = a if c else b", "y = (b)"),
-    "a number minus 1": ("y = x + 2", "y = x + 1"),
-    "a field left out of a key": ("key = (a, b)", "key = (a,)"),
-    "a flag flipped": ("f(on=True)", "f(on=False)"),
-    "a refusal removed": ("raise ValueError(f'{x + 1}')", "pass"),
-}
+OPERATORS = [
+    ("a comparison", "ok = i < n", "ok = i <= n"),
+    ("int64 dropped", "p = i.to(tl.int64) * s", "p = (i) * s"),
+    ("a mask removed", "x = load(p, mask=i < n, other=0.0)", "x = load(p)"),
+    ("a guard dropped", "ok = a & b", "ok = (b)"),
+    ("a term dropped", "x += y", "x = y"),
+    ("a statement removed", "x = f(x)", "pass"),
+    ("a stride swapped", "p = i * s_qm", "p = i * s_qh"),
+    ("a stride swapped", "p, q = strides.q_m, strides.q_h", "p, q = strides.q_h, strides.q_h"),
+    ("arguments swapped", "f(a, b, C)", "f(b, a, C)"),
+    ("arguments swapped", "f(size.M, size.N)", "f(size.N, size.M)"),
+    ("a condition dropped", "y = a if c else b", "y = (b)"),
+    ("a number minus 1", "y = x + 2", "y = x + 1"),
+    ("a field left out of a key", "key = (a, b)", "key = (a,)"),
+    ("a flag flipped", "f(on=True)", "f(on=False)"),
+    ("a refusal removed", "raise ValueError(f'{x + 1}')", "pass"),
+]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_operators(mutation, operator):
+@pytest.mark.parametrize("operator, old, new", OPERATORS)
+def test_operators(mutation, operator, old, new):
     """Each makes the change that it is named for, in place."""
-    old, new = OPERATORS[operator]
     source = f'def f(s_qm, s_qh, s_km, x):\n    """Not 1 < 2."""\n    {old}\n'
     made = [c for c in mutation.changes("a.py", source) if c.operator == operator]
     assert all(c.function == "f" and c.line == 3 for c in made)
@@ -92,6 +93,7 @@ NOTHING = {  # by the change that would be made
     "strides of nothing": ("s = (0, 0, 0)", "(0, 1, 0)"),
     "a placeholder": ("slope = 0.0", "1.0"),
     "an assertion": ("raise AssertionError(x)", "pass"),
+    "the wider factor of a group": ("y = x.to(case.acc) * z.to(case.acc)", "(x) * z.to"),
     "the wider factor": ("y = x.to(ACC) * z.to(ACC)", "(x) * z.to"),
     "the wider sum": ("y = zeros(ACC)\n    y += x.to(ACC)", "y += (x)"),
     "the type it has": ("y = tl.where(c, x, 0.0).to(x.dtype)", "0.0))\n"),

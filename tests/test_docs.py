@@ -61,6 +61,14 @@ def test_the_direction_of_imports_is_the_one_that_is_tested():
     assert [sorted(layer) for layer in LAYERS] == [line.split() for line in drawn.splitlines()]
 
 
+def test_the_path_of_an_argument_is_in_the_code():
+    """At most six files and seven forms, each with a line of code that its file holds."""
+    rows = re.findall(r"^\| \d \| `(\S+)` \| .* \| `(.*)` \|$", ARCHITECTURE, re.M)
+    assert len(rows) <= 7 and len({path for path, _ in rows}) <= 6
+    for path, code in rows:
+        assert code.replace("\\|", "|") in (ROOT / path).read_text(), path
+
+
 # ------------------------------------------------------------------------------------------- habits
 
 

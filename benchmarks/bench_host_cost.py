@@ -5,9 +5,9 @@ Dispatch of an op, with almost no data: `reference` is the time of fastformer's 
 the few torch ops of the reference, beside torch's op alone. On a GPU `triton` is the time to hand
 over the kernel.
 
-Launch of attention, without a GPU and with nothing launched: `triton` is the time from the op's
-implementation to the launcher. Its peer `stock` starts the same kernels with Triton's own
-`kernel[grid](...)` in a torch.library.custom_op.
+Launch of an op, without a GPU and with nothing launched: `triton` is the time from the op's
+implementation to the launcher; the forward of the FFN is without torch's product. Its peer `stock`
+starts the same kernels with Triton's own `kernel[grid](...)` in a torch.library.custom_op.
 """
 
 import json
@@ -44,15 +44,15 @@ def test_dispatch(measure, device, dtype, op, provider):
 
 @pytest.fixture(scope="module")
 def worker():
-    """Yield a function (mode, provider, calls) -> seconds, which asks a worker process."""
+    """Yield a function (op, mode, provider, calls) -> seconds, which asks a worker process."""
     pytest.importorskip("triton")
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("host_cost_worker.py"))],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
-    def ask(mode, provider, calls=CALLS):
-        request = {"mode": mode, "provider": provider, "calls": calls}
+    def ask(op, mode, provider, calls=CALLS):
+        request = {"op": op, "mode": mode, "provider": provider, "calls": calls}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         return float(process.stdout.readline())
@@ -62,11 +62,12 @@ def worker():
 
 
 @pytest.mark.parametrize("provider", ["triton", "stock"])
-def test_host_cost(worker, measure, mode, provider):
-    worker(mode, provider, 1)  # compiles
+@pytest.mark.parametrize("op", ["attention", "layer_norm", "feed_forward"])
+def test_host_cost(worker, measure, op, mode, provider):
+    worker(op, mode, provider, 1)  # compiles
     measure(
-        samples=[worker(mode, provider) for _ in range(ROUNDS)],
-        group=f"host cost of attention {mode}, {CALLS} calls",
+        samples=[worker(op, mode, provider) for _ in range(ROUNDS)],
+        group=f"host cost of {op} {mode}, {CALLS} calls",
         provider=provider,
         dtype="bfloat16",
     )

@@ -1,8 +1,8 @@
 """Calls ops whose kernels start nothing: what is left is what a call costs on the host.
 
 A stand-in driver names a GPU, Triton compiles for it, and the launcher does nothing. One JSON line
-each: {"mode", "provider", "calls"} in, the seconds of processor that they took out. A process of
-its own, because Triton's interpreter, once chosen, holds for the whole process.
+each: {"op", "mode", "provider", "calls"} in, the seconds of processor that they took out. This is a
+process of its own, because Triton's interpreter, once chosen, holds for the whole process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["TRITON_INTERPRET"] = "0"
@@ -20,7 +21,9 @@ os.environ.setdefault("TRITON_CACHE_DIR", str(ROOT / ".cache" / "triton"))
 sys.path.insert(0, str(ROOT))
 
 import torch
+from fastformer.kernels import feed_forward, layer_norm
 from fastformer.kernels.attention import launchers as attention
+from fastformer.kernels.launch import Launch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -61,6 +64,14 @@ class Driver:
 # -------------------------------------------------------------------------------------- the calls
 
 
+class Calls(NamedTuple):
+    """The tensors of an op, a call of its forward, and one of its backward with what that saved."""
+
+    tensors: list[Tensor]
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+
+
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k and v as a projection leaves them, key lengths and a dropout seed."""
     q, k, v = (
@@ -71,78 +82,97 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, lengths, torch.zeros(1, dtype=torch.int64)
 
 
-def ours(mode: str) -> Any:
-    """From the implementation of the op to the launcher."""
+def call_attention() -> Calls:
     q, k, v, lengths, seed = inputs()
     described = Attention(None, DROPOUT, False, SCALE, key_lengths=lengths, dropout_seed=seed)
     options = pack([q, k, v, described])
     gradient = torch.randn_like(attention.forward(*options, False)[0])
     needs = [True, True, True, False, False]
-    if mode == "forward":
-        return lambda: attention.forward(*options, False)
-
-    def both() -> None:
-        saved = attention.forward(*options, False)
-        attention.backward(gradient, None, *options, *saved, needs)
-
-    return both
+    return Calls(
+        [q, k, v, lengths, seed],
+        lambda: attention.forward(*options, False),
+        lambda saved: attention.backward(gradient, None, *options, *saved, needs),
+    )
 
 
-def stock(mode: str) -> Any:
-    """The same kernels with the same arguments, each started by `kernel[grid](...)`, and the
-    outputs made, inside of a torch.library.custom_op.
+def call_layer_norm() -> Calls:
+    x = torch.randn(BATCH, DIM, dtype=torch.bfloat16)
+    weight, bias = torch.ones(DIM, dtype=x.dtype), torch.zeros(DIM, dtype=x.dtype)
+    options = x, (DIM,), weight, bias, 1e-5, False
+    return Calls(
+        [x, weight, bias],
+        lambda: layer_norm.forward(*options),
+        lambda saved: layer_norm.backward(x, *options, *saved[1:], [True] * 3),
+    )
+
+
+def call_feed_forward() -> Calls:
+    """Make the calls of the FFN. The forward is without torch's product; the backward has five of
+    them, which a CPU computes.
     """
-    q, k, v, lengths, seed = inputs()
-    tensors = (None, None, None, lengths, None, seed)
-    options = (DROPOUT, False, SCALE, None, "top_left", None, 0, 0)
-    pointers = attention._pointers(q, tensors)
-    plan = attention._Forward(q, k, v, tensors, options)
-    output = attention._outputs(q, v)[0]
-    gradient = torch.randn_like(output)
-    needs = (True, True, True, False)
-    backward = attention._Backward(gradient, None, output, needs, q, k, v, tensors, options)
+    x = torch.randn(BATCH, DIM, dtype=torch.bfloat16)
+    w_1, b_1 = torch.randn(4 * DIM, DIM, dtype=x.dtype), torch.zeros(4 * DIM, dtype=x.dtype)
+    options = x, w_1, b_1, torch.randn(DIM, 4 * DIM, dtype=x.dtype), None, "gelu", 0.0, None
+    return Calls(
+        [x, w_1, b_1],
+        lambda: feed_forward.forward(*options),
+        lambda saved: feed_forward.backward(x, *options, saved[1], [True] * 4 + [False]),
+    )
 
-    @torch.library.custom_op("host_cost::forward", mutates_args=())
-    def run_forward(
-        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, seed: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = attention._outputs(q, v)
-        plan.forward.through_triton(q, k, v, output, lse, *pointers)
-        return output, lse
 
-    @torch.library.custom_op("host_cost::backward", mutates_args=())
-    def run_backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (attention._heads_like(x, HEADS, DIM) for x in (q, k, v))
-        delta = torch.empty_like(lse)
-        backward.launch["delta"].through_triton(output, gradient, lse, delta)
-        rest = lse, delta, *pointers
-        backward.launch["dkdv"].through_triton(q, k, v, gradient, dk, dv, delta, *rest)
-        backward.launch["dq"].through_triton(q, k, v, gradient, dq, *rest)
-        return dq, dk, dv
+CALLS = {
+    "attention": call_attention,
+    "layer_norm": call_layer_norm,
+    "feed_forward": call_feed_forward,
+}
 
-    if mode == "forward":
-        return lambda: run_forward(q, k, v, lengths, seed)
 
-    def both() -> None:
-        output, lse = run_forward(q, k, v, lengths, seed)
-        run_backward(gradient, q, k, v, output, lse)
+def ours(op: str, mode: str) -> Callable[[], Any]:
+    """Make a call from the op's launcher in Python to Triton's launcher."""
+    _, forward, backward = CALLS[op]()
+    return forward if mode == "forward" else lambda: backward(forward())
 
-    return both
+
+def stock(op: str, mode: str) -> Callable[[], Any]:
+    """Make the same call in a torch.library.custom_op, with each kernel started by Triton's own
+    `kernel[grid](...)`.
+    """
+    tensors, forward, backward = CALLS[op]()
+    remembered = Launch.__call__
+
+    @torch.library.custom_op(f"host_cost::{op}_forward", mutates_args=())
+    def run_forward(tensors: list[Tensor]) -> list[Tensor]:
+        return list(forward())
+
+    @torch.library.custom_op(f"host_cost::{op}_backward", mutates_args=())
+    def run_backward(tensors: list[Tensor], saved: list[Tensor]) -> list[Tensor]:
+        return list(backward(saved))
+
+    def call() -> None:
+        Launch.__call__ = Launch.through_triton  # type: ignore[method-assign]
+        try:
+            saved = run_forward(tensors)
+            if mode != "forward":
+                run_backward(tensors, saved)
+        finally:
+            Launch.__call__ = remembered  # type: ignore[method-assign]
+
+    return call
 
 
 def main() -> None:
     torch.set_num_threads(1)
     driver.set_active(Driver())
-    attention.architecture = lambda device: "sm_90"
+    for module in (attention, layer_norm, feed_forward):
+        module.architecture = lambda device: "sm_90"
+    torch.nn.functional.linear = lambda x, w, b: x  # a launch is measured, no product
     replies, sys.stdout = sys.stdout, sys.stderr  # what Triton prints is no reply
-    made: dict[tuple[str, str], Any] = {}
+    made: dict[tuple[str, str, str], Any] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        what = request["mode"], request["provider"]
+        what = request["op"], request["mode"], request["provider"]
         if what not in made:
-            made[what] = {"triton": ours, "stock": stock}[what[1]](what[0])
+            made[what] = {"triton": ours, "stock": stock}[what[2]](*what[:2])
             for _ in range(100):
                 made[what]()
         call, started = made[what], time.process_time()

@@ -36,7 +36,7 @@ TESTS = [
     "tests/test_sizes.py::test_attention[plain-32]",
     *(ATTENTION.format(name) for name in ("torch", "triton", "packed")),
     *(NORM.format(name) for name in ("torch", "triton")),
-    *(HOST.format(name) for name in ("dispatch[layer_norm", "host_cost[forward")),
+    *(HOST.format(name) for name in ("dispatch[layer_norm", "host_cost[forward-attention")),
     *(EMBED.format("reference", f"float{n}-{p}") for n in (16, 32) for p in (0.0, 0.3)),
     *(EMBED.format("triton", f"float16-{p}") for p in (0.0, 0.3)),
 ]

@@ -104,7 +104,7 @@ class _Walk:
         self.compiled = (
             False  # in a kernel: its flags are guards, and what it loads it need not use
         )
-        self.strides: set[str] = set()  # that the function reads of its group of them
+        self.strides: dict[str, set[str]] = {}  # by group, those that the function reads
         self.wide: set[str] = set()  # names of what the function holds in the accumulator's type
         self.kept = ""  # the mask of all stores of an elementwise kernel
         self.others: set[int] = set()  # what a masked load gives, or tl.where chooses
@@ -180,11 +180,10 @@ class _Walk:
         outer = self.arguments, self.compiled, self.kept, self.wide, self.strides
         self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
         self.kept = self.one_mask(node) if self.compiled else ""
-        self.strides = {
-            part.attr
-            for part in ast.walk(node)
-            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "strides"
-        }
+        self.strides = defaultdict(set)
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute):
+                self.strides[ast.unparse(part.value)].add(part.attr)
         self.wide = {
             ast.unparse(part.targets[0])
             for part in ast.walk(node)
@@ -329,8 +328,8 @@ class _Walk:
     def Attribute(self, node: ast.Attribute, numbers: bool) -> None:
         """Puts another stride in its place, of the same tensor where each tensor has several."""
         group, _, name = ast.unparse(node).rpartition(".")
-        if isinstance(node.ctx, ast.Load) and group == "strides":
-            for other in sorted(self.strides - {name}):
+        if isinstance(node.ctx, ast.Load) and group.endswith("strides"):
+            for other in sorted(self.strides[group] - {name}):
                 if other.rpartition("_")[0] == name.rpartition("_")[0]:
                     self.add("a stride swapped", node, f"{group}.{other}")
 

@@ -29,6 +29,11 @@ _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # counters at a time: their temporaries stay in the cache
+_FEW = 1 << 11  # counters: with fewer NumPy's calls cost more than what they compute
+_FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
+_KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
+_EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
+_HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
 
 _BLOCK = 1 << 19  # logits at a time, likewise
 
@@ -133,12 +138,16 @@ def _dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
 
 def _dropped_rows_by_numpy(seed: int, rows: int, quarter: int, threshold: int) -> Tensor:
     mask = np.empty((rows, quarter, 4), np.bool_)
+    words, limit = mask.transpose(2, 0, 1), np.array(threshold, np.uint64)
     j = np.arange(quarter, dtype=np.uint64)
     step = max(1, _CHUNK // max(1, quarter))
     for first in range(0, rows, step):
-        i = np.arange(first, min(first + step, rows), dtype=np.uint64).reshape(-1, 1)
-        for n, word in enumerate(philox(j, i & _WORD, i >> 32, 1, seed)):
-            np.less(word, threshold, out=mask[first : first + step, :, n])
+        last = min(first + step, rows)
+        i = np.arange(first, last, dtype=np.uint64).reshape(-1, 1)
+        low, high = (i, 0) if last <= 1 << 32 else (i & _WORD, i >> 32)
+        even, odd = _philox_by_numpy(j, low, high, 1, seed, (last - first, quarter))
+        np.less(even, limit, out=words[0::2, first:last])
+        np.less(odd, limit, out=words[1::2, first:last])
     return torch.from_numpy(mask)
 
 
@@ -174,15 +183,47 @@ def _dropped_by_numpy(seed: int, planes: int, tiles_i: int, tiles_j: int, thresh
     whose calls cost more.
     """
     mask = np.empty((planes * tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
-    i = np.arange(tiles_i * 8, dtype=np.uint64).reshape(tiles_i, 8, 1)
+    words, limit = mask.transpose(4, 1, 0, 2, 3), np.array(threshold, np.uint64)
     j = np.arange(tiles_j * 8, dtype=np.uint64)
     step = max(1, _CHUNK // max(1, tiles_j * 64))
     for first in range(0, len(mask), step):
-        tile = np.arange(first, min(first + step, len(mask)))
-        plane = (tile // tiles_i).astype(np.uint64).reshape(-1, 1, 1)
-        for n, word in enumerate(philox(j, i[tile % tiles_i], plane, 0, seed)):
-            mask[first : first + step, n // 2, :, :, n % 2] = (word < threshold).view(np.uint64)
+        tile = np.arange(first, min(first + step, len(mask)), dtype=np.uint64).reshape(-1, 1, 1)
+        plane, tile_i = np.divmod(tile, np.array(tiles_i, np.uint64))
+        shape = len(tile), 8, tiles_j * 8
+        pairs = _philox_by_numpy(j, tile_i * 8 + _EIGHT, plane, 0, seed, shape)
+        for column, pair in enumerate(pairs):
+            words[column, :, first : first + step] = (pair < limit).view(np.uint64)
     return torch.from_numpy(mask.view(np.bool_))
+
+
+def _philox_by_numpy(
+    c0: Any, c1: Any, c2: Any, c3: Any, seed: int, shape: tuple[int, ...]
+) -> tuple[Any, Any]:
+    """`philox` with the words in pairs, arrays [2, *shape]: the first and the third, the second and
+    the fourth. NumPy's calls are what it costs: one serves both words of a pair where it can, on
+    contiguous arrays and arrays without dimensions, which are the fastest operands.
+    """
+    narrow = 0 if math.prod(shape) <= _FEW else 3  # until then not all counters are of full shape
+    if narrow:
+        c0, c1, c2, c3 = philox(c0, c1, c2, c3, seed, narrow)
+    pairs = np.empty((3, 2, *shape), np.uint64)
+    pairs[0, 0], pairs[0, 1], pairs[1, 0], pairs[1, 1] = c0, c2, c1, c3
+    even, odd, product = pairs.reshape(3, 2, -1)
+    even_0, even_1 = even
+    start = np.array([[seed & _WORD], [(seed >> 32) & _WORD]], np.uint64)
+    keys = np.bitwise_and(start + _KEY_STEPS, _LOW)  # [rounds, 2, 1]
+    if not narrow:
+        keys = keys.repeat(even.shape[1], 2)
+    for key in keys[narrow:]:
+        np.multiply(even_0, _FACTOR_A, out=product[1])
+        np.multiply(even_1, _FACTOR_B, out=product[0])
+        np.bitwise_xor(odd, key, out=odd)
+        np.right_shift(product, _HALF, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_and(even, _LOW, out=even)
+        odd, product = product, odd
+    np.bitwise_and(odd, _LOW, out=odd)
+    return even.reshape(2, *shape), odd.reshape(2, *shape)
 
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
@@ -285,6 +326,19 @@ def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) ->
     )
     alibi = slopes * -distance
     return alibi if bias is None else alibi + bias
+
+
+def _score_terms(
+    query: Tensor, key: Tensor, attention: Attention
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(who sees whom, which keys any query may see, what is added to the scores), None for all, all
+    and nothing.
+    """
+    if _is_plain(attention) and not attention.is_causal:
+        return None, None, None
+    i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
+    shift = _shift(query, key, attention)
+    return *_visible(key, i, shift, attention), _added(attention, i, shift, key)
 
 
 def _finite(x: Tensor) -> bool:
@@ -470,13 +524,10 @@ def scaled_dot_product_attention(
         out = _under_one(query, key, value, attention)
     if out is not None:
         return out
-    i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
-    shift = _shift(query, key, attention)
-    visible, keys = _visible(key, i, shift, attention)
+    visible, keys, added = _score_terms(query, key, attention)
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
-    added = _added(attention, i, shift, key)
     mask = visible
     if fast and added is not None:
         mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
@@ -510,7 +561,7 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
     assert attention.dropout_seed is not None
     batch, heads, rows, columns = weights.shape
     drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p)
-    weights = torch.where(drop.view(weights.shape), 0.0, weights)
+    weights = weights.masked_fill(drop.view(weights.shape), 0.0)
     return weights @ value * _dropout_scale(attention.dropout_p)
 
 

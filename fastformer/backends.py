@@ -182,9 +182,11 @@ def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str |
     return kernels.supports(**arguments)
 
 
-def choose(op: str, arguments: dict[str, Any]) -> Choice:
-    """The backend for a checked call. Raises RuntimeError where an explicit `triton` cannot run."""
-    backend = current_backend()
+def choose(op: str, arguments: dict[str, Any], backend: str) -> Choice:
+    """Choose where a checked call runs, given what `current_backend` says.
+
+    Raises RuntimeError where the kernels cannot run an explicit `triton`.
+    """
     if backend == "reference":
         return Choice(op, "reference", "it was chosen")
     first = next(iter(arguments.values()))
@@ -261,7 +263,8 @@ def run(op: str, **arguments: Any) -> Any:
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return run(op, **arguments)
-    choice = choose(op, arguments)
+    backend = current_backend()
+    choice = choose(op, arguments, backend)
     if _state.explained is not None:
         _state.explained.append(choice)
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
@@ -269,7 +272,7 @@ def run(op: str, **arguments: Any) -> Any:
         _state.on_choice(choice)
     if choice.backend == "triton":
         return autograd.apply(op, arguments)
-    if current_backend() == "auto" and not torch.compiler.is_compiling():
+    if backend == "auto" and not torch.compiler.is_compiling():
         _log_once(choice)
     return getattr(reference, op)(**arguments)
 

@@ -343,7 +343,11 @@ def _score_terms(
 
 def _finite(x: Tensor) -> bool:
     """Whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
-    return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
+    return readable(x) and _has_finite_sum(x)
+
+
+def _has_finite_sum(x: Tensor) -> bool:
+    return math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
 def _near_zero(added: Tensor) -> bool:
@@ -434,10 +438,10 @@ def _plain(
     rows, columns = query.shape[2], key.shape[2]
     if columns >= 16 and not (is_causal and rows < 16):
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
-    if readable(query):
+    if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
-        return None if is_causal and not _finite(out) else out
+        return None if is_causal and not _has_finite_sum(out) else out
     if is_causal:
         return None
     mask = query.new_zeros(()).expand(rows, columns)
@@ -451,7 +455,7 @@ def _under_one(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     mask, _, is_causal, scale, bias, lengths, window, _, slopes, *_ = attention
     if is_causal or lengths is not None or window is not None or slopes is not None:
         return None
-    if (mask is None) == (bias is None) or not readable(query):
+    if (mask is None) == (bias is None) or not eager(query):
         return None
     if mask is not None:
         return _masked_attention(query, key, value, mask, scale)
@@ -490,7 +494,7 @@ def _masked_attention(
     out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, scale=scale)
     if out.requires_grad and visible.shape[-2] == 1 and not (_finite(key) and _finite(value)):
         return None  # their gradients would hold what is hidden
-    return out if _finite(out) else None
+    return out if _has_finite_sum(out) else None
 
 
 def _biased_attention(

@@ -354,7 +354,7 @@ def test_many_plans(device, plans, idle):
 def test_many_reasons(monkeypatch):
     """Why calls did not take the kernels is told once each, and not remembered for ever."""
 
-    def choose(op, arguments):
+    def choose(op, arguments, backend):
         return backends.Choice(op, "reference", f"a row has {arguments['input'].numel()} features")
 
     monkeypatch.setattr(backends, "choose", choose)

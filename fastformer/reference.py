@@ -29,7 +29,7 @@ _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _CHUNK = 1 << 15  # counters at a time: their temporaries stay in the cache
-_FEW = 1 << 11  # counters: with fewer NumPy's calls cost more than what they compute
+_FEW = 1 << 12  # counters: with fewer NumPy's calls cost more than what they compute
 _FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
 _KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
 _EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
@@ -203,7 +203,7 @@ def _philox_by_numpy(
     the fourth. NumPy's calls are what it costs: one serves both words of a pair where it can, on
     contiguous arrays and arrays without dimensions, which are the fastest operands.
     """
-    narrow = 0 if math.prod(shape) <= _FEW else 3  # until then not all counters are of full shape
+    narrow = 0 if math.prod(shape) <= _FEW else 2  # until then not all counters are of full shape
     if narrow:
         c0, c1, c2, c3 = philox(c0, c1, c2, c3, seed, narrow)
     pairs = np.empty((3, 2, *shape), np.uint64)

@@ -7,15 +7,15 @@ their schemas say all there is to know:
     layer_norm_backward(Tensor grad_output, Tensor input, ..., Tensor mean, Tensor rstd,
         bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
 
-An output `x` with a `grad_x` argument is differentiable and is what the caller gets - where the op
-has an argument `return_x`, if that is true - the others are saved for the backward, as every other
-argument that it names is. An optional `grad_x` is None where nothing depends on x. `needs` says, in
-the order of the returns, which gradients are wanted; an unwanted one comes back empty. A forward
-that takes `needs` as its last argument, beside the public ones, is told the same beforehand.
+An output `x` with a `grad_x` argument is differentiable, and is what the caller gets; where the op
+has an argument `return_x`, only if that is true. The other outputs are saved for the backward, and
+so is every other argument that the backward names. An optional `grad_x` is None where nothing
+depends on x. `needs` says, in the order of the returns, which gradients are wanted; an unwanted one
+comes back empty. A forward whose last argument is `needs` takes it as well.
 
 Under create_graph=True the gradient is taken through the reference instead, so that it can be
-differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does
-without some of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
+differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does not
+take all of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
 reference where an input carries a forward-mode tangent.
 """
 
@@ -33,15 +33,15 @@ from fastformer.description import Attention, pack, unpack
 
 
 class _Pair:
-    """The schemas of one op, read once."""
+    """What the schemas of an op and of its backward say."""
 
     def __init__(self, op: str) -> None:
         self.op = op
         self.forward = getattr(torch.ops.fastformer, op).default
         self.backward = getattr(torch.ops.fastformer, op + "_backward").default
         self.arguments = [a.name for a in self.forward._schema.arguments]
-        self.told = self.arguments[-1] == "needs"
-        if self.told:
+        self.takes_needs = self.arguments[-1] == "needs"
+        if self.takes_needs:
             self.arguments.pop()
         outputs = [r.name for r in self.forward._schema.returns]
         wanted = [a.name for a in self.backward._schema.arguments]
@@ -66,19 +66,22 @@ class _Pair:
         self.fields = [n for n in self.arguments if described and n in Attention._fields]
 
 
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 _pairs: dict[str, _Pair] = {}
 
 
 def pair(op: str) -> None:
-    """Reads the schemas of an op, once it is registered."""
+    """Read the schemas of an op, once it is registered."""
     _pairs[op] = _Pair(op)
 
 
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(op: str, *args: Any) -> tuple[Tensor, ...]:
-        outputs = _pairs[op].forward(*args)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        return _as_tuple(_pairs[op].forward(*args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -105,9 +108,8 @@ class _Kernel(torch.autograd.Function):
         if torch.is_grad_enabled():
             results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
         else:
-            results = pair.backward(*incoming, *saved, needs)
-            results = results if isinstance(results, tuple) else (results,)
-        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + pair.told)
+            results = _as_tuple(pair.backward(*incoming, *saved, needs))
+        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + pair.takes_needs)
         for i, result, need in zip(pair.grads, results, needs, strict=True):
             gradients[1 + i] = result if need else None
         return tuple(gradients)
@@ -116,7 +118,7 @@ class _Kernel(torch.autograd.Function):
 def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
-    """The gradients as a differentiable function of what is saved: those of the reference."""
+    """Take the gradients by the reference, as a differentiable function of what is saved."""
     backward = getattr(reference, pair.op + "_backward", None)
     if backward is not None:
         return list(backward(*incoming, *saved, needs))
@@ -133,20 +135,15 @@ def _through_reference(
     if pair.fields:
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
     with reference.written_out():
-        outputs = getattr(reference, pair.op)(**arguments)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = _as_tuple(getattr(reference, pair.op)(**arguments))
     wanted = [x for x in inputs if x is not None]
     given = [grad for grad in incoming if grad is not None]
     results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
     return [next(results) if need else None for need in needs]
 
 
-def _requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
-
-
 def _has_tangent(values: Sequence[Any]) -> bool:
-    """Whether forward-mode differentiation goes through one of the tensors."""
+    """Say whether one of the tensors carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     tensors = (x for x in values if isinstance(x, Tensor))
@@ -154,7 +151,10 @@ def _has_tangent(values: Sequence[Any]) -> bool:
 
 
 def apply(op: str, arguments: dict[str, Any]) -> Any:
-    """Runs a kernel with its gradient. `arguments` in the order of the op's schema."""
+    """Run a kernel with its gradient.
+
+    The arguments have the names and the order of the reference, which are those of the schema.
+    """
     pair = _pairs[op]
     values = pack(arguments.values())
     if _has_tangent(values):
@@ -164,10 +164,11 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
-    needs = [torch.is_grad_enabled() and _requires_grad(values[i]) for i in pair.grads]
-    if pair.told:
+    grad = torch.is_grad_enabled()
+    needs = [grad and isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
+    if pair.takes_needs:
         values.append(needs)
-    outputs = _Kernel.apply(op, *values) if any(needs) else _Kernel.forward(op, *values)
+    outputs = _Kernel.apply(op, *values) if any(needs) else _as_tuple(pair.forward(*values))
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
     )

@@ -863,7 +863,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return _gated("geglu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed))
 
 
 @backends.operation(kernel="feed_forward")
@@ -898,11 +898,10 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return _gated("swiglu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed))
 
 
 def _gated(
-    op: str,
     input: Tensor,
     w: Tensor,
     b: Tensor | None,
@@ -910,20 +909,13 @@ def _gated(
     b_2: Tensor | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
-) -> Tensor:
+) -> dict[str, Tensor | float | None]:
+    """Check the arguments of a gated feed-forward layer, and return them by name."""
     input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
     _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
     p = require_probability("dropout_p", dropout_p)
-    return backends.run(
-        op,
-        input=input,
-        w=w,
-        b=b,
-        w_2=w_2,
-        b_2=b_2,
-        dropout_p=p,
-        dropout_seed=seed_tensor(dropout_seed, p, input.device),
-    )
+    seed = seed_tensor(dropout_seed, p, input.device)
+    return dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2, dropout_p=p, dropout_seed=seed)
 
 
 def _require_layers(

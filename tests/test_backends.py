@@ -2,16 +2,19 @@
 it.
 """
 
+import inspect
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastformer as ff
 from fastformer import backends, current_backend, explain, reference, use_backend
+from fastformer.cli import EXAMPLES
 
 
 def run(code, **environment):
@@ -206,6 +209,30 @@ def test_explain_on_a_gpu(device):
     assert (name in backends.VERIFIED_GPUS) != (
         f"no run of the kernels on a {name}" in choice.reason
     )
+
+
+@pytest.mark.parametrize("op", sorted(backends.OPERATIONS))
+def test_seven_frames_lead_to_a_launch(device, monkeypatch, op):
+    """Ours, from the public function to the one that launches, those two included."""
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    package = Path(ff.__file__).resolve().parent
+    original, paths = launch.Launch.__call__, []
+
+    def record(self, *pointers):
+        frames = [Path(f.filename).resolve() for f in inspect.stack(context=0)]
+        ours = (package, package.parent / "kernels")
+        paths.append([f for f in frames if any(folder in f.parents for folder in ours)])
+        return original(self, *pointers)
+
+    monkeypatch.setattr(launch.Launch, "__call__", record)
+    given = [
+        x.requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for x in EXAMPLES[op](device)
+    ]
+    with use_backend("triton"):
+        getattr(ff, op)(*given)
+    assert paths and all(1 < len(frames) <= 7 for frames in paths)
+    assert all(frames[-1] == package / "functional.py" for frames in paths)
 
 
 def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):

@@ -1,4 +1,4 @@
-"""The only dispatch: which backend runs an op, and why.
+"""The dispatch: which backend runs an op, and why. No other module chooses a backend.
 
     auto        Triton on a GPU where the kernel supports the call, else the reference
     triton      the kernels; an error where they cannot run. On a CPU: Triton's interpreter
@@ -60,7 +60,7 @@ def _check(name: str, source: str) -> str:
 
 
 class use_backend:
-    """Chooses the backend of this thread, at once; a `with` restores the previous one.
+    """Choose the backend of this thread, at once; a `with` restores the previous one.
 
         use_backend("reference")
         with use_backend("triton"):
@@ -94,7 +94,7 @@ def _choose(name: str | None, inherited: str | None) -> None:
 
 
 def current_backend() -> str:
-    """The backend chosen for this thread: auto, triton or reference."""
+    """Return the backend chosen for this thread: auto, triton or reference."""
     if _state.backend is not None:
         return _state.backend
     inherited = _inherited() if _state.not_from_python else None
@@ -102,7 +102,7 @@ def current_backend() -> str:
 
 
 def _inherited() -> str | None:
-    """The choice of the thread that called backward(), in a thread of autograd."""
+    """Return, in a thread of autograd, the backend of the thread that called backward()."""
     if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
         return None
     return torch._C._get_obj_in_tls(_CHOICE)
@@ -149,7 +149,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
 
 
 def _import(op: str) -> bool:
-    """Imports the kernel file of an op, once; dynamo calls it, and does not trace it."""
+    """Import the kernels of an op, once. Dynamo calls this function and does not trace it."""
     if op not in _kernels:
         module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
         autograd.pair(op)
@@ -157,18 +157,18 @@ def _import(op: str) -> bool:
     return True
 
 
-# What torch.compiler.assume_constant_result sets; calling that imports dynamo, and triton with it.
+# torch.compiler.assume_constant_result sets this too, but it imports dynamo, and triton with it.
 _import.__dict__["_dynamo_marked_constant"] = True
 
 
 def _load(op: str) -> ModuleType:
-    """The kernel file of an op, imported at its first use and triton with it."""
+    """Return the module of an op's kernels; its first use imports it, and triton with it."""
     _import(op)
     return _kernels[op]
 
 
 def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str | None:
-    """Why the Triton kernel of `op` cannot run this call, or None."""
+    """Return why the kernels of `op` cannot run this call, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
     if not _HAS_TRITON:
@@ -248,7 +248,7 @@ class observe:
 
 
 def report(choice: Choice) -> None:
-    """Reports what runs, to the function of `observe`: `run` does for each op."""
+    """Report what runs to the function of `observe`, as `run` does for each op."""
     if _state.on_choice is not None:
         _state.on_choice(choice)
 

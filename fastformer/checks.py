@@ -25,12 +25,12 @@ INTS, FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 
 
 def shape_of(x: Tensor) -> str:
-    """The shape as the messages spell it."""
+    """Spell the shape of x as the messages do."""
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
 def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
-    """A tensor whose elements lie in memory, each by its strides."""
+    """Require a dense tensor, whose elements lie in memory by their strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     if x.layout is not _STRIDED or x.is_nested:
@@ -39,7 +39,7 @@ def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
 
 
 def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
-    """All of one floating dtype and on one device, those of the first; the optional may be None."""
+    """Require the floating dtype and the device of the first; those in `optional` may be None."""
     first: Tensor | None = None
     for name, x in tensors.items():
         if x is None and name in optional:
@@ -60,6 +60,7 @@ def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) 
 
 
 def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    """Require the device of `like`."""
     if x.device != like.device:
         raise ValueError(
             f"{name} is on {x.device}; expected the device of {like_name}, {like.device}"
@@ -67,12 +68,14 @@ def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
 
 
 def require_number(name: str, x: float, expected: str = "a number") -> float:
+    """Require an int or a float, and return it as a float."""
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     return float(x)
 
 
 def require_probability(name: str, p: float) -> float:
+    """Require a number in [0, 1]."""
     p = require_number(name, p, "a number in [0, 1]")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; expected a number in [0, 1]")
@@ -80,7 +83,7 @@ def require_probability(name: str, p: float) -> float:
 
 
 def require_int(name: str, x: int) -> None:
-    """An int that int64 holds."""
+    """Require an int that int64 holds."""
     if not isinstance(x, INTS) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
     if not -(2**63) <= x < 2**63:
@@ -88,7 +91,7 @@ def require_int(name: str, x: int) -> None:
 
 
 def require_flag(name: str, x: bool) -> bool:
-    """What is not a bool is refused: "no" would count as True."""
+    """Require a bool: "no" would count as True."""
     if x is True or x is False:
         return x
     if not isinstance(x, FLAGS):
@@ -97,20 +100,21 @@ def require_flag(name: str, x: bool) -> bool:
 
 
 def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
+    """Require one of several words."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
     return x
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether the contents of x are checked: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
+    """Say whether checks read the values of x: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
     return (x.device.type == "cpu" or _CHECK_ON_GPU) and reference.eager(x)
 
 
 def seed_tensor(
     dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
-    """The seed as a tensor of one int64, drawn from torch's generator where none is given."""
+    """Return the seed as a tensor of one int64; torch's generator draws one where none is given."""
     if dropout_seed is None:
         if dropout_p == 0:
             return None
@@ -135,7 +139,7 @@ def seed_tensor(
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of the surrounding torch.autocast on the tensor's device, or None."""
+    """Return the dtype of the surrounding torch.autocast on the device of x, or None."""
     if not _autocasts():
         return None
     kind = x.device.type
@@ -145,7 +149,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors in the dtype of the surrounding torch.autocast, if there is one; float64 stays."""
+    """Cast tensors to the dtype of the surrounding torch.autocast, if any; float64 stays."""
     if not _autocasts():
         return tensors
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
@@ -157,7 +161,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
-    """Integers, each of them a row of weight."""
+    """Require integers [...], each of them a row of weight [V, N]."""
     require_tensor(name, ids, "an integer tensor")
     if ids.dtype not in INTEGERS:
         raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
@@ -170,7 +174,7 @@ def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
 
 
 def require_token(name: str, token: int, classes: int) -> int:
-    """A token of the vocabulary; one below 0 counts from its end."""
+    """Require a token of the vocabulary; one below 0 counts from the end."""
     require_int(name, token)
     if not -classes <= token < classes:
         raise ValueError(f"{name} is {token}; expected a token of the {classes}")
@@ -178,12 +182,14 @@ def require_token(name: str, token: int, classes: int) -> int:
 
 
 def require_eps(eps: float) -> float:
+    """Require a number that is not negative."""
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
     return float(eps)
 
 
 def require_size(least: int = 1, **sizes: int) -> None:
+    """Require ints from `least` to less than 2^31."""
     for name, n in sizes.items():
         require_int(name, n)
         if n < least:
@@ -192,13 +198,15 @@ def require_size(least: int = 1, **sizes: int) -> None:
             raise ValueError(f"{name} is {n}; expected less than 2^31")
 
 
-def require_callable(expected: str = "a module", **functions: Any) -> None:
+def require_callable(expected: str = "a module", **functions: object) -> None:
+    """Require what can be called."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")
 
 
 def require_token_ids(name: str, x: Tensor) -> None:
+    """Require integers [B, length]."""
     require_tensor(name, x, "a tensor of token ids")
     if x.dim() != 2:
         raise ValueError(f"{name} has shape {list(x.shape)}; expected two dimensions [B, length]")

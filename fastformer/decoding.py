@@ -16,7 +16,9 @@ __all__ = ["greedy_decode"]
 def greedy_decode(
     model: EncoderDecoder, src: Tensor, src_mask: Tensor | None, max_len: int, start_symbol: int
 ) -> Tensor:
-    """y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src): the likeliest, step by step.
+    """Decode the likeliest next token at each step.
+
+        y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src)
 
     Every row of the batch is decoded to max_len; nothing stops at an end symbol. Gradients are off.
     The model's mode is the caller's: call model.eval() first, or dropout takes part.
@@ -24,7 +26,7 @@ def greedy_decode(
     Args:
         model: what `make_model` gives: encode, decode and generator.
         src: [B, S] token ids.
-        src_mask: what the encoder takes, [B, 1, S] as `Batch` makes it; None sees everything.
+        src_mask: what the encoder takes, [B, 1, S] as `Batch` makes it; None masks nothing out.
         max_len: length of the result, the start symbol included, at least 1.
         start_symbol: the first id of every row.
 
@@ -52,7 +54,7 @@ def greedy_decode(
 
 
 def _require_decoder(model: EncoderDecoder, max_len: int, start_symbol: int) -> None:
-    """A model that decodes, and that the last step fits as the first one does."""
+    """Require a model that decodes, and whose positions and vocabulary fit the last step too."""
     for part in ("encode", "decode", "generator"):
         if not callable(getattr(model, part, None)):
             kind = type(model).__name__

@@ -21,7 +21,7 @@ __all__ = ["Packing", "pad", "unpad"]
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a packed batch stand in the padded one [batch, length, ..].
+    """The places of the tokens of a packed batch in the padded one [batch, length, ..].
 
     cu_seqlens: [batch + 1] int32, where each sequence begins and ends among the tokens, as
         `packed_attention` takes it. indices: [tokens] int64, each token's place in
@@ -54,12 +54,12 @@ class Packing:
 
     @property
     def lengths(self) -> Tensor:
-        """[batch] int32: the tokens of each sequence."""
+        """Return the number of tokens of each sequence, [batch] int32."""
         return self.cu_seqlens.diff()
 
 
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
-    """The tokens of a padded batch, and how to put them back.
+    """Take the tokens out of a padded batch; the `Packing` says how to put them back.
 
     Args:
         x: [B, S, ...], any dtype; sequence b has the tokens x[b, :lengths[b]].
@@ -107,7 +107,7 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
 
 
 def packing_of(valid: Tensor, longest: int) -> Packing:
-    """Of the tokens that are True in a boolean [B, S], wherever they stand."""
+    """Make the `Packing` of the tokens that are True in a boolean [B, S], in any place."""
     cu_seqlens = torch.zeros(len(valid) + 1, dtype=torch.int32, device=valid.device)
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
     batch, length = valid.shape
@@ -115,12 +115,12 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
 
 
 def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:
-    """The padded batch of packed tokens: what `unpad` took apart.
+    """Put packed tokens back into their padded batch: the inverse of `unpad`.
 
     Args:
         x: [tokens, ...], any dtype.
         packing: what `unpad` returned.
-        value: a number that the dtype of x holds; it stands where the padding is.
+        value: the number that fills the padding; the dtype of x has to hold it.
 
     Returns:
         [B, S, ...], with the gradient of x.
@@ -148,7 +148,7 @@ def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
 
 
 def _require_value(x: Tensor, value: Any) -> None:
-    """A number that x can hold: an int tensor would round 0.5 to 0."""
+    """Require a number that x can hold: an int tensor would round 0.5 to 0."""
     if isinstance(value, complex) and x.is_complex():
         return
     if not isinstance(value, (int, float)):

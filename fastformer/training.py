@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Batch:
-    """Sources, targets and the masks that go with them.
+    """A batch of sources and targets, with their masks.
 
     Args:
         src: [B, S] token ids.
@@ -97,13 +97,16 @@ class Batch:
 
     @staticmethod
     def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
-        """tgt: [B, T] -> [B, T, T], True where a target may look: not at padding, and not ahead."""
+        """Return the mask [B, T, T] of targets [B, T]: True where position i may see position j.
+
+        That is where j <= i and j is not padding.
+        """
         require_token_ids("tgt", tgt)
         require_int("pad", pad)
         return (tgt != pad).unsqueeze(-2) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """A batch with these tensors on the device; this one stays as it is.
+        """Return a batch with these tensors on the device; this batch does not change.
 
         Raises ValueError for a device that is none.
         """
@@ -123,7 +126,9 @@ class Batch:
 
 
 class LabelSmoothing(nn.Module):
-    """sum over rows and classes of t * (log t - x): KL(t || exp(x)), t the smoothed targets.
+    """The Kullback-Leibler divergence of log-probabilities x from smoothed targets t, summed.
+
+        KL(t || exp(x)) = sum over rows and classes of t * (log t - x)
 
     t is 1 - smoothing at the true class, 0 at `padding_idx` and smoothing / (size - 2) at the
     others. A row whose target is padding counts nothing. t is never built: with c = 1 - smoothing
@@ -205,7 +210,7 @@ class LabelSmoothing(nn.Module):
 
     @property
     def true_dist(self) -> Tensor | None:
-        """[..., size], the smoothed targets of the last call; None before it."""
+        """Return the smoothed targets of the last call, [..., size]; None before it."""
         if self._target is None:
             return None
         target = self._target.unsqueeze(-1)
@@ -221,7 +226,9 @@ class LabelSmoothing(nn.Module):
 
 
 def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
-    """factor * model_size^-0.5 * min(step^-0.5, step * warmup^-1.5): the learning rate of a step.
+    """Return the learning rate of a step.
+
+        factor * model_size^-0.5 * min(step^-0.5, step * warmup^-1.5)
 
     Updates count from 1; step 0 is taken as 1. The rate rises linearly over `warmup` updates and
     then falls with the root of the step.
@@ -243,7 +250,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], model_size: int, factor: float = 1.0, warmup: int = 4000
 ) -> tuple[Adam, LambdaLR]:
-    """Adam(betas=(0.9, 0.98), eps=1e-9), and the schedule: update n has rate(n, model_size, ...).
+    """Return Adam(betas=(0.9, 0.98), eps=1e-9) and a schedule, in which update n has rate(n, ...).
 
     Call `scheduler.step()` after each `optimizer.step()`; `run_epoch` does. Raises ValueError and
     TypeError as `rate` does, and for parameters that are none.
@@ -263,7 +270,7 @@ def make_optimizer(
 
 
 class SimpleLossCompute:
-    """criterion(generator(x), y) / norm: the loss per token, from what the decoder gives.
+    """The loss per token of what the decoder returns: criterion(generator(x), y) / norm.
 
     Args:
         generator: [B, T, d_model] -> log-probabilities [B, T, V].
@@ -310,7 +317,7 @@ class SimpleLossCompute:
         return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
 
     def _fused(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """The sum without the logits of all tokens, where both parts are what they seem."""
+        """Return the sum without the logits of all tokens, or None where a part is not ours."""
         generator, criterion = self.generator, self.criterion
         if not (type(generator) is Generator and type(criterion) is LabelSmoothing):
             return None
@@ -344,7 +351,7 @@ def run_epoch(
     progress: bool | None = None,
     description: str | None = None,
 ) -> float:
-    """Runs the model over every batch and returns the loss per token. With an optimizer it trains.
+    """Run the model over every batch, and return the loss per token. With an optimizer it trains.
 
     A progress bar shows loss per token and tokens per second. Between reports nothing waits for the
     device.
@@ -361,7 +368,7 @@ def run_epoch(
         progress: whether to draw the bar; False prints nothing. None draws it if standard output is
             a terminal, and prints a line for each report if it is none and `report` is None. (A
             notebook is none: pass True.)
-        description: what stands before the bar.
+        description: the text in front of the bar.
 
     Raises:
         ValueError: data without a batch, a batch without a target, a scheduler without an

@@ -78,13 +78,23 @@ def pair(op: str) -> None:
     _pairs[op] = _Pair(op)
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """What the forward of `_Kernel` keeps beside the saved tensors."""
+
+    op: str
+    constants: list[tuple[object] | None]  # the saved arguments that are no tensors; None: a tensor
+    shapes: list[tuple[torch.Size, torch.dtype, torch.device]]  # of the differentiable outputs
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
 class _Kernel(torch.autograd.Function):
     @staticmethod
-    def forward(op: str, *args: Any) -> tuple[Tensor, ...]:
+    def forward(op: str, *args: object) -> tuple[Tensor, ...]:
         return _as_tuple(_pairs[op].forward(*args))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         op, *args = inputs
         pair = _pairs[op]
         ctx.op = op
@@ -96,7 +106,7 @@ class _Kernel(torch.autograd.Function):
         ctx.shapes = [(x.shape, x.dtype, x.device) for x in output[: pair.n_outputs]]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair = _pairs[ctx.op]
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if c is None else c[0] for c in ctx.constants]
@@ -142,7 +152,7 @@ def _through_reference(
     return [next(results) if need else None for need in needs]
 
 
-def _has_tangent(values: Sequence[Any]) -> bool:
+def _has_tangent(values: Sequence[object]) -> bool:
     """Say whether one of the tensors carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False

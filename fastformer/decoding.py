@@ -21,7 +21,7 @@ def greedy_decode(
         y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src)
 
     Every row of the batch is decoded to max_len; nothing stops at an end symbol. Gradients are off.
-    The model's mode is the caller's: call model.eval() first, or dropout takes part.
+    The mode of the model does not change: call model.eval() first, or dropout applies.
 
     Args:
         model: what `make_model` gives: encode, decode and generator.

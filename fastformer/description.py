@@ -56,7 +56,7 @@ _WINDOW = Attention._fields.index("window")
 
 
 def pack(arguments: Iterable[Any]) -> list[Any]:
-    """The arguments of an op as its schema has them: a description gives its fields."""
+    """Return the arguments of an op as its schema has them: the fields replace a description."""
     flat: list[Any] = []
     for x in arguments:
         if isinstance(x, Attention):
@@ -67,7 +67,7 @@ def pack(arguments: Iterable[Any]) -> list[Any]:
 
 
 def unpack(fields: Sequence[Any]) -> Attention:
-    """The description, from what the schema of an op has in its place."""
+    """Return the description, given its fields in the order of the schema."""
     if fields[_WINDOW] is not None:  # the dispatcher makes a list of it, which is no key
         fields = [*fields[:_WINDOW], tuple(fields[_WINDOW]), *fields[_WINDOW + 1 :]]
     return Attention(*fields)

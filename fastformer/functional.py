@@ -1,16 +1,17 @@
 """The ops. Each docstring is the contract: formula, shapes, dtypes, errors, source.
 
-Every function checks its arguments before any kernel starts and hands them to `backends.run`, which
-picks the Triton kernel or the PyTorch reference. An argument of another type - a flag that is no
-bool, a sparse or a nested tensor - is a TypeError, a value that cannot be a ValueError; each names
-the argument, and says what was given and what is expected. Shapes, dtypes, devices and numbers are
-always checked; what a tensor holds (lengths) on CPU tensors only, and on a GPU where
-FASTFORMER_CHECK=1 is set, because looking at it waits for the device.
+Every function checks its arguments before any kernel starts, and hands them to `backends.run`,
+which picks the Triton kernel or the PyTorch reference. An argument of another type - a flag that is
+no bool, a sparse or a nested tensor - raises a TypeError, a value that cannot be raises a
+ValueError; each error names the argument, and says what was given and what is expected. Shapes,
+dtypes, devices and numbers are always checked. The values of a tensor (lengths, token ids) are
+checked on a CPU, and on a GPU only where FASTFORMER_CHECK=1 is set, because reading them waits for
+the device.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims, N features.
 
 Under torch.autocast the floating arguments of attention and of feed_forward are cast to its dtype,
-as those of torch's own attention and linear ops are; layer_norm keeps the dtype of its input, with
+as torch does for its own attention and linear ops; layer_norm keeps the dtype of its input, with
 statistics in float32.
 """
 
@@ -92,7 +93,7 @@ def scaled_dot_product_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale query key^T + bias, over the keys that the query may see) value.
+    """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
 
     Args:
         query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256. Any strides.
@@ -100,25 +101,23 @@ def scaled_dot_product_attention(
             query head h reads key-value head h // (H / G).
         value: [B, G, Sk, Dv]. All three may come without their heads, [B, S, D].
         attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk] (without heads: to
-            [B, Sq, Sk]); True takes part. It is read through its strides, never expanded. None: all
-            take part. A floating mask is a `bias`, as in torch.
+            [B, Sq, Sk]); True keeps the key. It is read through its strides, never expanded. None
+            keeps all keys. A floating mask is a `bias`, as in torch.
         dropout_p: probability in [0, 1] that a weight is dropped; the others are scaled by
             1/(1 - dropout_p). It always applies: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
         scale: the factor on query key^T; 1/sqrt(D) by default.
         bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
-            attn_mask does, each by itself. -inf leaves the key out, and so does everything below
-            -2.3586e38, the lowest float32 times log 2, such as the finfo.min of float32 and
-            bfloat16. It has a gradient, summed over
-            what it is broadcast over; pass it unexpanded: the gradient has the shape of what is
-            passed.
+            attn_mask does. -inf masks the key out, and so does everything below -2.3586e38, the
+            lowest float32 times log 2, such as the finfo.min of float32 and bfloat16. It has a
+            gradient, of the shape of what is passed; so pass a bias unexpanded.
         key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Whole blocks
             past it are skipped.
         window: (left, right): query i sees keys i + shift - left <= j <= i + shift + right, both
             ends included; None for a side without a bound.
         causal_alignment: "top_left", shift = 0, as in torch, or "bottom_right", shift = Sk - Sq, Sk
-            being the key length of the sequence where one is given: the last query stands at the
-            last key.
+            being the key length of the sequence where one is given: the last query is aligned
+            with the last key.
         alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
         softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks, with
             an absolute error of some c 2^-24 in the kernels: it is meant for caps up to hundreds.
@@ -130,8 +129,8 @@ def scaled_dot_product_attention(
             draws one from torch's generator.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
 
-    Mask, bias, causality, window and lengths are combined: a key takes part where all allow it.
-    Four queries (down) and six keys (across), x takes part:
+    Mask, bias, causality, window and lengths combine: a query sees a key where all allow it.
+    Four queries (down) and six keys (across), x where the query sees the key:
 
         is_causal      bottom_right   window=(1, 1)   window=(1, 0),   key_lengths=[5],
                                                       bottom_right     is_causal, bottom_right
@@ -148,7 +147,7 @@ def scaled_dot_product_attention(
 
     NaN that a query may see - in itself, in a key, value or bias that it may see, in scale, slope
     or sink - reaches its output, its logarithm and the gradients, as in torch's math path. A key
-    that no query may see - past its length, or left out for all queries by a mask or a bias of
+    that no query may see - past its length, or masked out for all queries by a mask or a bias of
     shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
     every key and value has to be finite, as in torch.
 
@@ -226,7 +225,7 @@ def packed_attention(
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention of each sequence of a batch without padding.
+    """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
 
     The tokens of all sequences stand one after the other; sequence b has the queries
     cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees its own keys alone. `fastformer.unpad` makes
@@ -310,10 +309,10 @@ def attention_weights(
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
-    """The weights by which `scaled_dot_product_attention` weighs the values, without dropout.
+    """Compute the weights of the values in `scaled_dot_product_attention`, without dropout.
 
-    For some rows and heads at a time, as the attention itself never holds them. It is plain
-    PyTorch on every backend, with gradients: what it computes is as large as what it returns.
+    It computes some rows and heads at a time, because the attention itself never holds all
+    weights. It is plain PyTorch on every backend, with gradients.
 
     Args:
         query, key: as in `scaled_dot_product_attention`, with their heads.
@@ -359,7 +358,7 @@ def attention_weights(
 
 
 def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
-    """[B, H, S, D] each; from [B, S, D] by one head where the query has three dimensions."""
+    """Return each as [B, H, S, D]; one head is added where the query has three dimensions."""
     for name, x in tensors.items():
         if x.dim() != 4 - three:
             known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
@@ -372,7 +371,7 @@ def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
 def _require_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
 ) -> float:
-    """Checks the shapes [B, H, S, D]; the scale, or its default."""
+    """Check the shapes [B, H, S, D] against each other, and return the scale or its default."""
     batch, heads, _, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
     value_batch, value_heads, value_length, value_dim = value.shape
@@ -409,7 +408,9 @@ def _require_attention(
 def _mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, k_length: int, three: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Checked, a floating mask as the bias, and for a query without heads with one."""
+    """Return the mask and the bias, checked; a floating mask is the bias, and a mask or a bias
+    [B, Sq, Sk] gets one head where the query has none.
+    """
     bias_name = "bias"
     if attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
@@ -532,7 +533,7 @@ def _require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -
 
 
 def _window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
-    """(left, right), -1 for a side without a bound; None where neither has one."""
+    """Return (left, right), -1 for a side without a bound; None where neither side has one."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -600,7 +601,7 @@ def layer_norm(
     *,
     unbiased: bool = False,
 ) -> Tensor:
-    """weight * (x - mean) / sqrt(var + eps) + bias, over the trailing dimensions.
+    """Compute weight * (x - mean) / sqrt(var + eps) + bias, over the trailing dimensions.
 
     var is the mean of (x - mean)^2. With `unbiased=True` the formula is the one that the Annotated
     Transformer computes, weight * (x - mean) / (std + eps) + bias, std with N - 1 in its
@@ -644,7 +645,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps), over the trailing dimensions.
+    """Compute weight * x / sqrt(mean(x^2) + eps), over the trailing dimensions.
 
     Args:
         input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
@@ -683,10 +684,9 @@ def dropout_add_layer_norm(
     unbiased: bool = False,
     dropout_seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(residual_out), residual_out), residual_out = residual + dropout(input), in one
-    pass.
+    """Compute residual_out = residual + dropout(input) and layer_norm(residual_out), in one pass.
 
-    What a Transformer computes between two sublayers: the end of one and the norm of the next.
+    A Transformer computes them between two sublayers: the end of one and the norm of the next.
 
     Args:
         input: [..., *weight.shape], float32, float16, bfloat16 or float64: a sublayer's output.
@@ -741,7 +741,7 @@ def _require_rows(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> list[int]:
-    """Checks what a norm takes beside its input; normalized_shape as a list."""
+    """Check what a norm takes beside its input, and return normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
         shape = list(normalized_shape)
     elif isinstance(normalized_shape, INTS):
@@ -788,7 +788,7 @@ def feed_forward(
     *,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
+    """Compute dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
 
     Bias, activation and dropout are the epilogue of the first GEMM; the second is torch's own,
     where nothing is left to fuse.
@@ -842,7 +842,7 @@ def geglu(
     *,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
+    """Compute dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
 
     The GEMMs are torch's own; one kernel takes activation, product and dropout together, and one
     their backward.
@@ -877,7 +877,7 @@ def swiglu(
     *,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
+    """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
 
     The GEMMs are torch's own; one kernel takes activation, product and dropout together, and one
     their backward.
@@ -927,7 +927,7 @@ def _require_layers(
     b_2: Tensor | None,
     halves: int,
 ) -> None:
-    """Checks two linear layers, the first of which gives `halves` hidden vectors."""
+    """Check two linear layers, the first of which returns `halves` hidden vectors."""
     w_name, b_name, rows = names
     tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
     require_floating((b_name, "b_2"), **tensors)
@@ -965,7 +965,7 @@ def embed(
     padding_idx: int | None = None,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """dropout(scale * weight[tokens] + positional[0 .. S-1]).
+    """Compute dropout(scale * weight[tokens] + positional[0 .. S-1]).
 
     Args:
         tokens: [..., S] integers, the rows of weight.
@@ -1035,9 +1035,10 @@ REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
 
 
-def _squarely(logits: Tensor) -> bool:
-    """Whether classes in the second dimension, as torch has them, would fit the target as well. An
-    exported program takes every length: there it is not asked.
+def _is_ambiguous(logits: Tensor) -> bool:
+    """Say whether the classes could be the second dimension as well, where torch has them.
+
+    An exported program takes every length, and is not asked.
     """
     if torch.compiler.is_exporting():
         return False
@@ -1053,7 +1054,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
 ) -> Tensor:
-    """-sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
+    """Compute -sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
 
     `linear_cross_entropy` computes the logits as well, and never holds them all. Class weights and
     class probabilities as the target are those of torch.nn.functional.cross_entropy alone.
@@ -1088,7 +1089,7 @@ def cross_entropy(
     require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
-    if logits.dim() > 2 and _squarely(logits):
+    if logits.dim() > 2 and _is_ambiguous(logits):
         raise ValueError(
             f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
@@ -1113,12 +1114,12 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
 ) -> Tensor:
-    """cross_entropy(input linear_weight^T + linear_bias, target), without holding all the logits.
+    """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
-    A chunk of tokens at a time: torch's own GEMM makes its logits, one kernel their losses, and for
-    "mean" and "sum", where gradients are wanted, a second one writes the logits' gradient in their
-    place, from which two GEMMs take those of input and weight. The backward then multiplies only;
-    for "none" it computes the logits again.
+    It never holds all the logits: torch's own GEMM makes those of a chunk of tokens, and one kernel
+    their losses. For "mean" and "sum", where gradients are wanted, a second kernel writes the
+    gradient of the logits in their place, from which two GEMMs take those of input and weight; the
+    backward then only multiplies. For "none" the backward computes the logits again.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.
@@ -1174,7 +1175,7 @@ def _loss_options(
     label_smoothing: float,
     smoothing: str,
 ) -> dict[str, Any]:
-    """Checks what both losses take; by name, in their order."""
+    """Check what both losses take, and return the options by name, in their order."""
     require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(

@@ -3,13 +3,12 @@
     tokens, packing = unpad(x, lengths)             [B, S, ..] -> [tokens, ..]
     x = pad(encoder(tokens, packing), packing)      and back: the encoder computes no padding
 
-A `Packing` stands where a mask does: a module that attends sees by it which tokens belong together.
+A `Packing` replaces a mask: it tells a module that attends which tokens belong together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
     return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, longest)
 
 
-def pad(x: Tensor, packing: Packing, value: Any = 0.0) -> Tensor:
+def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
     """Put packed tokens back into their padded batch: the inverse of `unpad`.
 
     Args:
@@ -147,7 +146,7 @@ def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
         )
 
 
-def _require_value(x: Tensor, value: Any) -> None:
+def _require_value(x: Tensor, value: complex) -> None:
     """Require a number that x can hold: an int tensor would round 0.5 to 0."""
     if isinstance(value, complex) and x.is_complex():
         return

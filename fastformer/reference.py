@@ -1,8 +1,8 @@
-"""Every op of `fastformer.functional` in eager PyTorch, with the same names and arguments.
+"""Every op of `fastformer.functional` in eager PyTorch, with the same names.
 
-It is the path on a CPU, where it calls the fastest torch op that computes the same thing, and the
-oracle of the tests: in float64 each op is its written-out formula. Arguments arrive checked by
-`functional`.
+It is the path on a CPU, where it calls the fastest op of torch that computes the same, and the
+oracle of the tests: in float64 each op is its written-out formula. `functional` has checked the
+arguments; those of attention arrive as one description.
 
 Shapes: B batch, H heads, Sq queries, Sk keys, D head dim; N features; M rows.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +38,8 @@ _HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
 
 _BLOCK = 1 << 19  # logits at a time, likewise
 
+Words = Any  # 32-bit words: a Tensor of int64, an array of uint64, or an int
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
@@ -54,39 +57,39 @@ _formula = _Formula()
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """Within it every op is its formula in differentiable primitives, whatever the dtype: what a
-    double backward needs.
+    """A context in which every op computes its formula by differentiable primitives, in every
+    dtype: a double backward needs them.
     """
-    former, _formula.always = _formula.always, True
+    previous, _formula.always = _formula.always, True
     try:
         yield
     finally:
-        _formula.always = former
+        _formula.always = previous
 
 
 # ---------------------------------------------------------------------------------------- dropout
 
 
 def eager(x: Tensor) -> bool:
-    """Whether x holds values here and now: not traced, not fake, not wrapped by a transform."""
+    """Say whether x holds values now: it is not traced, not fake, not wrapped by a transform."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def readable(x: Tensor) -> bool:
-    """Whether a look at what x holds is free: an eager tensor on the CPU."""
+    """Say whether the values of x can be read for free: it is an eager tensor on the CPU."""
     return x.device.type == "cpu" and eager(x)
 
 
 def philox(
-    c0: Any, c1: Any, c2: Any, c3: Any, seed: Any, rounds: int = PHILOX_ROUNDS
-) -> tuple[Any, Any, Any, Any]:
-    """Four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: Tensor | int, rounds: int = PHILOX_ROUNDS
+) -> tuple[Words, Words, Words, Words]:
+    """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
 
-    The counters broadcast against each other and stay narrow until a round mixes them. A 64-bit
-    product wraps, so its bits 32..63 are the high word of the unsigned product. `seed` is the
-    64-bit key, a tensor of one element or an int.
+    The counters broadcast against each other, and keep their shapes until a round mixes them. A
+    64-bit product wraps, so that its bits 32..63 are the high word of the unsigned product. `seed`
+    is the 64-bit key, a tensor of one element or an int.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -98,26 +101,26 @@ def philox(
 
 
 def dropout_threshold(p: float) -> int:
-    """An element is kept where its 32-bit word is at least this."""
+    """Return the least 32-bit word whose element is kept."""
     return round(p * 2**32)
 
 
 def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
-    """True where dropout removes an element: a boolean [planes, rows, columns].
+    """Return a boolean [planes, rows, columns], True where dropout removes an element.
 
     Element (plane, i, j) reads word 2*(i//8 % 2) + (j//8 % 2) of counter (j', i', plane, 0), where
     x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four
-    elements that one thread holds in a tensor-core accumulator. A pure function of (seed, plane, i,
-    j).
+    elements that one thread holds in a tensor-core accumulator. The mask is a pure function of
+    (seed, plane, i, j).
     """
     if readable(seed):
         return _dropped(seed, planes, rows, columns, p)
-    # One node of a graph, whatever the sizes: the loops would make it compile again.
+    # One node of a graph for all sizes: with the loops, other sizes would compile again.
     return torch.ops.fastformer.dropped(seed, planes, rows, columns, p)
 
 
 def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    """True where dropout removes an element of a matrix: a boolean [rows, columns].
+    """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
 
     Element (i, j) reads word j % 4 of counter (j // 4, i's low word, its high word, 1), in the
     order in which a kernel that owns whole rows holds them.
@@ -179,8 +182,9 @@ def _dropped_by_torch(
 
 
 def _dropped_by_numpy(seed: int, planes: int, tiles_i: int, tiles_j: int, threshold: int) -> Tensor:
-    """`dropped` on a CPU, for whole tiles: a half to a third of the time of the same in torch,
-    whose calls cost more.
+    """Compute `dropped` on a CPU, for whole tiles of [16, 16] elements.
+
+    It takes a half to a third of the time of `_dropped_by_torch`, whose calls cost more.
     """
     mask = np.empty((planes * tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
     words, limit = mask.transpose(4, 1, 0, 2, 3), np.array(threshold, np.uint64)
@@ -197,11 +201,12 @@ def _dropped_by_numpy(seed: int, planes: int, tiles_i: int, tiles_j: int, thresh
 
 
 def _philox_by_numpy(
-    c0: Any, c1: Any, c2: Any, c3: Any, seed: int, shape: tuple[int, ...]
-) -> tuple[Any, Any]:
-    """`philox` with the words in pairs, arrays [2, *shape]: the first and the third, the second and
-    the fourth. NumPy's calls are what it costs: one serves both words of a pair where it can, on
-    contiguous arrays and arrays without dimensions, which are the fastest operands.
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: int, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Compute `philox` in pairs [2, *shape]: the first and third words, the second and fourth.
+
+    The calls of NumPy cost most of the time where the counters are few. So one call serves both
+    words of a pair, and its operands are contiguous or have no dimensions, which is fastest.
     """
     narrow = 0 if math.prod(shape) <= _FEW else 2  # until then not all counters are of full shape
     if narrow:
@@ -268,9 +273,10 @@ MASKED_OUT = -2.3586574359122396e38
 def _visible(
     key: Tensor, i: Tensor, shift: int | Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(who sees whom, which keys any query may see): booleans that broadcast to [B,H,Sq,Sk]; None
-    is all. i: the queries, [Sq, 1], of which a band needs to know; shift: what its diagonal is
-    moved by.
+    """Return (which query sees which key, which keys any query may see), None for all.
+
+    Both are booleans that broadcast to [B, H, Sq, Sk]. i: the indices of the queries, [Sq, 1].
+    shift: the distance by which the diagonal of the band is moved.
     """
     k_length = key.shape[-2]
     visible, keys = None, None
@@ -299,7 +305,7 @@ def _visible(
 
 
 def _left_by(bias: Tensor) -> Tensor | None:
-    """The keys that a bias leaves; None where it is known to be all."""
+    """Return the keys that a bias does not mask out; None where these are known to be all."""
     least = max(MASKED_OUT, torch.finfo(bias.dtype).min)
     if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
         return None
@@ -307,7 +313,7 @@ def _left_by(bias: Tensor) -> Tensor | None:
 
 
 def _shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
-    """What the diagonal is moved by: nothing, or so that the last query stands at the last key."""
+    """Return the shift of the diagonal: 0, or the one that aligns last query and last key."""
     if attention.causal_alignment == "top_left":
         return 0
     if attention.key_lengths is None:
@@ -316,7 +322,7 @@ def _shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
 
 
 def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) -> Tensor | None:
-    """What is added to the scores, or None: bias - slope |i + shift - j|."""
+    """Return the term bias - slope |i + shift - j| of the scores, or None."""
     bias, slopes = attention.bias, attention.alibi_slopes
     if slopes is None:
         return bias
@@ -331,8 +337,8 @@ def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) ->
 def _score_terms(
     query: Tensor, key: Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(who sees whom, which keys any query may see, what is added to the scores), None for all, all
-    and nothing.
+    """Return the two masks of `_visible` and the term of `_added`, each None where it changes
+    nothing.
     """
     if _is_plain(attention) and not attention.is_causal:
         return None, None, None
@@ -342,7 +348,7 @@ def _score_terms(
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
+    """Say whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
     return readable(x) and _has_finite_sum(x)
 
 
@@ -351,7 +357,7 @@ def _has_finite_sum(x: Tensor) -> bool:
 
 
 def _near_zero(added: Tensor) -> bool:
-    """Whether each row is known to keep a key to whose score nothing large is added, or none."""
+    """Say whether each row is known to add nothing large to some key, or to mask out all keys."""
     if not readable(added):
         return False
     peak = added.detach().amax(-1)
@@ -362,7 +368,7 @@ def _near_zero(added: Tensor) -> bool:
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
-    """A key-value head for each query head."""
+    """Repeat the key-value heads [B, G, S, D], so that each query head has its own."""
     return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
 
 
@@ -373,8 +379,10 @@ def _scores(
     added: Tensor | None,
     visible: Tensor | None,
 ) -> Tensor:
-    """All but infinite where hidden, and with the sinks as a last column where there are any. In
-    the dtype of the query, or where something is added in float32 at least."""
+    """Return the scores [B, H, Sq, Sk]: the lowest finite number where a key is masked out, and the
+    sinks as a last column where there are any. They have the dtype of the query, or at least
+    float32 where something is added.
+    """
     softcap, sinks = attention.softcap, attention.sinks
     scores = (query * attention.scale) @ key.transpose(-2, -1)
     if softcap is not None:
@@ -393,8 +401,8 @@ def _scores(
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
-    """logsumexp over the last dimension, whose gradient keeps its digits where the result is
-    large: torch's takes exp(score - result).
+    """Compute logsumexp over the last dimension, with a gradient that keeps its digits where the
+    result is large: the gradient of torch's op takes exp(score - result).
     """
     if scores.shape[-1] == 0:
         return scores.logsumexp(-1)
@@ -404,14 +412,14 @@ def _log_sum_exp(scores: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
-    """The weights of the keys."""
+    """Return the weights of the keys, without the weight of a sink."""
     low = dtype in (torch.float16, torch.bfloat16)
     weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
     return weights if sinks is None else weights[..., :-1]
 
 
 def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
-    """Whether torch's own op, the fastest one on a CPU, computes the same."""
+    """Say whether torch's own op, the fastest one on a CPU, computes the same."""
     if not query.is_cpu or query.dtype is torch.float64 or attention.dropout_p != 0.0:
         return False
     if attention.softcap is not None or attention.sinks is not None or _formula.always:
@@ -422,7 +430,7 @@ def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
 
 
 def _is_plain(attention: Attention) -> bool:
-    """Whether nothing but a causal mask from the top left changes or hides a score."""
+    """Say whether at most a causal mask from the top left changes the scores."""
     mask, _, is_causal, _, bias, lengths, window, alignment, slopes, *_ = attention
     if mask is not None or bias is not None or lengths is not None or window is not None:
         return False
@@ -432,8 +440,10 @@ def _is_plain(attention: Attention) -> bool:
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> Tensor | None:
-    """Torch's op alone. None where it would lose a NaN, or spread one: it drops NaN from the
-    maximum of a row shorter than a vector, though not under a mask.
+    """Call torch's op without a mask of ours; return None where it would spread a NaN.
+
+    In a row shorter than a vector that op drops NaN from the maximum, but not under a mask. So such
+    rows get a mask that changes nothing.
     """
     rows, columns = query.shape[2], key.shape[2]
     if columns >= 16 and not (is_causal and rows < 16):
@@ -449,8 +459,8 @@ def _plain(
 
 
 def _under_one(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
-    """Torch's op under a mask alone or a bias alone; None for any other description, and where that
-    op needs what the caller prepares.
+    """Call torch's op with a mask alone or a bias alone; return None for any other description, and
+    where key, value or result need more preparation.
     """
     mask, _, is_causal, scale, bias, lengths, window, _, slopes, *_ = attention
     if is_causal or lengths is not None or window is not None or slopes is not None:
@@ -463,11 +473,11 @@ def _under_one(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     return _biased_attention(query, key, value, bias, scale)
 
 
-_short_masks: dict[Any, Tensor] = {}
+_short_masks: dict[tuple[int, int, bool, torch.dtype], Tensor] = {}
 
 
 def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) -> Tensor:
-    """What is added to scores [rows, columns] on a CPU: -inf where a key is hidden, else 0."""
+    """Return a mask [rows, columns] to add to scores: -inf where causality masks out, else 0."""
     key = rows, columns, is_causal, dtype
     mask = _short_masks.get(key)
     if mask is not None:
@@ -486,21 +496,23 @@ def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) ->
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
 ) -> Tensor | None:
-    """Torch's op under a boolean mask. Its output for a query that sees no key is zero, unless
-    something in it is not finite, and nothing of a hidden key reaches a finite output.
+    """Call torch's op with a boolean mask; return None where the result is not finite.
+
+    A finite result is right: a query that sees no key has zeros there, and no key that is masked
+    out for all has a share in it, whatever it holds.
     """
     if visible.dim() < 2:
         visible = visible.view(1, -1)
     out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, scale=scale)
     if out.requires_grad and visible.shape[-2] == 1 and not (_finite(key) and _finite(value)):
-        return None  # their gradients would hold what is hidden
+        return None  # the gradients would not be finite
     return out if _has_finite_sum(out) else None
 
 
 def _biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor | None:
-    """Torch's op with a bias that hides no key."""
+    """Call torch's op with a bias; return None where the bias masks out a key."""
     if _left_by(bias.detach()) is not None:
         return None
     # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
@@ -516,7 +528,7 @@ def _differentiates(*tensors: Tensor | None) -> bool:
 
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
@@ -530,7 +542,7 @@ def scaled_dot_product_attention(
         return out
     visible, keys, added = _score_terms(query, key, attention)
     if keys is not None and not (_finite(key) and _finite(value)):
-        hidden = ~keys.transpose(-2, -1)  # nothing of a key that no query may see reaches a product
+        hidden = ~keys.transpose(-2, -1)  # 0 times NaN is NaN
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     mask = visible
     if fast and added is not None:
@@ -558,7 +570,7 @@ def scaled_dot_product_attention(
 
 
 def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
-    """dropout(softmax(scores)) value, in the dtype of the value."""
+    """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
     weights = _softmax(scores, value.dtype, attention.sinks)
     if attention.dropout_p == 0:
         return weights @ value
@@ -588,11 +600,13 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
         i = torch.arange(max_q, device=query.device).view(-1, 1)
         mask, _ = _visible(k, i, shift, attention)
     padded = attention._replace(attn_mask=mask, is_causal=False, window=None, key_lengths=keys)
-    return scaled_dot_product_attention(q, k, v, padded).transpose(1, 2)[rows]
+    out = scaled_dot_product_attention(q, k, v, padded)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)[rows]
 
 
 def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(sequence, position in it) of each token of a packed x."""
+    """Return (sequence, position in it) of each token of a packed x [tokens, ..]."""
     sequences = torch.arange(cu_seqlens.shape[0] - 1, device=x.device)
     b = sequences.repeat_interleave(cu_seqlens.diff(), output_size=x.shape[0])
     return b, torch.arange(x.shape[0], device=x.device) - cu_seqlens[b]
@@ -629,7 +643,7 @@ def attention_weights(
 
 
 def _chosen(x: Tensor | None, heads: Tensor, rows: Tensor) -> Tensor | None:
-    """The heads and rows of a mask or bias that broadcasts to [B,H,Sq,Sk]."""
+    """Select heads and rows of a mask or bias that broadcasts to [B, H, Sq, Sk]."""
     if x is None:
         return None
     x = x.view((1,) * (4 - x.dim()) + x.shape)
@@ -701,7 +715,7 @@ def dropout_add_layer_norm(
 
 
 def _masked(x: Tensor, shape: list[int], p: float, seed: Tensor | None) -> Tensor:
-    """x [.., *shape] with zeros where dropout by rows removes an element."""
+    """Return x [.., *shape] with zeros where dropout by rows removes an element."""
     if p == 0:
         return x
     assert seed is not None
@@ -724,7 +738,10 @@ def dropout_add_layer_norm_backward(
     reciprocal: Tensor,
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """The gradients, differentiable: of residual_out as an input of its own, and through it."""
+    """Return differentiable gradients of (input, residual, weight, bias, seed).
+
+    residual_out counts as an input of its own: its gradient is that through the norm and its own.
+    """
     shape = list(weight.shape)
     total = residual_out.view_as(residual_out)
     w, b = weight.view_as(weight), None if bias is None else bias.view_as(bias)
@@ -759,14 +776,16 @@ def feed_forward(
     rows = input.shape[:-1].numel()
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
     drop = dropped(dropout_seed, 1, rows, w_1.shape[0], dropout_p)[0]
-    if activation == "relu":  # dropped first: relu's gradient is 0 there, and no other mask is kept
+    if (
+        activation == "relu"
+    ):  # dropout goes first: relu's gradient is 0 there, without a second mask
         with torch.no_grad():
             hidden.masked_fill_(drop, 0.0)
         hidden = hidden.relu_()
     else:
         hidden = torch.where(drop, 0.0, ACTIVATIONS[activation](hidden))
     out = hidden @ w_2.t()
-    kept = _dropout_scale(dropout_p)  # here it costs least: d_out is smaller than d_ff
+    kept = _dropout_scale(dropout_p)  # the factor costs least here: d_out is smaller than d_ff
     out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
     return out.view(*input.shape[:-1], w_2.shape[0])
 
@@ -897,7 +916,7 @@ def linear_cross_entropy(
 
 
 def _saves_passes(*tensors: Tensor | None) -> bool:
-    """Whether `_LinearLoss` is for these: eager float32 on a CPU, to be differentiated."""
+    """Say whether `_LinearLoss` takes these: eager float32 on a CPU, to be differentiated."""
     given = [x for x in tensors if x is not None]
     if not all(x.dtype == torch.float32 and readable(x.detach()) for x in given):
         return False
@@ -906,8 +925,8 @@ def _saves_passes(*tensors: Tensor | None) -> bool:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """linear_cross_entropy of each row. The forward leaves the logits' gradient in their place,
-    some rows at a time, so that its passes stay in the cache:
+    """linear_cross_entropy of each row. The forward writes the gradient of the logits over them,
+    some rows at a time, so that all passes over these rows stay in the cache:
 
         loss = constant - (on - off) log p_t - off sum_{c != pad} log p_c
         dx_c = p_c - (on - off) [c = t] - off [c != pad]

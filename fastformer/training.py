@@ -140,7 +140,7 @@ class LabelSmoothing(nn.Module):
 
     Args:
         size: the number of classes, at least 3.
-        padding_idx: the class that stands for padding.
+        padding_idx: the class of the padding.
         smoothing: in [0, 1).
 
     forward(x, target): x [..., size] log-probabilities, target [...] integers -> a scalar, in

@@ -23,6 +23,8 @@ import torch
 
 from fastformer import autograd, reference
 
+Op = Callable[..., Any]  # a public function
+Arguments = dict[str, Any]  # what it hands to `run`, by name
 BACKENDS = ("auto", "triton", "reference")
 # GPU models on which a run of the whole suite is committed under benchmarks/results.
 VERIFIED_GPUS: tuple[str, ...] = ()
@@ -46,7 +48,7 @@ _CHOICE = "fastformer: backend"  # the key under which torch hands it to the thr
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 # Public ops by name, and the kernel file of each; `operation` fills these.
-OPERATIONS: dict[str, Callable[..., Any]] = {}
+OPERATIONS: dict[str, Op] = {}
 _kernel_files: dict[str, str] = {}
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
@@ -119,10 +121,10 @@ class Choice(NamedTuple):
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
-def operation(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(kernel: str) -> Callable[[Op], Op]:
     """Mark a function of `functional` as an op; its kernels are `fastformer.kernels.<kernel>`."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Op) -> Op:
         op = function.__name__
         OPERATIONS[op] = function
         _kernel_files[op] = kernel
@@ -167,7 +169,7 @@ def _load(op: str) -> ModuleType:
     return _kernels[op]
 
 
-def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str | None:
+def _obstacle(op: str, arguments: Arguments, device: torch.device) -> str | None:
     """Return why the kernels of `op` cannot run this call, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
@@ -182,7 +184,7 @@ def _obstacle(op: str, arguments: dict[str, Any], device: torch.device) -> str |
     return kernels.supports(**arguments)
 
 
-def choose(op: str, arguments: dict[str, Any], backend: str) -> Choice:
+def choose(op: str, arguments: Arguments, backend: str) -> Choice:
     """Choose where a checked call runs, given what `current_backend` says.
 
     Raises RuntimeError where the kernels cannot run an explicit `triton`.

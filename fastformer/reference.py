@@ -349,11 +349,7 @@ def _score_terms(
 
 def _finite(x: Tensor) -> bool:
     """Say whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
-    return readable(x) and _has_finite_sum(x)
-
-
-def _has_finite_sum(x: Tensor) -> bool:
-    return math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
+    return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
 def _near_zero(added: Tensor) -> bool:
@@ -451,7 +447,7 @@ def _plain(
     if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
-        return None if is_causal and not _has_finite_sum(out) else out
+        return None if is_causal and not _finite(out) else out
     if is_causal:
         return None
     mask = query.new_zeros(()).expand(rows, columns)
@@ -506,7 +502,7 @@ def _masked_attention(
     out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, scale=scale)
     if out.requires_grad and visible.shape[-2] == 1 and not (_finite(key) and _finite(value)):
         return None  # the gradients would not be finite
-    return out if _has_finite_sum(out) else None
+    return out if _finite(out) else None
 
 
 def _biased_attention(

@@ -842,6 +842,35 @@ def test_gradients_of_a_row_that_sees_nothing(device, poison):
         assert torch.equal(clean, poisoned)
 
 
+def test_gradients_beside_a_key_whose_scores_are_infinite(backend, device):
+    """A key that no query may see, and whose scores are -inf with no mask: the output is finite."""
+    x = qkv(sq=20, sk=20, d=16, device=device)
+    x["query"].abs_()
+    mask = torch.ones(B, 1, 1, 20, dtype=torch.bool, device=device)
+    mask[..., 3] = False
+    weights = (torch.randn(B, H, 20, 16, device=device),)
+
+    def ours(*x):
+        return (functional.scaled_dot_product_attention(*x, mask),)
+
+    clean = results(ours, list(x.values()), weights)
+    x["key"][:, :, 3] = -torch.inf
+    for want, have in zip(clean, results(ours, list(x.values()), weights), strict=True):
+        torch.testing.assert_close(have, want)
+
+
+def test_short_rows_after_a_fake_call(against_oracle):
+    """The masks that the reference keeps for short rows are none of a FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = qkv(sq=6, sk=9, d=16)
+    for is_causal in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=True), use_backend("reference"):
+            functional.scaled_dot_product_attention(**x, is_causal=is_causal)
+        with use_backend("reference"):
+            against_oracle(functional.scaled_dot_product_attention, x, is_causal=is_causal)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("by", ["lengths", "mask", "both", "mask, one query", "bias"])

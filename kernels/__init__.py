@@ -17,9 +17,10 @@ fastformer/autograd.py calls it.
 
 Importing this package imports triton; fastformer does so at the first call that needs a kernel.
 
-Names inside the kernels: B batch, H query heads, G key-value heads, Sq and Sk lengths, D and DV
-head dims, M rows, N columns; BM, BN, BK, BD block sizes; s_xy the stride of tensor x along y; i a
-query or row index, j a key or column index, r a row index clamped to what exists; b, h, g one
-batch, head, key-value head. Upper-case pointers are arguments, X_base is a pointer moved to what
-the program owns.
+Kernels take their arguments in groups with names, as strides.key_row, band.left, tile.rows. The
+fields of the groups `tile` and `has` are compile-time constants. Other names: B batch, H query
+heads, G key-value heads, Sq and Sk lengths, D and DV head dims, M rows, N columns; BM, BN, BK, BD
+block sizes, in shapes; i a query or row index, j a key or column index, r a row index clamped to
+what exists; b, h, g one batch, head, key-value head. A pointer that is an argument of its own has a
+name in upper case; x_base is a pointer moved to what the program owns.
 """

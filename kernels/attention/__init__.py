@@ -1,36 +1,50 @@
-"""Scaled dot-product attention, tiled (Dao 2023, "FlashAttention-2"), with masks, bias, lengths, a
-band (causality, windows), ALiBi, softcap and dropout in one family of kernels; padded or packed.
+"""Scaled dot-product attention in tiles (Dao 2023, "FlashAttention-2"): masks, bias, lengths, a
+band (causality, windows), ALiBi, softcap, sinks and dropout in one family of kernels, for padded
+and packed batches.
 
-Forward, for query i of one (batch, head):
+    configurations.py   the tiles of each kernel, by architecture, dtype and head dim
+    scores.py           the groups that arguments come in; sequences, heads, the band, the scores
+    forward.py          the forward kernel
+    backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
+    launchers.py        what a call launches, and the registered ops
+
+The forward computes, for query i of one (batch, head):
     x_ij = scale q_i . k_j                          or softcap tanh(scale q_i . k_j / softcap)
     s_ij = x_ij + bias_ij - slope |i + shift - j|   where i may see j, else -inf
-    lse_i = log(exp(sink_h) + sum_j exp(s_ij)), the sink of its head where there is one
+    lse_i = log(exp(sink_h) + sum_j exp(s_ij))      the first summand where the head has a sink
     P_ij = exp(s_ij - lse_i)
     o_i = sum_j P_ij Z_ij v_j        Z_ij = keep_ij / (1 - p)
-Backward, from do and dlse:
+The backward computes, from do and dlse:
     delta_i = do_i . o_i - dlse_i    dP_ij = Z_ij do_i . v_j         dS_ij = P_ij (dP_ij - delta_i)
     dX_ij = dS_ij dx_ij/d(scale q_i . k_j), which is 1, or 1 - tanh^2
     dq_i = scale sum_j dX_ij k_j     dk_j = scale sum_i dX_ij q_i    dv_j = sum_i P_ij Z_ij do_i
     dsink_h = - sum_i exp(sink_h - lse_i) delta_i: the sink is a key whose value is zero
-    dbias: dS, summed over what the bias is broadcast over. A bias that is constant over the keys
-    shifts a whole row: its softmax does not change, lse does, and its gradient is sum dlse exactly;
-    beside a sink, sum_i (dlse_i + exp(sink_h - lse_i) delta_i).
-    Under a bias or ALiBi the scores of a row may all be large (-1e9 is a usual mask), and lse then
-    has no digits left for the sum: P_ij = exp((s_ij - max_j s_ij) - log sum_j exp(s_ij - max)).
-Query i sees key j where j is below the length, mask and bias allow it, and the band does:
-    i + shift - left <= j <= i + shift + right; causal is right = 0; shift is 0, or under
-    bottom-right alignment the keys of the sequence minus its queries.
+    dbias = dS, summed over what the bias is broadcast over
+A bias that is constant over the keys shifts a whole row: its softmax does not change, but its lse
+does. So its gradient is exactly sum_i dlse_i, and sum_i (dlse_i + exp(sink_h - lse_i) delta_i) if
+the head has a sink.
+A bias or ALiBi may make all scores of a row large (-1e9 is a usual mask). lse then has no digits
+left for the sum, and the backward uses
+    P_ij = exp((s_ij - max_j s_ij) - log sum_j exp(s_ij - max_j s_ij))
+Query i sees key j if j is below the length, if mask and bias allow it, and if it lies in the band:
+    i + shift - left <= j <= i + shift + right
+Causal means right = 0. shift is 0, or under bottom-right alignment the number of keys of the
+sequence minus that of its queries.
 
-Shapes: query [B,H,Sq,D], key [B,G,Sk,D], value [B,G,Sk,DV], output [B,H,Sq,DV]; head h reads
-key-value head h // (H/G). Packed: query [Tq,H,D], key [Tk,G,D], value [Tk,G,DV], and the offsets of
-the B sequences. Any dtype in and out, products and sums in float32 (float64 for float64).
-Saved: the inputs, the output, lse (natural logarithm, -inf for a row that sees nothing, not even a
-sink), [B,H,Sq] or [H,Tq], or in its place, where P needs them, maximum and log-sum in base 2,
-[B,H,Sq,2]. Recomputed: S, P and the dropout mask, a function of (seed, b, h, i, j). Nothing of size
-Sq x Sk is stored but a bias gradient of that size. FLOPs: 4 B H Sq Sk D forward, 2.5 times that
-backward, and 4 more for a bias gradient over queries and keys, whose kernel recomputes dS; least
-bytes: q, k, v, o once forward. Tiles outside of the band or the length are skipped.
-A row that sees nothing gives zeros. Deterministic: each gradient tile has one owner, no atomics.
+Shapes: query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV], output [B, H, Sq, DV]; head h
+reads key-value head h // (H / G). A packed batch has query [Tq, H, D], key [Tk, G, D],
+value [Tk, G, DV], and the offsets of its B sequences. Inputs and outputs have any dtype; products
+are summed in float32, in float64 for float64.
+The backward needs the inputs, the output and lse, [B, H, Sq] or [H, Tq], which is a natural
+logarithm, and -inf for a row that sees nothing, not even a sink. Where P needs them, maximum and
+log-sum in base 2, [B, H, Sq, 2], take the place of lse. It recomputes S, P and the dropout mask,
+which is a function of (seed, b, h, i, j). Nothing of size Sq x Sk is stored but a bias gradient of
+that size.
+FLOPs: 4 B H Sq Sk D for the forward, 2.5 times that for the backward, and 4 B H Sq Sk D more for
+the gradient of a bias over queries and keys, whose kernel recomputes dS. Least bytes: q, k, v and o
+once for the forward. The kernels skip tiles outside of the band or the length.
+A row that sees nothing gives zeros. Results are deterministic: each tile of a gradient has one
+owner, and there are no atomics.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from ..launch import next_power_of_2
 
 
 class Tiles(NamedTuple):
-    """One kernel's configuration: BM queries x BN keys."""
+    """The configuration of a kernel, which works on BM queries x BN keys at a time."""
 
     BM: int
     BN: int
@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 
 # Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to
-# 32, 64, 128 and 256. Registers, spills and shared memory of each stand in tests/compile_table.md.
+# 32, 64, 128 and 256. tests/compile_table.md has the registers, spills and shared memory of each.
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     ("forward", 16): {
@@ -73,7 +73,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     },
-    # In the place of those above where a mask or a bias of queries and keys is read.
+    # These override those above where a kernel reads a mask or a bias of queries and keys.
     ("forward full", 16): {
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
     },
@@ -109,13 +109,13 @@ def configuration(
     k_length: int,
     full: bool,
 ) -> Tiles:
-    """The tiles of a kernel: a function of architecture, dtype, padded head dim, lengths, and
-    whether a mask or a bias of queries and keys is read.
+    """Choose the tiles of a kernel by architecture, dtype, padded head dim, lengths, and `full`:
+    whether it reads a mask or a bias of queries and keys.
     """
-    if arch == "interpreter":  # few programs, no larger than the work: an operation's cost is fixed
+    if arch == "interpreter":  # few programs, because the cost of an operation is fixed
         BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
         return Tiles(BM, BN, 4, 1)
-    if kernel == "delta":  # 16 elements a thread
+    if kernel == "delta":  # 16 elements of each thread
         return Tiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
     arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"

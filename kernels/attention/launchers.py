@@ -1,4 +1,8 @@
-"""What launches the attention kernels, and the ops that torch knows them by."""
+"""The launchers of the attention kernels, and the ops that they are registered as.
+
+What a call launches follows from the shapes, strides, dtypes and options of its arguments: a
+`_Plan` holds it, under the key that `_signature` makes.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _spans_int32(*tensors: Tensor) -> bool:
-    """Whether an offset inside one (batch, head) can pass 2^31 elements."""
+    """Tell whether an offset inside one (batch, head) can pass 2^31 elements."""
     return any(
         sum((n - 1) * abs(s) for n, s in zip(x.shape[-2:], x.stride()[-2:])) >= 2**31
         for x in tensors
@@ -75,7 +79,7 @@ def _spans_int32(*tensors: Tensor) -> bool:
 
 
 class _Plan:
-    """What a call's shapes, strides, dtypes and options fix: everything but where its tensors lie.
+    """All that a call launches but the pointers: what its shapes, strides, dtypes and options fix.
 
     query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch is one batch of Tq
     queries and Tk keys, and the description has the offsets of both. `launch` holds the kernels of
@@ -164,33 +168,34 @@ class _Plan:
         )
 
     def strides(self, x: Tensor) -> RowStrides:
-        """Of batch, head and row; a packed tensor has rows only, for the kernels."""
+        """Return the strides of x [B, H, S, D]; that of the batch is 0 in a packed batch."""
         batch, head, row, _ = x.stride()
         return RowStrides(0 if self.packed else batch, head, row)
 
     def tiles(self, kernel: str) -> Tiles:
+        """Choose the tiles of a kernel."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
         return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
 
     def rows(self, tiles: Tiles) -> int:
-        """Programs that own the queries of a head."""
+        """Count the programs, if each owns BM queries of a head."""
         return triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
 
     def columns(self, tiles: Tiles) -> int:
-        """Programs that own the keys of a key-value head."""
+        """Count the programs, if each owns BN keys of a key-value head."""
         return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
 
 
 def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Make output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], empty; the last has
-    no elements where lse is all that P needs.
+    """Make output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], uninitialised; the
+    last is [0] where lse is all that P needs.
     """
     output = _heads_like(query, query.shape[1], value.shape[3])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.shape[:3]
-    pairs = (*rows, 2) if apart else (0,)
-    return output, query.new_empty(rows, dtype=dtype), query.new_empty(pairs, dtype=dtype)
+    statistics = query.new_empty((*rows, 2), dtype=dtype) if apart else query.new_empty(0)
+    return output, query.new_empty(rows, dtype=dtype), statistics
 
 
 class _Forward(_Plan):
@@ -199,7 +204,8 @@ class _Forward(_Plan):
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         super().__init__(query, key, value, attention)
         outputs = _outputs(query, value, self.apart)
-        self.outputs = [(x.shape, x.stride(), x.dtype) for x in outputs]
+        other = [{} if x.dtype == query.dtype else {"dtype": x.dtype} for x in outputs]
+        self.outputs = [(x.shape, x.stride(), dtype) for x, dtype in zip(outputs, other)]
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
@@ -253,6 +259,7 @@ class _Backward(_Plan):
             self.add_dbias(attention.bias, query, do)
 
     def add_delta(self, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor) -> None:
+        """Add the launch of delta, from tensors [B, H, Sq, DV] and [B, H, Sq]."""
         batch, heads, rows, _ = output.shape
         tiles = self.tiles("delta")
         self.launch["delta"] = Launch(
@@ -271,6 +278,7 @@ class _Backward(_Plan):
         )
 
     def add_dbias(self, bias: Tensor, query: Tensor, do_strides: RowStrides) -> None:
+        """Add the launch that computes the gradient of a bias of queries and keys."""
         b, h, q, k = (1,) * (4 - bias.dim()) + tuple(bias.shape)
         strides = RowStrides(h * q * k * (b > 1), q * k * (h > 1), k)
         over = Over(query.shape[0] // max(1, b), query.shape[1] // max(1, h))
@@ -314,7 +322,7 @@ class _Backward(_Plan):
             moved = self.moved(attention.sinks, lse, statistics, delta)
             if self.sink_grad:
                 dsinks = -moved.sum((0, 2)).to(attention.sinks.dtype)
-        if self.bias_grad == "row":  # exactly dlse and that, where the row sees a key
+        if self.bias_grad == "row":  # exactly dlse and what moved, where the row sees a key
             dbias = torch.zeros_like(lse) if grad_lse is None else grad_lse
             dbias = dbias if moved is None else dbias + moved
             dbias = dbias.masked_fill(lse == float("-inf"), 0.0).unsqueeze(3)
@@ -328,12 +336,12 @@ class _Backward(_Plan):
         if self.apart:
             peak, total = statistics.unbind(-1)
             return torch.exp2(sink * LOG2E.value - peak - total) * delta
-        # where both are -inf: no weight
+        # A row whose lse is -inf has a sink of -inf, which has no weight.
         return torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
 
 
 def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
-    """How the gradient of the bias is computed, see `_Backward`."""
+    """Say how the gradient of the bias is computed, as `_Backward` has it."""
     if not needed or bias is None:
         return ""
     if (bias.dim() == 0 or bias.shape[-1] == 1) and k_length != 1:
@@ -365,9 +373,8 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     """Return all that a `_Plan` is made from, as a key: tensors by their layout. (It is written out
     because it is most of what a call costs on the host.)
     """
-    others: list[Any]
-    mask, dropout_p, is_causal, scale, bias, lengths, window, *others = attention
-    alignment, slopes, softcap, sinks, seed, starts, ends, max_q, max_k = others
+    mask, dropout_p, is_causal, scale, bias, lengths, window, alignment = attention[:8]
+    slopes, softcap, sinks, seed, starts, ends, max_q, max_k = attention[8:]
     dtype = query.dtype
     return (
         query.shape,
@@ -412,7 +419,7 @@ def _run_forward(query, key, value, attention: Attention) -> tuple[Tensor, Tenso
             return _run_forward(query, key, value, attention)
         plan = remembered(signature, _Forward(query, key, value, attention))
     outputs = [
-        query.new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in plan.outputs
+        query.new_empty_strided(shape, stride, **dtype) for shape, stride, dtype in plan.outputs
     ]
     sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
@@ -449,8 +456,7 @@ _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
 def _fake(query, key, value, *rest):
-    *fields, _ = rest
-    attention = unpack(fields)
+    attention = unpack(rest[:-1])
     apart = attention.bias is not None or attention.alibi_slopes is not None
     return _outputs(unit_stride(query), value, apart)
 
@@ -464,8 +470,7 @@ def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
     [B, H, Sq, 2] or [0]), whether lse is asked for or not.
     """
-    *fields, _ = rest
-    return _run_forward(query, key, value, unpack(fields))
+    return _run_forward(query, key, value, unpack(rest[:-1]))
 
 
 def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
@@ -553,5 +558,5 @@ def packed_backward(grad_output, query, key, value, *rest):
 
 
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:
-    """Why the kernels cannot run this call, or None."""
+    """Return why the kernels cannot run this call, or None."""
     return unsupported_dtype(query)

@@ -393,7 +393,7 @@ class _First:
         self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
 
 
-def _fake(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
+def _fake(input, w_1, b_1, w_2, *_):
     output = input.new_empty(*input.shape[:-1], w_2.shape[0])
     return output, input.new_empty(*input.shape[:-1], w_1.shape[0])
 
@@ -430,13 +430,25 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
     return torch.nn.functional.linear(hidden, w_2, b_2), z
 
 
-def _fake_backward(
-    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, saved, needs
-):
-    operands = (input, w_1, b_1, w_2, b_2)
+def _fake_backward(grad_output, input, *rest):
+    operands, needs = (input, *rest[:4]), rest[-1]
     return tuple(
         input.new_empty(x.shape if need and x is not None else 0)
         for x, need in zip(operands, needs, strict=True)
+    )
+
+
+def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
+    """Return the wanted gradients of input, w_1, b_1, w_2 and b_2, by torch's GEMMs and sums, from
+    dy [M, d_out], h [M, F] and dz [M, rows of w_1]; the others have no elements.
+    """
+    x, none = input.reshape(len(dy), w_1.shape[1]), input.new_empty(0)
+    return (
+        (dz @ w_1).view(input.shape) if needs[0] else none,
+        dz.t() @ x if needs[1] else none.clone(),
+        dz.sum(0) if needs[2] else none.clone(),
+        dy.t() @ hidden if needs[3] else none.clone(),
+        dy.sum(0) if needs[4] else none.clone(),
     )
 
 
@@ -453,7 +465,7 @@ def backward(
     """Launch the kernel of dz (and h) and call torch's GEMMs, as far as they are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
     dy = grad_output.reshape(rows, -1) if rows else grad_output.reshape(0, w_2.shape[0])
-    x, saved = input.reshape(rows, input.shape[-1]), saved.reshape(rows, width).contiguous()
+    saved = saved.reshape(rows, width).contiguous()
     hidden, dz = saved, saved
     if needs[0] or needs[1] or needs[2] or (needs[3] and activation != "relu"):
         dh = dy @ w_2
@@ -462,14 +474,7 @@ def backward(
         tensors = dh, saved, dz, hidden
         size = Size(rows, width)
         _elementwise(_hidden_backward, size, tensors, activation, dropout_p, dropout_seed)
-    none = x.new_empty(0)
-    return (
-        (dz @ w_1).view(input.shape) if needs[0] else none,
-        dz.t() @ x if needs[1] else none.clone(),
-        dz.sum(0) if needs[2] else none.clone(),
-        dy.t() @ hidden if needs[3] else none.clone(),
-        dy.sum(0) if needs[4] else none.clone(),
-    )
+    return _gradients(dy, hidden, dz, input, w_1, needs)
 
 
 # ------------------------------------------------------------------------------------------- gated
@@ -478,16 +483,10 @@ def backward(
 def _register_gated(op: str, kind: str) -> tuple:
     """Register the op and its backward for one activation, and return their launchers."""
 
-    def fake(input, w, b, w_2, b_2, dropout_p, dropout_seed):
-        return (
-            input.new_empty(*input.shape[:-1], w_2.shape[0]),
-            input.new_empty(*input.shape[:-1], w.shape[0]),
-        )
-
     @register(
         f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
         "Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
-        fake,
+        _fake,
     )
     def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
@@ -499,35 +498,22 @@ def _register_gated(op: str, kind: str) -> tuple:
         lead = input.shape[:-1]
         return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
 
-    def fake_backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
-        return tuple(
-            input.new_empty(x.shape if need and x is not None else 0)
-            for x, need in zip((input, w, b, w_2, b_2), needs, strict=True)
-        )
-
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
         "Tensor? b_2, float dropout_p, Tensor? dropout_seed, Tensor saved, bool[] needs) "
         "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
-        fake_backward,
+        _fake_backward,
     )
     def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
-        dy, x = grad_output.reshape(rows, w_2.shape[0]), input.reshape(rows, input.shape[-1])
+        dy = grad_output.reshape(rows, w_2.shape[0])
         z = saved.reshape(rows, 2 * width).contiguous()
         dh, dz = dy @ w_2, torch.empty_like(z)
         hidden = torch.empty_like(dh)
         tensors = dh, z, dz, hidden
         size = Size(rows, width)
         _elementwise(_gated_backward, size, tensors, kind, dropout_p, dropout_seed)
-        none = x.new_empty(0)
-        return (
-            (dz @ w).view(input.shape) if needs[0] else none,
-            dz.t() @ x if needs[1] else none.clone(),
-            dz.sum(0) if needs[2] else none.clone(),
-            dy.t() @ hidden if needs[3] else none.clone(),
-            dy.sum(0) if needs[4] else none.clone(),
-        )
+        return _gradients(dy, hidden, dz, input, w, needs)
 
     return forward, backward
 

@@ -699,8 +699,12 @@ MORE = {
             'self.save_z = activation != "relu"',
             'self.save_z = activation == "silu"',
         ),
-        "z for h in the weight's gradient": ("backward", "dy.t() @ hidden", "dy.t() @ saved"),
-        "bias gradient of h": ("backward", "dz.sum(0)", "dh.sum(0)"),
+        "z for h in the weight's gradient": (
+            "backward",
+            "_gradients(dy, hidden,",
+            "_gradients(dy, saved,",
+        ),
+        "bias gradient of h": ("_gradients", "dz.sum(0)", "hidden.sum(0)"),
         "columns a block short": (
             "_elementwise",
             "triton.cdiv(size.N, tile.columns))",

@@ -596,7 +596,7 @@ MORE = {
         "wide sums in float16": (
             "_forward",
             "total += x * x",
-            "total = (total + x * x).to(tl.float16).to(ACC)",
+            "total = (total + x * x).to(tl.float16).to(case.acc)",
         ),
         "partial sums in the input's dtype": (
             "_run_backward",
@@ -812,7 +812,7 @@ MORE = {
         "share taken in the input's dtype": (
             "linear_forward",
             "lse[part], one, logits",
-            "lse[part], share, logits",
+            "lse[part], _share(flat, ignore_index, reduction, input.dtype), logits",
         ),
         "one g for all rows": (
             "Smoothing.gradient",

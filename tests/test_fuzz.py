@@ -454,7 +454,8 @@ def test_accumulators(case, dtype, device, monkeypatch):
     def launch(self, *given, former=interpreter.GridExecutor.__call__, **named):
         options = {name: x for name, x in named.items() if name in self.arg_names}
         kinds = inspect.getcallargs(self.fn, *given, **options)
-        seen.add(kinds.get("ACC") or next(x.ACC for x in kinds.values() if hasattr(x, "ACC")))
+        groups = [kinds, *(x._asdict() for x in kinds.values() if hasattr(x, "_asdict"))]
+        seen.add(next(x[name] for x in groups for name in ("ACC", "acc") if name in x))
         return former(self, *given, **named)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)

@@ -1,6 +1,8 @@
 """The mutation tool: its table, its verdicts, and a sample of mutants."""
 
 import ast
+import builtins
+import symtable
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ def test_every_mutant_can_be_planted(mutation):
         planted = mutant.planted()
         assert planted != original, mutant
         compile(planted, str(mutant), "exec")
+        assert unknown_names(planted) == set(), mutant  # else any test that calls it fails
     covered = {m.kernel for m in mutation.MUTANTS}
     assert covered <= set(mutation.COVERED_BY)
     assert set(mutation.COVERED_BY) == {mutation.kernel_of(f) for f in mutation.DRAWN_FROM}
@@ -42,6 +45,16 @@ def test_every_mutant_can_be_planted(mutation):
     for file, functions in mutation.NOT_DRAWN.items():
         source = (ROOT / file).read_text()
         assert all(mutation._lines(source, name) for name in functions)
+
+
+def unknown_names(source):
+    """Names that a file reads as global and nothing in it defines."""
+    module = symtable.symtable(source, "", "exec")
+    tables, read = [module], set()
+    for table in tables:
+        tables += table.get_children()
+        read |= {x.get_name() for x in table.get_symbols() if x.is_global() and x.is_referenced()}
+    return read - set(module.get_identifiers()) - set(dir(builtins)) - {"__file__"}
 
 
 def test_a_draw_is_of_changes_that_are_python(mutation):

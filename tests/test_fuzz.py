@@ -255,6 +255,7 @@ def losses(draw, lead, classes):
 
 def cross_entropy(draw):
     lead, classes = draw.lead(), draw.size(most=40) + 2
+    classes += len(lead) == 2 and lead[1] == classes  # could be torch's [N, C, L]: refused
     target, options = losses(draw, lead, classes)
     return {"logits": draw.normal(*lead, classes, scale=3.0), "target": target}, options
 
@@ -308,13 +309,16 @@ def array(x):
     )
 
 
-def tolerance(case, draw, x, backend):
+def tolerance(case, draw, x, backend, tensors):
     """Of roundings in the dtype that the case computes in, relative to what they are in."""
     dtype = x.dtype if case is cross_entropy else max(draw.dtype, x.dtype, key=eps)
     if dtype == torch.float64:  # the interpreter's constants are float32, of a norm eps alone
         kernels = 1e-8 if case in (layer_norm, rms_norm) else 2e-7
         return 1e-12 if backend == "reference" else kernels
-    return (20 if dtype == torch.float32 else 4) * eps(dtype)
+    roundings = 20 if dtype == torch.float32 else 4
+    if case is embed and backend == "reference":  # torch sums a token's gradients in their dtype
+        roundings = max(roundings, int(tensors["tokens"].flatten().bincount().max()) / 2)
+    return roundings * eps(dtype)
 
 
 def eps(dtype):
@@ -349,7 +353,7 @@ def check(case, draw, backend, tiles, alone=None):
     gain = 1 / (1 - p) if p < 1 else 1.0  # of what is kept, its rounding errors included
 
     def near(what, error, size, x):
-        bound = tolerance(case, draw, x, backend) * size
+        bound = tolerance(case, draw, x, backend, tensors) * size
         assert error <= bound, f"{what}: off by {error:.1e}, {bound:.1e} allowed"
 
     given = {name: array(x) for name, x in {**tensors, **options}.items()}

@@ -25,13 +25,32 @@ from benchmarks.peers import available
 CALLS, ROUNDS = 1000, 7
 
 
+def _given(op, x):
+    """Return the arguments of the op, [1, 1, 16, 16] and what goes with it."""
+    name, _, feature = op.partition(" with ")
+    if name == "layer_norm":
+        return name, (x, (16,), *(x[0, 0, 0],) * 2) if feature else (x, (16,))
+    mask = torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()
+    extra = {"": (), "a mask": (mask,), "dropout": (None, 0.1)}[feature]
+    return name, (x, x, x, *extra)
+
+
 @pytest.mark.parametrize("provider", available("torch", "reference", "triton"))
-@pytest.mark.parametrize("op", ["layer_norm", "scaled_dot_product_attention"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "layer_norm",
+        "layer_norm with weight and bias",
+        "scaled_dot_product_attention",
+        "scaled_dot_product_attention with a mask",
+        "scaled_dot_product_attention with dropout",
+    ],
+)
 def test_dispatch(measure, device, dtype, op, provider):
     torch.set_num_threads(1)
     x = torch.randn(1, 1, 16, 16, device=device, dtype=dtype)
-    given = (x, (16,)) if op == "layer_norm" else (x, x, x)
-    call = getattr(F if provider == "torch" else ff, op)
+    name, given = _given(op, x)
+    call = getattr(F if provider == "torch" else ff, name)
 
     def calls():
         with ff.use_backend("auto" if provider == "torch" else provider):

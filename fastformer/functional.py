@@ -877,24 +877,18 @@ def swiglu(
     *,
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
-
-    The GEMMs are torch's own; one kernel takes activation, product and dropout together, and one
-    their backward.
+    """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b: `geglu` with silu.
 
     Args:
-        input: [..., d], float32, float16, bfloat16 or float64.
-        w: [2 d_ff, d]: the rows of z, then those of v. b: [2 d_ff] or None.
-        w_2: [d_out, d_ff], b_2: [d_out] or None.
+        input, w, b, w_2, b_2: [..., d], [2 d_ff, d], [2 d_ff], [d_out, d_ff] and [d_out], as in
+            `geglu`.
         dropout_p, dropout_seed: as in `feed_forward`.
 
     Returns:
         [..., d_out] in the dtype of the input.
 
     Raises:
-        ValueError: shapes that do not fit, an odd number of rows of w, dropout_p outside [0, 1],
-            several devices.
-        TypeError: dtypes that differ or are not floating.
+        ValueError, TypeError: what `geglu` raises.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """

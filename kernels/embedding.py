@@ -236,7 +236,7 @@ def backward(
     g = _scaled_gradient(grad_output, own, dropout_p, dropout_seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
-        padding = -1 if padding_idx is None else padding_idx % v
+        padding = -1 if padding_idx is None else padding_idx
         dweight = torch.ops.aten.embedding_dense_backward(
             g, tokens.reshape(-1).long(), v, padding, False
         )

@@ -736,7 +736,6 @@ MORE = {
             "dweight.mul_(scale) if needs[1] else dweight",
             "dweight",
         ),
-        "padding from the end": ("backward", "padding_idx % v", "padding_idx"),
         "positions not written": ("backward", "positional.new_zeros", "positional.new_empty"),
         "positions of one sequence": (
             "backward",

@@ -40,8 +40,16 @@ def next_power_of_2(n: int) -> int:
 
 
 def constants(group: Group) -> Group:
-    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group."""
-    return type(group)(*map(tl.constexpr, group))
+    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group.
+
+    Launches share the result: thousands of them may be remembered, with few kernels among them.
+    """
+    return _constants(type(group), tuple(group), tuple(map(type, group)))  # 1 is not True
+
+
+@functools.lru_cache(1024)
+def _constants(kind: Callable[..., Group], fields: tuple[Any, ...], _: tuple[type, ...]) -> Group:
+    return kind(*map(tl.constexpr, fields))
 
 
 def _ungrouped(argument: Any) -> Any:

@@ -2,6 +2,8 @@
 test_attention.py.)
 """
 
+from collections import namedtuple
+
 import pytest
 import torch
 
@@ -213,3 +215,12 @@ def test_chunks_that_are_aligned_otherwise_have_keys_of_their_own(keys, monkeypa
     x = {"input": at(0, 6, 8), "linear_weight": at(0, 9, 8), "target": at(0, 6, dtype=torch.int64)}
     keys(functional.linear_cross_entropy, **x)
     assert [key[0] for key in kernels.plans].count("loss") == 2
+
+
+def test_shared_constants_keep_their_types():
+    """1 equals True, and a kernel is compiled for either: launches share what is the same alone."""
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    group = namedtuple("group", "first")
+    for value in (1, True, 1.0):
+        assert type(launch.constants(group(value)).first.value) is type(value)
+    assert launch.constants(group(1)) is launch.constants(group(1))

@@ -1,5 +1,5 @@
-"""Maps the top-level folder kernels/ to the package fastformer.kernels; everything else is in
-pyproject.toml.
+"""Maps the top-level folder kernels/ to the package fastformer.kernels, and the measurements of
+GPUs to fastformer.measurements; everything else is in pyproject.toml.
 """
 
 from setuptools import setup
@@ -10,10 +10,12 @@ setup(
         "fastformer.replacements",
         "fastformer.kernels",
         "fastformer.kernels.attention",
+        "fastformer.measurements",
     ],
     package_dir={
         "fastformer": "fastformer",
         "fastformer.kernels": "kernels",
         "fastformer.kernels.attention": "kernels/attention",
+        "fastformer.measurements": "benchmarks/results/tuning",
     },
 )

@@ -21,7 +21,8 @@ reference where an input carries a forward-mode tangent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +74,18 @@ def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 _pairs: dict[str, _Pair] = {}
 
 
-def pair(op: str) -> None:
-    """Read the schemas of an op, once it is registered."""
+def pair(op: str, forwards: Mapping[str, Callable[..., Any]]) -> None:
+    """Read the schemas of an op, once it is registered. `forwards`: others that have its arguments
+    and its outputs, by name, and share its backward.
+    """
     _pairs[op] = _Pair(op)
+    for name, forward in forwards.items():
+        _pairs[_named(op, name)] = other = copy.copy(_pairs[op])
+        other.forward = forward
+
+
+def _named(op: str, forward: str) -> str:
+    return f"{op}: {forward}" if forward else op
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -160,12 +170,13 @@ def _has_tangent(values: Sequence[object]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def apply(op: str, arguments: dict[str, Any]) -> Any:
-    """Run a kernel with its gradient.
+def apply(op: str, arguments: dict[str, Any], forward: str = "") -> Any:
+    """Run a kernel with its gradient, or in its place the forward of that name.
 
     The arguments have the names and the order of the reference, which are those of the schema.
     """
-    pair = _pairs[op]
+    name = _named(op, forward)
+    pair = _pairs[name]
     values = pack(arguments.values())
     if _has_tangent(values):
         with reference.written_out():
@@ -178,7 +189,7 @@ def apply(op: str, arguments: dict[str, Any]) -> Any:
     needs = [grad and isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
     if pair.takes_needs:
         values.append(needs)
-    outputs = _Kernel.apply(op, *values) if any(needs) else _as_tuple(pair.forward(*values))
+    outputs = _Kernel.apply(name, *values) if any(needs) else _as_tuple(pair.forward(*values))
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)
     )

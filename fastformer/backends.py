@@ -1,6 +1,7 @@
 """The dispatch: which backend runs an op, and why. No other module chooses a backend.
 
-    auto        Triton on a GPU where the kernel supports the call, else the reference
+    auto        Triton on a GPU where the kernel supports the call, else the reference; torch's own
+                op where `fastformer tune` has measured that it is faster and computes the same
     triton      the kernels; an error where they cannot run. On a CPU: Triton's interpreter
     reference   eager PyTorch
 
@@ -14,6 +15,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType, TracebackType
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer import autograd, reference
+from fastformer import alternatives, autograd, cases, reference, tuning
 
 Op = Callable[..., Any]  # a public function
 Arguments = dict[str, Any]  # what it hands to `run`, by name
@@ -50,6 +52,7 @@ _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 # Public ops by name, and the kernel file of each; `operation` fills these.
 OPERATIONS: dict[str, Op] = {}
 _kernel_files: dict[str, str] = {}
+_TUNED = "fastformer.kernels.tuned"
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
 _autocasts = torch._C._is_any_autocast_enabled
@@ -154,7 +157,8 @@ def _import(op: str) -> bool:
     """Import the kernels of an op, once. Dynamo calls this function and does not trace it."""
     if op not in _kernels:
         module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
-        autograd.pair(op)
+        autograd.pair(op, alternatives.FORWARDS.get(op, {}))
+        setattr(importlib.import_module(_TUNED), "source", tuning.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
 
@@ -203,12 +207,65 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
         return Choice(op, "reference", reason)
     if backend == "triton":
         return Choice(op, "triton", "it was chosen")
+    if torch.compiler.is_compiling():
+        return Choice(op, "triton", "the tensors are on a GPU")
+    measured = _measured_forward(op, arguments, first)
+    if measured is not None:
+        return Choice(op, measured, "it was measured to be the fastest")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
 
 
+def _measured_forward(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
+    """Return torch's own op for this call, where it was measured to be faster than the kernel."""
+    chosen = tuning.choices(first.device)
+    if not chosen or op not in alternatives.FORWARDS or not reference.eager(first):
+        return None
+    signature = alternatives.signature(op, arguments)
+    if signature is None:
+        return None
+    key = op, first.device, signature
+    if key not in _forwards:
+        case = cases.of(op, arguments)
+        name = None if case is None else chosen.get((op, case.key))
+        if len(_forwards) >= MOST_FORWARDS:
+            _forwards.clear()
+        _forwards[key] = name if name in alternatives.FORWARDS[op] else None
+    return _forwards[key]
+
+
+MOST_FORWARDS = 4096
+_forwards: dict[Any, str | None] = {}
+
+
+def measure_again() -> None:
+    """Read the measurements again, for the calls to come."""
+    tuning.forget()
+    _forwards.clear()
+    if _TUNED in sys.modules:
+        sys.modules[_TUNED].plans.clear()
+
+
+def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
+    """Add to the reason what was measured of calls like this one."""
+    first = next(iter(arguments.values()))
+    known = {} if torch.compiler.is_compiling() else tuning.measurements(first.device)
+    if not known or choice.backend == "reference":
+        return choice
+    case = cases.of(choice.op, arguments)
+    entry = None if case is None else known.get((choice.op, case.key))
+    ran = choice.backend
+    if entry is None or ran not in entry.us:
+        return choice
+    others = {name: us for name, us in entry.us.items() if name != ran}
+    others = {name: us for name, us in others.items() if name != "reference"} or others
+    if not others:
+        return choice
+    best = min(others, key=others.__getitem__)
+    name = "the kernel" if best == "triton" else "the reference" if best == "reference" else best
+    return choice._replace(reason=f"measured: {others[best] / entry.us[ran]:.2f} x {name}")
+
+
 def _caveat(device: torch.device) -> str:
-    if torch.compiler.is_compiling():
-        return ""
     name = _gpu_name(device)
     if name in VERIFIED_GPUS:
         return ""
@@ -268,12 +325,14 @@ def run(op: str, **arguments: Any) -> Any:
     backend = current_backend()
     choice = choose(op, arguments, backend)
     if _state.explained is not None:
-        _state.explained.append(choice)
+        _state.explained.append(_with_figures(choice, arguments))
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
     if _state.on_choice is not None:
-        _state.on_choice(choice)
+        _state.on_choice(_with_figures(choice, arguments))
     if choice.backend == "triton":
         return autograd.apply(op, arguments)
+    if choice.backend != "reference":
+        return autograd.apply(op, arguments, choice.backend)
     if backend == "auto" and not torch.compiler.is_compiling():
         _log_once(choice)
     return getattr(reference, op)(**arguments)

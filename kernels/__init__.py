@@ -9,6 +9,7 @@ launchers, registration, `supports`.
     cross_entropy.py    the label-smoothed loss, of logits or of a linear layer
     common.py           what the kernels share: the words of dropout, constants
     launch.py           what the launchers share: remembered launches, facts about the device
+    tuned.py            what a measurement has chosen, in place of the tables of configurations
     registration.py     what makes a launcher an op of torch; a corrupt cache of Triton's
     interpreter.py      repairs of Triton's CPU interpreter
 

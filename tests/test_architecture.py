@@ -20,7 +20,6 @@ LAYERS = [
     {"copy_task", "integrations", "plots"},
     {"patch"},
     {"explanation", "sdpa"},
-    {"environment"},
     {"decoding"},
     {"training"},
     {"transformer", "replacements"},
@@ -31,7 +30,8 @@ LAYERS = [
     {"checks"},
     {"backends"},
     {"autograd"},
-    {"reference", "kernels"},
+    {"alternatives", "reference", "kernels", "tuning"},
+    {"cases", "environment"},
     {"description"},
     {"_version"},
 ]

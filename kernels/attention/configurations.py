@@ -123,3 +123,16 @@ def configuration(
     if full:
         row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
     return row[max(0, (head_block - 1).bit_length() - 5)]
+
+
+def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[Tiles]:
+    """Return what a measurement may choose from: the rows of every architecture at this head dim
+    and at its neighbours, with the stages of the row, two and three.
+    """
+    bits, i = 32 if dtype == torch.float32 else 16, max(0, (head_block - 1).bit_length() - 5)
+    found: dict[Tiles, None] = {}
+    for (name, width, _), table in CONFIGURATIONS.items():
+        if width == bits and name.removesuffix(" full") == kernel:
+            for row in table[max(0, i - 1) : i + 2]:
+                found.update((row._replace(stages=n), None) for n in (row.stages, 2, 3))
+    return list(found)

@@ -6,6 +6,7 @@ What a call launches follows from the shapes, strides, dtypes and options of its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from ..launch import (
     unsupported_dtype,
 )
 from ..registration import register
+from ..tuned import Question, choose, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -39,7 +41,7 @@ from .backward import (
     backward_dq_kernel,
     delta_kernel,
 )
-from .configurations import Tiles, configuration
+from .configurations import Tiles, configuration, rows
 from .forward import forward_kernel
 from .scores import (
     BackwardInputs,
@@ -99,7 +101,7 @@ class _Plan:
         if offsets is not None:
             self.batch = offsets.shape[0] - 1
             self.q_length, self.k_length = attention.max_q, attention.max_k
-        self.arch = architecture(query.device)
+        self.device, self.arch = query.device, architecture(query.device)
         self.dtype = query.dtype
         self.apart = attention.bias is not None or attention.alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
@@ -173,10 +175,29 @@ class _Plan:
         return RowStrides(0 if self.packed else batch, head, row)
 
     def tiles(self, kernel: str) -> Tiles:
-        """Choose the tiles of a kernel."""
+        """Choose the tiles of a kernel: those measured for calls like this, or the tables'."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
-        return configuration(kernel, self.arch, self.dtype, self.head_block, *lengths, full)
+        given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
+        shipped = configuration(*given)
+        if kernel == "delta":
+            return shipped
+        options = functools.partial(rows, kernel, self.dtype, self.head_block)
+        return choose(self.device, Question(f"attention {kernel}", self.case(), shipped, options))
+
+    def case(self) -> str:
+        """Name the class of calls that share a measurement."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.dtype == torch.float32:
+            dtype += " " + self.tile.precision
+        sizes = dict(D=self.head_block, heads=self.batch * self.heads)
+        sizes["kv_heads"] = self.batch * self.groups
+        band = dict(zip(("left", "right"), self.arguments["band"]))
+        sizes |= dict(queries=self.q_length, keys=self.k_length)
+        sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
+        has = [(name, x) for name, x in self.has._asdict().items() if x and name not in band]
+        options = [name if x is True else f"{name}={x}" for name, x in has]
+        return " ".join([dtype, named(**sizes), *options])
 
     def rows(self, tiles: Tiles) -> int:
         """Count the programs, if each owns BM queries of a head."""

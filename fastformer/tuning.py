@@ -1,0 +1,247 @@
+"""The measurements of this machine: the file that `fastformer tune` writes, and what is read of it.
+
+    {"format": 1, "machines": [{
+        "gpu": "NVIDIA H200", "driver": ..., "torch": ..., "triton": ..., "fastformer": ...,
+        "classes": {"attention forward": {"bfloat16 D64 heads64 ...": {
+            "choice": "128 64 8 3",
+            "us": {"128 64 8 2": 105.2, "128 64 8 3": 97.0},
+            "dropped": {"128 128 8 2": "it disagrees with the reference: ..."}}}}}]}
+
+A file may hold several machines; what was measured on another GPU, or with other versions, is not
+read. The measurements in `SHIPPED` are the defaults of their GPUs. No error of a file reaches a
+caller: a file that cannot be used is ignored, and the log says once why.
+
+The environment variable FASTFORMER_TUNING names another file than `default_path()`; off reads none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastformer import cases, environment
+
+FORMAT = 1
+MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
+# What a measurement decides: the tiles of kernels, their ways, and which op runs.
+KINDS = frozenset(
+    {
+        "attention forward",
+        "attention dkdv",
+        "attention dq",
+        "attention dbias",
+        *cases.OPS,
+    }
+)
+_here = Path(__file__).resolve().parent
+# In a wheel, and in a checkout.
+SHIPPED = (_here / "measurements", _here.parent / "benchmarks" / "results" / "tuning")
+
+_log = logging.getLogger("fastformer")
+
+
+class Entry(NamedTuple):
+    """What was measured of a class: which candidate it takes, the microseconds of each that was
+    timed, and why the others were dropped. No choice where every candidate was.
+    """
+
+    choice: str | None
+    us: Mapping[str, float]
+    dropped: Mapping[str, str]
+
+
+Class = tuple[str, str]  # what is decided, of KINDS, and for which calls
+Entries = Mapping[Class, Entry]
+
+
+def default_path() -> Path:
+    """Return the file of this user, in the cache directory of the platform."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("fastformer", appauthor=False)) / "tuning.json"
+
+
+def path() -> Path | None:
+    """Return the file that measurements are read from and written to; None where that is off."""
+    chosen = os.environ.get("FASTFORMER_TUNING")
+    if chosen == "off":
+        return None
+    return Path(chosen) if chosen else default_path()
+
+
+def machine(device: torch.device) -> dict[str, Any] | None:
+    """Return what measurements depend on, by the names in MACHINE; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    facts = environment.describe(device)
+    return {name: facts[name] for name in MACHINE}
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+class Unusable(Exception):
+    """Why a file cannot be read."""
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the machines of a file. Raises Unusable where it is not one of ours."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise Unusable(f"it cannot be read: {error}") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise Unusable("it is not a file of fastformer tune")
+    if content["format"] != FORMAT:
+        raise Unusable(f"its format is {content['format']!r}; expected {FORMAT}")
+    machines = content.get("machines")
+    if not isinstance(machines, list) or not all(isinstance(one, dict) for one in machines):
+        raise Unusable("it has no list of machines")
+    return machines
+
+
+def entries(one: Mapping[str, Any]) -> dict[Class, Entry]:
+    """Return the measurements of a machine. Raises Unusable where they are broken."""
+    found = {}
+    try:
+        for kind, cases in one["classes"].items():
+            for case, entry in cases.items():
+                us = {str(name): float(x) for name, x in entry["us"].items()}
+                if not all(0 < x < math.inf for x in us.values()):
+                    raise Unusable(f"a time of {kind}, {case}, is not positive")
+                dropped = {str(name): str(reason) for name, reason in entry["dropped"].items()}
+                choice = entry["choice"]
+                if choice is not None and choice not in us:
+                    raise Unusable(f"the choice of {kind}, {case}, was not timed")
+                found[kind, case] = Entry(choice, us, dropped)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Unusable(f"its classes are broken: {error!r}") from error
+    return found
+
+
+def _difference(wanted: Mapping[str, Any], machines: list[dict[str, Any]], names: Any) -> str:
+    """Say what a file holds in place of the measurements of a machine."""
+    held = {", ".join(f"{n} {one.get(n)}" for n in names) for one in machines}
+    here = ", ".join(f"{n} {wanted[n]}" for n in names)
+    return f"it was measured on {' and on '.join(sorted(held)) or 'nothing'}; this is {here}"
+
+
+def _of_file(file: Path, here: Mapping[str, Any], shipped: bool) -> dict[Class, Entry]:
+    """Return what a file says of a machine, and log why it says nothing."""
+    names = tuple(name for name in MACHINE if not (shipped and name == "driver"))
+    try:
+        machines = read(file)
+        mine = [one for one in machines if all(one.get(n) == here[n] for n in names)]
+        if not mine:
+            if not shipped:  # most of these are of other GPUs
+                raise Unusable(_difference(here, machines, names))
+            return {}
+        found = entries(mine[-1])
+    except Unusable as error:
+        _log.warning("the measurements in %s are ignored: %s", file, error)
+        return {}
+    unknown = sorted({kind for kind, _ in found} - KINDS)
+    if unknown:
+        _log.warning("in %s the unknown %s are ignored", file, ", ".join(map(repr, unknown)))
+    return {key: entry for key, entry in found.items() if key[0] in KINDS}
+
+
+_known: dict[torch.device, dict[Class, Entry]] = {}
+_chosen: dict[torch.device, dict[Class, str]] = {}
+_one_reader = threading.Lock()
+
+
+def measurements(device: torch.device) -> Entries:
+    """Return what was measured on this machine, by class. The first call reads the files."""
+    known = _known.get(device)
+    if known is None:
+        with _one_reader:
+            known = _known.get(device)
+            if known is None:
+                known = _known[device] = _all(device)
+    return known
+
+
+def _all(device: torch.device) -> dict[Class, Entry]:
+    file, found = path(), {}
+    if file is None:
+        return {}
+    shipped = [f for folder in SHIPPED if folder.is_dir() for f in sorted(folder.glob("*.json"))]
+    own = [file] if os.path.isfile(file) or "FASTFORMER_TUNING" in os.environ else []
+    here = machine(device) if shipped or own else None
+    if here is not None:
+        for one in shipped:
+            found.update(_of_file(one, here, True))
+        for one in own:
+            found.update(_of_file(one, here, False))
+    return found
+
+
+def choices(device: torch.device) -> Mapping[Class, str]:
+    """Return the choice of each class that was measured on this machine."""
+    chosen = _chosen.get(device)
+    if chosen is None:
+        known = measurements(device)
+        chosen = {key: entry.choice for key, entry in known.items() if entry.choice is not None}
+        _chosen[device] = chosen
+    return chosen
+
+
+def forget() -> None:
+    """Read the files again at the next use."""
+    with _one_reader:
+        _known.clear()
+        _chosen.clear()
+
+
+# ----------------------------------------------------------------------------------------- writing
+
+
+def measured(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
+    """Return what a file already holds of a machine; nothing where it cannot be used."""
+    if not file.is_file():
+        return {}
+    try:
+        mine = [one for one in read(file) if all(one.get(n) == here[n] for n in MACHINE)]
+        return entries(mine[-1]) if mine else {}
+    except Unusable:
+        return {}
+
+
+def write(file: Path, here: Mapping[str, Any], found: Entries) -> None:
+    """Add measurements of a machine to a file, which other processes may do at the same time.
+
+    What the file holds of other machines stays; a file that cannot be used is replaced. A reader
+    sees the old file or the new one, and never a part. Raises OSError where it cannot be written.
+    """
+    from filelock import FileLock
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(file.name + ".lock")):
+        try:
+            machines = read(file)
+        except Unusable:
+            machines = []
+        others = [one for one in machines if any(one.get(n) != here[n] for n in MACHINE)]
+        classes: dict[str, dict[str, Any]] = {}
+        for (kind, case), entry in sorted((measured(file, here) | dict(found)).items()):
+            classes.setdefault(kind, {})[case] = entry._asdict()
+        content = {"format": FORMAT, "machines": [*others, {**here, "classes": classes}]}
+        descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+                json.dump(content, out, indent=1)
+                out.write("\n")
+            os.replace(temporary, file)
+        except BaseException:
+            os.unlink(temporary)
+            raise

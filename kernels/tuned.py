@@ -1,0 +1,92 @@
+"""What a measurement on this GPU has chosen, in place of what the tables of configurations say.
+
+A launcher asks `choose` when it makes a plan, once for each signature of its calls. fastformer
+gives the measurements in `source`; the tuner listens to what is asked, and forces the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .launch import next_power_of_2, plans
+
+_log = logging.getLogger("fastformer")
+
+
+class Question(NamedTuple):
+    """Which of its options a kernel takes for a class of calls.
+
+    kernel: its name, as "attention forward".
+    case: the class: dtype, sizes rounded up to powers of two, and what the call is compiled for.
+    shipped: what the tables say, a row of tiles or the name of a way.
+    options: makes the options, the shipped one among them or not.
+    """
+
+    kernel: str
+    case: str
+    shipped: Any
+    options: Callable[[], Iterable[Any]]
+
+
+def _nothing(device: torch.device) -> Mapping[tuple[str, str], str]:
+    return {}
+
+
+# The labels of the chosen options of a device, by kernel and class.
+source: Callable[[torch.device], Mapping[tuple[str, str], str]] = _nothing
+_forced: Mapping[str, Any] = {}
+_asked: list[Question] | None = None
+
+
+def label(option: Any) -> str:
+    """Return the name of an option in a file: of a row of tiles its numbers."""
+    return option if isinstance(option, str) else " ".join(map(str, option))
+
+
+def named(**sizes: int) -> str:
+    """Name sizes, each rounded up to a power of two."""
+    return " ".join(f"{name}{next_power_of_2(n)}" for name, n in sizes.items())
+
+
+def choose(device: torch.device, question: Question) -> Any:
+    """Return the option that was measured to be the fastest, or else the shipped one."""
+    kernel, case, shipped, options = question
+    if _asked is not None:
+        _asked.append(question)
+        return _forced.get(kernel, shipped)
+    chosen = source(device).get((kernel, case), label(shipped))
+    if chosen == label(shipped):
+        return shipped
+    for option in options():
+        if label(option) == chosen:
+            return option
+    _ignore(chosen, kernel)
+    return shipped
+
+
+@functools.cache
+def _ignore(chosen: str, kernel: str) -> None:
+    _log.warning("the measured choice %r of %s is unknown and ignored", chosen, kernel)
+
+
+@contextlib.contextmanager
+def forced(options: Mapping[str, Any]) -> Iterator[list[Question]]:
+    """A context without measurements: kernels take these options, by kernel, and the others their
+    shipped ones. It gives the list of the questions that are asked in it.
+    """
+    global _asked, _forced
+    before = _asked, _forced
+    asked: list[Question] = []
+    _asked, _forced = asked, options
+    plans.clear()
+    try:
+        yield asked
+    finally:
+        _asked, _forced = before
+        plans.clear()

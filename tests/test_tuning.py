@@ -1,0 +1,280 @@
+"""The file of measurements: what is written, what is read, what is ignored, and what calls take of
+it.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import backends, cases, tuning, use_backend
+from fastformer.tuning import Entry
+
+HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
+FORWARD = "attention forward"
+CPU = torch.device("cpu")
+
+
+def entry(choice="64 32 4 1", **us):
+    return Entry(choice, {choice: 2.0, "128 64 8 2": 3.0} | us, {"32 32 4 1": "it crashed"})
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The path of the file of measurements; the machine is HERE, and its GPU is the CPU."""
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("FASTFORMER_TUNING", str(path))
+    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    monkeypatch.setattr(tuning, "SHIPPED", (tmp_path / "shipped",))
+    backends.measure_again()
+    yield path
+    backends.measure_again()
+
+
+@pytest.fixture
+def logged(caplog):
+    caplog.set_level(logging.WARNING, logger="fastformer")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+# --------------------------------------------------------------------------------------- the file
+
+
+def test_what_is_written_is_read(file, logged):
+    found = {(FORWARD, "a"): entry(), ("layer_norm", "b"): entry(None)._replace(us={})}
+    tuning.write(file, HERE, found)
+    assert tuning.measurements(CPU) == found
+    assert tuning.choices(CPU) == {(FORWARD, "a"): "64 32 4 1"}
+    assert tuning.measured(file, HERE) == found
+    assert logged() == []
+    assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
+
+
+def test_a_second_run_adds_to_the_first_and_keeps_other_machines(file):
+    other = HERE | {"gpu": "GPU B"}
+    tuning.write(file, HERE, {(FORWARD, "a"): entry(), (FORWARD, "b"): entry()})
+    tuning.write(file, other, {(FORWARD, "a"): entry("128 64 8 2")})
+    tuning.write(file, HERE, {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "c"): entry()})
+    assert {case: e.choice for (_, case), e in tuning.measured(file, HERE).items()} == {
+        "a": "128 64 8 2",
+        "b": "64 32 4 1",
+        "c": "64 32 4 1",
+    }
+    assert list(tuning.measured(file, other)) == [(FORWARD, "a")]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from fastformer import tuning
+file, name, here = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
+sys.stdin.readline()
+entry = tuning.Entry("x", {"x": 1.0}, {})
+for i in range(30):
+    tuning.write(file, here, {("attention forward", f"{name} {i}"): entry})
+"""
+
+
+def test_two_processes_write_at_once(file):
+    environment = os.environ | {"PYTHONPATH": str(Path(ff.__file__).parents[1])}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(file), name, repr(HERE)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    for writer in writers:  # both are waiting to start
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
+    assert len(tuning.measured(file, HERE)) == 60
+
+
+def test_a_writer_that_fails_leaves_the_file(file, monkeypatch):
+    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
+    before = file.read_text()
+    with pytest.raises(TypeError):
+        tuning.write(file, HERE, {(FORWARD, "b"): Entry("x", {"x": object()}, {})})
+    assert file.read_text() == before
+    assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
+
+
+# --------------------------------------------------------------------------------- what is ignored
+
+GOOD = {"format": 1, "machines": [HERE | {"classes": {FORWARD: {"a": entry()._asdict()}}}]}
+
+
+def changed(**fields):
+    one = entry()._asdict() | fields
+    return {"format": 1, "machines": [HERE | {"classes": {FORWARD: {"a": one}}}]}
+
+
+BAD = {
+    "empty": ("", "cannot be read"),
+    "half-written": (json.dumps(GOOD)[:-40], "cannot be read"),
+    "binary": (b"\xff\xfe\x00", "cannot be read"),
+    "nested": ("[" * 100_000, "cannot be read"),
+    "a list": ([], "not a file of fastformer tune"),
+    "another file": ({"name": "x"}, "not a file of fastformer tune"),
+    "a newer format": ({"format": 2, "machines": []}, "its format is 2; expected 1"),
+    "no machines": ({"format": 1}, "no list of machines"),
+    "a number for a machine": ({"format": 1, "machines": [3]}, "no list of machines"),
+    "no classes": ({"format": 1, "machines": [HERE]}, "classes are broken"),
+    "classes in a list": ({"format": 1, "machines": [HERE | {"classes": [1]}]}, "are broken"),
+    "a choice that is no name": (changed(choice=["x"]), "classes are broken"),
+    "a choice without a time": (changed(choice="x"), "was not timed"),
+    "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "classes are broken"),
+    "a time of zero": (changed(us={"64 32 4 1": 0}), "is not positive"),
+    "no reasons": (changed(dropped=None), "classes are broken"),
+    "nothing": ({"format": 1, "machines": []}, "measured on nothing"),
+    **{
+        f"another {name}": (
+            {"format": 1, "machines": [HERE | {name: "other", "classes": {}}]},
+            f"{name} other",
+        )
+        for name in HERE
+    },
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_line(name, file, logged):
+    content, reason = BAD[name]
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    for _ in range(2):
+        assert tuning.measurements(CPU) == {} and tuning.choices(CPU) == {}
+    (line,) = logged()
+    assert str(file) in line and reason in line
+
+
+def test_a_file_that_is_named_and_not_there_is_logged(file, logged):
+    assert tuning.measurements(CPU) == {}
+    (line,) = logged()
+    assert str(file) in line
+
+
+def test_without_a_file_nothing_is_logged(file, logged, monkeypatch):
+    monkeypatch.delenv("FASTFORMER_TUNING")
+    monkeypatch.setattr(tuning, "default_path", lambda: file)
+    assert tuning.measurements(CPU) == {} and logged() == []
+
+
+def test_unknown_ops_are_ignored_with_one_line(file, logged):
+    tuning.write(file, HERE, {("warp drive", "a"): entry(), (FORWARD, "a"): entry()})
+    assert list(tuning.measurements(CPU)) == [(FORWARD, "a")]
+    (line,) = logged()
+    assert str(file) in line and "'warp drive'" in line
+
+
+def test_off_reads_nothing(file, monkeypatch, logged):
+    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
+    monkeypatch.setenv("FASTFORMER_TUNING", "off")
+    assert tuning.path() is None
+    assert tuning.measurements(CPU) == {} and logged() == []
+
+
+def test_the_default_file_is_in_the_cache_directory(monkeypatch):
+    platformdirs = pytest.importorskip("platformdirs")
+    monkeypatch.delenv("FASTFORMER_TUNING", raising=False)
+    cache = platformdirs.user_cache_dir("fastformer", appauthor=False)
+    assert tuning.path() == Path(cache) / "tuning.json"
+
+
+def test_a_cpu_has_no_measurements(tmp_path, monkeypatch, logged):
+    monkeypatch.setenv("FASTFORMER_TUNING", str(tmp_path / "none"))
+    backends.measure_again()
+    assert tuning.measurements(CPU) == {} and logged() == []
+    backends.measure_again()
+
+
+def test_shipped_measurements_are_the_defaults_of_their_gpu(file, logged):
+    """They count under every driver, and what the user has measured comes before them."""
+    shipped = tuning.SHIPPED[0]
+    there = {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "b"): entry("128 64 8 2")}
+    tuning.write(shipped / "gpu_a.json", HERE | {"driver": "older"}, there)
+    tuning.write(shipped / "gpu_b.json", HERE | {"gpu": "GPU B"}, {(FORWARD, "c"): entry()})
+    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
+    assert tuning.choices(CPU) == {(FORWARD, "a"): "64 32 4 1", (FORWARD, "b"): "128 64 8 2"}
+    assert logged() == []
+
+
+# ------------------------------------------------------------------------------- what calls take
+
+
+@pytest.fixture
+def attention():
+    """attention(): a call and its backward on the kernels; returns the tiles of its launches."""
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+
+    def attention():
+        x = torch.randn(1, 2, 40, 16, requires_grad=True)
+        taken = {}
+
+        def launch(kernel, grid, arguments, warps, *rest, former=launchers.Launch):
+            tile = arguments["tile"]
+            taken[kernel.fn.__name__] = tile.rows.value, tile.columns.value, warps
+            return former(kernel, grid, arguments, warps, *rest)
+
+        with pytest.MonkeyPatch.context() as patch, use_backend("triton"):
+            patch.setattr(launchers, "Launch", launch)
+            out = ff.scaled_dot_product_attention(x, x, x, is_causal=True)
+            out.sum().backward()
+        return taken, out, x
+
+    return attention
+
+
+def questions(call):
+    from fastformer.kernels import tuned
+
+    with tuned.forced({}) as asked:
+        call()
+    return asked
+
+
+def test_measured_tiles_reach_the_launches(file, attention):
+    from fastformer.kernels import tuned
+
+    before, chosen = attention()[0], {}
+    for question in questions(attention):
+        option = next(o for o in question.options() if o[:2] != question.shipped[:2])
+        chosen[question.kernel, question.case] = option
+    tuning.write(file, HERE, {k: entry(tuned.label(option)) for k, option in chosen.items()})
+    backends.measure_again()
+    after, out, x = attention()
+    assert len(chosen) == 3
+    for (kernel, _), (BM, BN, warps, _) in chosen.items():
+        name = {FORWARD: "forward_kernel"}.get(kernel, f"backward_{kernel.split()[-1]}_kernel")
+        assert after[name] == (BM, BN, warps) != before[name]
+    with use_backend("reference"):
+        y = x.detach()
+        expected = ff.scaled_dot_product_attention(y, y, y, is_causal=True)
+    torch.testing.assert_close(out, expected)
+
+
+def test_tiles_that_no_kernel_has_are_ignored_with_one_line(file, attention, logged):
+    (question, *_) = questions(attention)
+    tuning.write(file, HERE, {(question.kernel, question.case): entry("100 3 5 9")})
+    for _ in range(2):
+        backends.measure_again()
+        taken = attention()[0]
+    assert taken["forward_kernel"] == question.shipped[:3]
+    (line,) = logged()
+    assert FORWARD in line and "'100 3 5 9'" in line
+
+
+def test_the_classes_of_a_kernel_round_sizes_up():
+    from fastformer.kernels import tuned
+
+    assert tuned.named(q=1000, D=64, none=0) == "q1024 D64 none1"
+    assert [cases.power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]

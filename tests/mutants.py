@@ -882,6 +882,20 @@ MORE = {
         "dtype left out of a plan": ("layout", "x.dtype, ", ""),
         "plans without end": ("remembered", "len(plans) >= MOST_PLANS", "False"),
     },
+    "tuned": {
+        "measurements that no call takes": ("choose", "if label(option) == chosen", "if False"),
+        "an unknown choice that is the last option": (
+            "choose",
+            "    _ignore(chosen, kernel)\n    return shipped\n",
+            "    _ignore(chosen, kernel)\n    return option\n",
+        ),
+        "sizes as they are": ("named", "next_power_of_2(n)", "n"),
+        "plans of another choice": (
+            "forced",
+            "_asked, _forced = before\n        plans.clear()\n",
+            "_asked, _forced = before\n",
+        ),
+    },
 }
 
 # Mutants that compute the same, and why.
@@ -909,8 +923,9 @@ COVERED_BY = {
     ),
     "launch": ("test_load.py", "test_layer_norm.py", "test_attention.py", "test_backends.py"),
     "registration": ("test_load.py", "test_autograd.py"),
+    "tuned": ("test_tuning.py",),
     "autograd": ("test_autograd.py",),
-    "backends": ("test_backends.py", "test_autograd.py"),
+    "backends": ("test_backends.py", "test_autograd.py", "test_tuning.py"),
     "padding": ("test_padding.py",),
 }
 
@@ -929,6 +944,7 @@ DRAWN_FROM = (
     "kernels/launch.py",
     "kernels/layer_norm.py",
     "kernels/registration.py",
+    "kernels/tuned.py",
     "fastformer/autograd.py",
     "fastformer/backends.py",
     "fastformer/padding.py",
@@ -938,8 +954,8 @@ DRAWN_FROM = (
 # result: it is the time that a GPU takes, or what a GPU is called.
 _TILES = "the tiles alone: tests/compile_table.md holds those that are shipped"
 NOT_DRAWN = {
-    "kernels/attention/configurations.py": {"configuration": _TILES},
-    "kernels/attention/launchers.py": {"_Plan.tiles": _TILES},
+    "kernels/attention/configurations.py": {"configuration": _TILES, "rows": _TILES},
+    "kernels/attention/launchers.py": {"_Plan.tiles": _TILES, "_Plan.case": _TILES},
     "kernels/cross_entropy.py": {"configuration": _TILES},
     "kernels/embedding.py": {"configuration": _TILES},
     "kernels/feed_forward.py": {"configuration": _TILES},

@@ -262,6 +262,18 @@ def test_measured_tiles_reach_the_launches(file, attention):
     torch.testing.assert_close(out, expected)
 
 
+def test_a_forced_choice_ends_with_its_context(file, attention):
+    from fastformer.kernels import tuned
+
+    (question, *_) = questions(attention)
+    option = next(o for o in question.options() if o[:2] != question.shipped[:2])
+    attention()
+    with tuned.forced({FORWARD: option}) as asked:
+        assert attention()[0]["forward_kernel"] == option[:3]
+    assert asked[0].case == question.case
+    assert attention()[0]["forward_kernel"] == question.shipped[:3]
+
+
 def test_tiles_that_no_kernel_has_are_ignored_with_one_line(file, attention, logged):
     (question, *_) = questions(attention)
     tuning.write(file, HERE, {(question.kernel, question.case): entry("100 3 5 9")})

@@ -39,6 +39,7 @@ class Chip:
     products: int  # bfloat16 multiply-adds; a float32 operand (tf32) takes twice as long
     fma: int  # lanes
     bandwidth: float  # bytes of memory that are its share: of 4.3 TB/s on an H200
+    count: int  # of multiprocessors
     registers: int = 65536
     shared: int = 233472  # bytes
     alu: int = 64
@@ -49,9 +50,10 @@ class Chip:
 
 
 CHIPS = {
-    "sm_80": Chip(products=1024, fma=64, bandwidth=13.1, shared=167936),  # A100: 2.0 TB/s
-    "sm_90": Chip(products=2048, fma=128, bandwidth=18.6),  # H200
-    "sm_100": Chip(products=4096, fma=128, bandwidth=26.0),  # B200: 7.1 TB/s
+    # A100: 2.0 TB/s; H200; B200: 7.1 TB/s
+    "sm_80": Chip(products=1024, fma=64, bandwidth=13.1, count=108, shared=167936),
+    "sm_90": Chip(products=2048, fma=128, bandwidth=18.6, count=132),
+    "sm_100": Chip(products=4096, fma=128, bandwidth=26.0, count=148),
 }
 
 
@@ -76,6 +78,7 @@ class Entry:
     memory: float  # global, of kernels without tensor instructions
     barriers: int  # in one iteration
     outstanding: int | None  # groups of copies under way where a loop first waits; None: none
+    in_flight: float | None  # KB of loads, see `_in_flight`; None: with tensor instructions
 
     @property
     def bound(self) -> str:
@@ -127,6 +130,15 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
                 )
 
 
+def _in_flight(record: dict[str, Any], blocks: int, counts: dict[str, Any], chip: Chip) -> float:
+    """Return how many KB of loads a multiprocessor has under way: those that a block does not wait
+    for in between (benchmarks/sass.py), times the blocks that it holds, which are no more than its
+    share of the grid. To keep the memory busy it takes the latency times the bandwidth: on an H200
+    800 ns times 4.3 TB/s, 26 KB for each multiprocessor.
+    """
+    return min(blocks, record["programs"] / chip.count) * counts["in_flight"] / 1000
+
+
 def _entry(
     name: str, kernel: str, part: str, record: dict[str, Any], blocks: int, counts: dict[str, Any],
     product: float, factor: float, waits: int | None, chip: Chip,
@@ -146,6 +158,7 @@ def _entry(
         memory=memory * factor,
         barriers=counts["barrier"],
         outstanding=waits,
+        in_flight=None if record["products"] else _in_flight(record, blocks, counts, chip),
     )  # fmt: skip
 
 
@@ -168,12 +181,13 @@ HEADER = """\
 
 Triton {version}. Clocks of a multiprocessor for a 128 x 64 tile of S (attention), or for 128
 elements, as the model in benchmarks/cost.py has it: predictions, not measurements. Blocks: that a
-multiprocessor holds. Copies: groups under way where a loop waits for one; 0: it waits for all.
+multiprocessor holds. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
+of loads that a multiprocessor has under way, in kernels without products.
 Bound: the busiest unit, and the share of the time that the tensor cores are busy (the memory, in
 kernels without products) if that unit never waits.
 
-| case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | bound |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | KB | bound |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -185,7 +199,7 @@ def written(version: str, found: list[Entry]) -> str:
     for e in found:
         figures = (
             e.registers, e.blocks, e.issue, e.tensor, e.special, e.fma, e.alu, e.traffic, e.memory,
-            e.barriers, e.outstanding,
+            e.barriers, e.outstanding, e.in_flight,
         )  # fmt: skip
         cells = [e.case, e.kernel, e.part, *map(cell, figures), e.bound]
         lines.append("| " + " | ".join(cells) + " |\n")

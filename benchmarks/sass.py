@@ -108,6 +108,8 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
                  for the fifth generation of tensor cores
     traffic      bytes of shared memory that the block reads and writes: by wgmma, and by `shared`
     loaded, stored   bytes of global memory
+    in_flight    bytes of the loads that are under way at a time: those of one pass, and, of its
+                 asynchronous copies, those of the passes that they are ahead
     """
     names = [instruction.name.split(".")[0] for instruction in instructions]
     units = Counter(_UNIT_OF.get(name, "other") for name in names)
@@ -115,6 +117,7 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     counts["issue"] = len([name for name in names if name != "NOP"])
     counts["exponential"] = len([i for i in instructions if i.name.startswith("MUFU.EX2")])
     counts |= dict.fromkeys(("product", "traffic", "loaded", "stored"), 0)
+    copied, waits = 0, []
     for name, operands in instructions:
         if name.startswith("HGMMA"):
             m, n, k = map(int, re.findall(r"\d+", name.split(".")[1]))
@@ -126,8 +129,15 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
             assert shape, name
             m, n, k = map(int, shape.groups())
             counts["product"] += m * n * k * warps
+        elif name.startswith("LDGSTS"):
+            copied += _bytes(name) * 32 * warps
+        elif name == "DEPBAR.LE":  # as many groups of copies may be under way behind it
+            waits.append(int(operands.split(",")[1], 16))
         for kind in _COPIES.get(name.split(".")[0], ()):
             counts[kind] += _bytes(name) * 32 * warps
+    groups = names.count("LDGDEPBAR")
+    ahead = min(waits, default=0) // groups if groups else 0
+    counts["in_flight"] = counts["loaded"] + ahead * copied
     return counts
 
 

@@ -60,11 +60,14 @@ PARTIAL_SUMS = 256  # runs of rows, and so partial sums, of the weight gradients
 
 
 class Tiles(NamedTuple):
-    """The rows and columns that a program holds at a time, and its warps."""
+    """The rows and columns that a program holds at a time, its warps, and the tiles of a run of
+    rows that it has under way at a time.
+    """
 
     rows: int
     columns: int
     warps: int
+    stages: int = 1
 
 
 WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, where a row is several blocks
@@ -78,7 +81,9 @@ def configuration(n: int, arch: str) -> Tiles:
     if arch == "interpreter":  # few programs: each operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
     warps = 4 if block <= 2048 else 8 if block <= 4096 or arch in ("gfx942", "other") else 16
-    return Tiles(max(1, 2048 // block), block, warps)
+    # The short tiles of PARTIAL_SUMS programs are too few bytes to hide the latency of the memory.
+    stages = 3 if block <= 4096 and arch.startswith("sm_") else 1
+    return Tiles(max(1, 2048 // block), block, warps, stages)
 
 
 # ----------------------------------------------------------------- groups of the kernels' arguments
@@ -161,6 +166,7 @@ class BackwardCase(NamedTuple):
     weight: Any
     need_x: Any
     need_weights: Any
+    need_bias: Any
     acc: Any
 
 
@@ -282,7 +288,8 @@ def _forward(
             xhat = (x - mean[:, None]) * r[:, None]
             y = _affine(xhat, W, B, o + c, N, case)
             _store_tile(Y, rows, N, o + c, size, y)
-    tl.store(statistics.mean + i, mean, mask=i < size.M)
+    if not case.rms:
+        tl.store(statistics.mean + i, mean, mask=i < size.M)
     tl.store(statistics.reciprocal + i, r, mask=i < size.M)
 
 
@@ -296,11 +303,22 @@ def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(dy, W, columns, N, case: tl.constexpr):
-    """Return g = weight * dy."""
+def _weight(W, columns, N, case: tl.constexpr):
+    """Load columns [BLOCK] of the weight as [1, BLOCK]; 1 where there is none."""
     if case.weight:
-        dy = dy * _vector(W, columns, N, case.acc)
-    return dy
+        return _vector(W, columns, N, case.acc)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _read_statistics(statistics, rows, M, RMS: tl.constexpr):
+    """Return mean and r of rows [BM] below M as [BM, 1]; the mean of RMSNorm is 0."""
+    r = tl.load(statistics.reciprocal + rows, mask=rows < M, other=0.0)[:, None]
+    if RMS:
+        return 0.0, r
+    else:
+        return tl.load(statistics.mean + rows, mask=rows < M, other=0.0)[:, None], r
 
 
 @triton.jit
@@ -316,6 +334,16 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
         if case.dropout:
             dx = drop_rows(dx, rows, o, draw)
         _store_tile(gradients.dinput, rows, size.N, columns, size, dx)
+
+
+@triton.jit
+def _store_sums(sums, dw, db, columns, N, case: tl.constexpr):
+    """Store the sums over a run of rows: dw and db are [BM, BLOCK], of columns [BLOCK]."""
+    partial = tl.program_id(0).to(tl.int64) * N
+    if case.need_weights:
+        tl.store(sums.weight + partial + columns, tl.sum(dw, 0), mask=columns < N)
+    if case.need_bias:
+        tl.store(sums.bias + partial + columns, tl.sum(db, 0), mask=columns < N)
 
 
 @triton.jit
@@ -336,35 +364,32 @@ def _backward(
     case: tl.constexpr,
 ):
     """One program owns a fixed run of rows: dx of each, and the sums of dweight and dbias over all
-    of them.
+    of them. It keeps a sum for each row of a tile until the end.
     """
     N = size.N
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(size.M, first + rows_per_program)
     own = Size(end, N)
     c = tl.arange(0, tile.columns)
-    dw = tl.zeros([tile.columns], case.acc)
-    db = tl.zeros([tile.columns], case.acc)
+    dw = tl.zeros([tile.rows, tile.columns], case.acc)
+    db = tl.zeros([tile.rows, tile.columns], case.acc)
     draw = dropout_draw(SEED, dropout, case.dropout)
-    for o in tl.range(0, rows_per_program, tile.rows):
-        i = first + o + tl.arange(0, tile.rows)
-        rows = i.to(tl.int64)
+    weight = _weight(W, c, N, case)
+    for o in tl.range(0, rows_per_program, tile.rows, num_stages=tile.stages):
+        rows = (first + o + tl.arange(0, tile.rows)).to(tl.int64)
         dy = _tile(DY, rows, strides.dy, c, own, case.acc)
-        mean = tl.load(statistics.mean + i, mask=i < end, other=0.0)
-        r = tl.load(statistics.reciprocal + i, mask=i < end, other=0.0)[:, None]
-        xhat = (_tile(X, rows, strides.x, c, own, case.acc) - mean[:, None]) * r
+        mean, r = _read_statistics(statistics, rows, end, case.rms)
+        xhat = (_tile(X, rows, strides.x, c, own, case.acc) - mean) * r
         if case.need_x:
-            g = _scaled(dy, W, c, N, case)  # zero past N, whatever xhat is there
+            g = dy * weight  # zero past N, whatever xhat is there
             coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, case.unbiased)
             dx = (g - _mean(tl.sum(g, 1), N, case.rms)[:, None] - xhat * coefficient) * r
             _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
         if case.need_weights:
-            dw += tl.sum(dy * xhat, 0)
-            db += tl.sum(dy, 0)
-    if case.need_weights:
-        partial = tl.program_id(0).to(tl.int64) * N
-        tl.store(sums.weight + partial + c, dw, mask=c < N)
-        tl.store(sums.bias + partial + c, db, mask=c < N)
+            dw += dy * xhat
+        if case.need_bias:
+            db += dy
+    _store_sums(sums, dw, db, c, N, case)
 
 
 @triton.jit
@@ -384,22 +409,20 @@ def _backward_wide_dx(
 ):
     """One program owns BM rows wider than a block: it walks them for the two sums, then for dx."""
     N = size.N
-    i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
-    rows = i.to(tl.int64)
-    mean = tl.load(statistics.mean + i, mask=i < size.M, other=0.0)[:, None]
-    r = tl.load(statistics.reciprocal + i, mask=i < size.M, other=0.0)[:, None]
+    rows = (tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)).to(tl.int64)
+    mean, r = _read_statistics(statistics, rows, size.M, case.rms)
     c = tl.arange(0, tile.columns)
     draw = dropout_draw(SEED, dropout, case.dropout)
     products = tl.zeros([tile.rows, tile.columns], case.acc)
     total = tl.zeros([tile.rows, tile.columns], case.acc)
     for o in tl.range(0, N, tile.columns):
-        g = _scaled(_tile(DY, rows, strides.dy, o + c, size, case.acc), W, o + c, N, case)
+        g = _tile(DY, rows, strides.dy, o + c, size, case.acc) * _weight(W, o + c, N, case)
         products += g * (_tile(X, rows, strides.x, o + c, size, case.acc) - mean) * r
         total += g
     coefficient = _coefficient(tl.sum(products, 1)[:, None], r, N, eps, case.unbiased)
     shift = _mean(tl.sum(total, 1), N, case.rms)[:, None]
     for o in tl.range(0, N, tile.columns):
-        g = _scaled(_tile(DY, rows, strides.dy, o + c, size, case.acc), W, o + c, N, case)
+        g = _tile(DY, rows, strides.dy, o + c, size, case.acc) * _weight(W, o + c, N, case)
         xhat = (_tile(X, rows, strides.x, o + c, size, case.acc) - mean) * r
         dx = (g - shift - xhat * coefficient) * r
         _store_gradients(gradients, dx, rows, o, strides.ds, size, draw, case)
@@ -416,26 +439,23 @@ def _backward_wide_weights(
     size,
     rows_per_program,
     tile: tl.constexpr,
-    ACC: tl.constexpr,
+    case: tl.constexpr,
 ):
     """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias."""
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(size.M, first + rows_per_program)
     own = Size(end, size.N)
     c = tl.program_id(1) * tile.columns + tl.arange(0, tile.columns)
-    dw = tl.zeros([tile.rows, tile.columns], ACC)
-    db = tl.zeros([tile.rows, tile.columns], ACC)
+    dw = tl.zeros([tile.rows, tile.columns], case.acc)
+    db = tl.zeros([tile.rows, tile.columns], case.acc)
     for o in tl.range(0, rows_per_program, tile.rows):
-        i = first + o + tl.arange(0, tile.rows)
-        rows = i.to(tl.int64)
-        mean = tl.load(statistics.mean + i, mask=i < end, other=0.0)[:, None]
-        r = tl.load(statistics.reciprocal + i, mask=i < end, other=0.0)[:, None]
-        dy = _tile(DY, rows, stride_dy, c, own, ACC)
-        dw += dy * (_tile(X, rows, stride_x, c, own, ACC) - mean) * r
-        db += dy
-    partial = tl.program_id(0).to(tl.int64) * size.N
-    tl.store(sums.weight + partial + c, tl.sum(dw, 0), mask=c < size.N)
-    tl.store(sums.bias + partial + c, tl.sum(db, 0), mask=c < size.N)
+        rows = (first + o + tl.arange(0, tile.rows)).to(tl.int64)
+        mean, r = _read_statistics(statistics, rows, end, case.rms)
+        dy = _tile(DY, rows, stride_dy, c, own, case.acc)
+        dw += dy * (_tile(X, rows, stride_x, c, own, case.acc) - mean) * r
+        if case.need_bias:
+            db += dy
+    _store_sums(sums, dw, db, c, size.N, case)
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -500,7 +520,7 @@ def _run_forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, s, mean [M] and r [M]; s is x where there is no residual."""
+    """Return y, s, mean [M] and r [M]; s is x where there is no residual. RMSNorm has no mean."""
     if x.numel() == 0:  # an n of 0 included
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
@@ -519,8 +539,8 @@ def _run_forward(
         plan = remembered(key, _Forward(x, residual, weight, bias, options))
     y = x.new_empty_strided(*plan.like)
     s = x if residual is None else x.new_empty_strided(*plan.like)
-    mean = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
-    reciprocal = torch.empty_like(mean)
+    reciprocal = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
+    mean = reciprocal if options.rms else torch.empty_like(reciprocal)
     inputs = x, x if residual is None else residual
     w, b = x if weight is None else weight, x if bias is None else bias
     with on_device(x):
@@ -541,11 +561,12 @@ class _Given(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Whether there was a residual, and which gradients are wanted."""
+    """Whether there was a residual, and which gradients are wanted. bias: weights with it."""
 
     residual: bool
     x: bool
     weights: bool
+    bias: bool
 
 
 class _Backward:
@@ -559,7 +580,7 @@ class _Backward:
         tiles = configuration(n, architecture(x.device))
         per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
         runs = triton.cdiv(rows, per_program)
-        self.partial = (2, runs if needs.weights else 0, n)
+        self.partial = (1 + needs.bias, runs if needs.weights else 0, n)
         size = Size(rows, n)
         tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
         strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
@@ -572,6 +593,7 @@ class _Backward:
             weight=given.weight is not None,
             need_x=needs.x,
             need_weights=needs.weights,
+            need_bias=needs.bias,
             acc=acc,
         )
         arguments = dict(
@@ -600,7 +622,7 @@ class _Backward:
                 size=size,
                 rows_per_program=per_program,
                 tile=constants(wide),
-                ACC=acc,
+                case=constants(case),
             )
             grid = (runs, triton.cdiv(n, wide.columns))
             self.weights_kernel = Launch(
@@ -610,13 +632,13 @@ class _Backward:
 
 def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient of x or of the residual, that of the input beside a residual, and the
-    sums for weight and bias [2, N]; what is not needed is empty.
+    sums for weight and bias [2, N], without the bias [1, N]; what is not needed is empty.
     """
     grad, grad_sum, x, weight, seed, mean, reciprocal = given
     dx = x.new_empty(x.shape if needs.x else 0)
     dinput = x.new_empty(x.shape if needs.x and needs.residual else 0)
     if x.numel() == 0:
-        return dx, dinput, mean.new_zeros(2, options.n)
+        return dx, dinput, mean.new_zeros(1 + needs.bias, options.n)
     tensors = layouts(grad, grad_sum, x, weight, mean, reciprocal)
     key = "layer_norm backward", options, needs, x.device, tensors, alignment(seed)
     plan = plans.get(key)
@@ -629,7 +651,8 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
             return _run_backward(_Given(*made), options, needs)
         plan = remembered(key, _Backward(given, options, needs))
     partial = mean.new_empty(plan.partial)
-    sums, statistics = tuple(partial.unbind()), (mean, reciprocal)
+    parts, statistics = partial.unbind(), (mean, reciprocal)
+    sums = parts[0], parts[-1]
     gradients = grad if grad_sum is None else grad_sum, dx, dinput
     read = x, x if weight is None else weight, grad
     seed = x if seed is None else seed
@@ -712,9 +735,9 @@ def backward(
     dx, _, sums = _run_backward(
         _Given(grad_output, None, input, weight, None, mean, reciprocal),
         options,
-        Needs(False, needs[0], needs[1] or needs[2]),
+        Needs(False, needs[0], needs[1] or needs[2], needs[2]),
     )
-    return dx, _as(sums[0], needs[1], weight, dx), _as(sums[1], needs[2], bias, dx)
+    return dx, _as(sums[0], needs[1], weight, dx), _as(sums[-1], needs[2], bias, dx)
 
 
 # ----------------------------------------------------------------------------------------- RMSNorm
@@ -747,13 +770,12 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
     _fake_rms_backward,
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
-    """Launch as `backward` does, with a mean of zero."""
+    """Launch as `backward` does; nothing reads the mean."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    mean = torch.zeros_like(reciprocal)
     dx, _, sums = _run_backward(
-        _Given(grad_output, None, input, weight, None, mean, reciprocal),
+        _Given(grad_output, None, input, weight, None, reciprocal, reciprocal),
         options,
-        Needs(False, needs[0], needs[1]),
+        Needs(False, needs[0], needs[1], False),
     )
     return dx, _as(sums[0], needs[1], weight, dx)
 
@@ -822,6 +844,6 @@ def add_backward(
             grad_normalized, grad_residual_out, residual_out, weight, dropout_seed, mean, reciprocal
         ),
         options,
-        Needs(True, needs[0] or needs[1], needs[2] or needs[3]),
+        Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3]),
     )
-    return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[1], needs[3], bias, dx)
+    return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -159,7 +160,7 @@ class Recorder:
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
             kernel = recorder.run_jit(function, *args, grid=grid, warmup=True, **options)
-            recorder.note(function, kernel, args, options)
+            recorder.note(function, kernel, args, {**options, "grid": grid})
 
         JITFunction.run = run
         triton.compiler.compile = self.compile_and_read
@@ -195,6 +196,7 @@ class Recorder:
                 hash=kernel.hash,
                 blocks=blocks,
                 warps=kernel.metadata.num_warps,
+                programs=math.prod(options["grid"]),
                 stages=options.get("num_stages", 0),
                 shared=kernel.metadata.shared,
                 tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,

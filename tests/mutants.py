@@ -200,13 +200,13 @@ PLANTED = {
         "wrong c": ("_coefficient", "((N - 1) *", "(N *"),
         "no mean of g": ("_backward", "g - _mean(tl.sum(g, 1), N, case.rms)[:, None] -", "g -"),
         "no c": ("_backward_wide_dx", "- xhat * coefficient", "- 0.0 * coefficient"),
-        "a run of rows lost": ("_backward", "dw += tl.sum(dy", "dw = tl.sum(dy"),
-        "bias gradient not summed": ("_backward", "db += tl.sum(dy", "db = tl.sum(dy"),
+        "a run of rows lost": ("_backward", "dw += dy * xhat", "dw = dy * xhat"),
+        "bias gradient not summed": ("_backward", "db += dy", "db = dy"),
         "wide weights not summed": ("_backward_wide_weights", "dw += dy", "dw = dy"),
         "stale mean": (
-            "_backward",
-            "tl.load(statistics.mean + i,",
-            "tl.load(statistics.mean + i * 0,",
+            "_read_statistics",
+            "tl.load(statistics.mean + rows,",
+            "tl.load(statistics.mean + rows * 0,",
         ),
         "row offset": (
             "_sum",
@@ -570,7 +570,11 @@ MORE = {
     },
     "layer_norm": {
         "int32 rows": ("_forward", "rows = i.to(tl.int64)", "rows = i"),
-        "int32 rows in the backward": ("_backward", "rows = i.to(tl.int64)", "rows = i"),
+        "int32 rows in the backward": (
+            "_backward",
+            "(first + o + tl.arange(0, tile.rows)).to(tl.int64)",
+            "first + o + tl.arange(0, tile.rows)",
+        ),
         "a mean not written": ("_forward", "mean, mask=i < size.M)", "mean, mask=i < size.M - 1)"),
         "stale r": (
             "_forward",
@@ -590,8 +594,8 @@ MORE = {
         "sum not rounded": ("_sum", "x.to(inputs.residual.dtype.element_ty).to(case.acc)", "x"),
         "weight gradient in bfloat16": (
             "_backward",
-            "dw += tl.sum(dy * xhat, 0)",
-            "dw += tl.sum(dy * xhat, 0).to(tl.bfloat16)",
+            "dw += dy * xhat",
+            "dw = (dw + dy * xhat).to(tl.bfloat16).to(case.acc)",
         ),
         "wide sums in float16": (
             "_forward",
@@ -638,11 +642,13 @@ MORE = {
             "t.contiguous() for t in given[3:]",
             "t for t in given[3:]",
         ),
-        "mean of rms not zero": (
-            "rms_backward",
-            "torch.zeros_like(reciprocal)",
-            "torch.empty_like(reciprocal)",
+        "mean of rms not zero": ("_read_statistics", "return 0.0, r", "return r, r"),
+        "weight for bias": (
+            "backward",
+            "needs[1] or needs[2], needs[2])",
+            "needs[1] or needs[2], needs[1])",
         ),
+        "sums of one row of a tile": ("_store_sums", "tl.sum(db, 0)", "tl.max(db, 0)"),
         "gradients of the sum swapped": (
             "add_backward",
             "return dinput, dx,",
@@ -663,7 +669,11 @@ MORE = {
             "_vector(W, columns, N, case.acc)",
             "_vector(W, columns % 4096, N, case.acc)",
         ),
-        "one gradient for two": ("backward", "needs[1] or needs[2])", "needs[1])"),
+        "one gradient for two": (
+            "backward",
+            "needs[1] or needs[2], needs[2])",
+            "needs[1], needs[2])",
+        ),
     },
     "feed_forward": {
         "rows of another group": ("_hidden", "turn % members", "turn % case.group"),

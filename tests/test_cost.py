@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+import compile_gate
+
 from benchmarks import cost, sass
 
 # A loop that starts behind the copies, and the wait behind EXIT that is none.
@@ -64,6 +66,21 @@ def test_what_a_loop_takes():
     operands = 2 * 2 * (64 * 16 + 64 * 16) + 2 * 2 * 64 * 16
     assert found["traffic"] == operands + 2 * 16 * 256
     assert (found["loaded"], found["stored"]) == (16 * 256, 0)
+    assert found["in_flight"] == 16 * 256
+
+
+def test_bytes_in_flight():
+    """A load, and a copy that two more passes are ahead of: two groups a pass, four may wait."""
+    text = """
+        /*0000*/                   DEPBAR.LE SB0, 0x4 ;
+        /*0010*/                   LDG.E.64 R8, desc[UR6][R4.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR6][R4.64] ;
+        /*0030*/                   LDGDEPBAR ;
+        /*0040*/                   LDGSTS.E [R2], desc[UR6][R4.64] ;
+        /*0050*/                   LDGDEPBAR ;
+"""
+    found = sass.count(sass.parse(text).instructions, warps=2)
+    assert found["in_flight"] == 64 * (8 + 3 * (16 + 4))
 
 
 def test_an_instruction_of_sm_80():
@@ -103,7 +120,26 @@ def test_entries():
     assert (full.outstanding, edge.outstanding) == (0, 2)
     assert full.bound == "issue, 0.79"
     row = cost.written("3.7.1", [full]).splitlines()[-1]
-    assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | issue, 0.79 |")
+    assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | - | issue, 0.79 |")
+
+
+def test_bytes_in_flight_of_a_multiprocessor():
+    """Of all blocks that fit, or of those that the grid has for it."""
+    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
+    counts = dict.fromkeys(names, 1) | dict(product=0, in_flight=8000)
+    record = {**RECORD, "loops": [counts], "whole": counts, "products": [], "outstanding": []}
+    for programs, found in ((66, 4), (10**6, 16)):
+        record["programs"] = programs
+        [entry] = cost.entries("sm_90 layer_norm bf16 N=512", [record])
+        assert (entry.blocks, entry.in_flight) == (2, found)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
+    name = f"sm_90 {op} bf16 N=512"
+    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
+    entries = {entry.kernel: entry for entry in cost.ledger(answers)}
+    assert entries["backward"].part == "loop" and entries["backward"].in_flight > 26
 
 
 def test_bad_options(monkeypatch, capsys):

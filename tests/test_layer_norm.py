@@ -496,6 +496,29 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
     assert found.programs == programs
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n", [16, 40])
+def test_sums_that_nobody_wants(device, monkeypatch, n, bias):
+    """Without a bias there are none for it: a norm without one, and RMSNorm."""
+    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
+    run, seen = norm._run_backward, []
+
+    def run_backward(*arguments):
+        results = run(*arguments)
+        seen.append(results[2].shape)
+        return results
+
+    monkeypatch.setattr(norm, "_run_backward", run_backward)
+    x, weight = (torch.randn(s, device=device).requires_grad_() for s in ((9, n), (n,)))
+    with use_backend("triton"):
+        outputs = [ff.layer_norm(x, n, weight, torch.zeros_like(weight).requires_grad_(bias))]
+        if not bias:
+            outputs += [ff.layer_norm(x, n, weight), ff.rms_norm(x, n, weight)]
+        torch.autograd.grad(outputs, [x, weight], [torch.ones_like(x)] * len(outputs))
+    assert seen == [(1 + bias, n)] * len(outputs)
+
+
 @pytest.mark.parametrize("n", [30, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, dtype, n):

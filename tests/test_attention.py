@@ -591,6 +591,21 @@ def test_strided_lengths_and_slopes(backend, device):
     assert torch.equal(out, functional.scaled_dot_product_attention(**x, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_slopes_are_multiplied_in_the_dtype_of_sums(device, dtype):
+    """Not in their own: float16 keeps four digits of the distance times log2(e), float32 seven."""
+    x = qkv(b=1, h=2, sq=4, sk=300, d=8, device=device, logits=0.1)
+    of_sums = torch.float64 if dtype == torch.float64 else torch.float32
+    x = {name: t.to(of_sums) for name, t in x.items()}
+    slopes = torch.tensor([0.3, 0.7], device=device)
+    slopes = slopes if dtype == torch.float64 else slopes.to(dtype)
+    results = []
+    with use_backend("triton"):
+        for given in (slopes, slopes.to(of_sums)):
+            results.append(functional.scaled_dot_product_attention(**x, alibi_slopes=given))
+    assert torch.equal(*results)
+
+
 def test_plans_are_told_apart(device, monkeypatch):
     """A launch that is remembered serves calls alike in all that it depends on, and no other."""
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
@@ -638,95 +653,149 @@ def test_plans_are_told_apart(device, monkeypatch):
             assert len(made) == n + 1, call
 
 
-def test_every_field_of_a_key(device, monkeypatch):
-    """Calls that differ in a single one, each of which is one plan more."""
+def test_every_field_of_a_key(monkeypatch):
+    """Each alone tells calls apart that cannot share a launch: the calls differ in one."""
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
-    keys = []
+    integers = torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16
+    memory = {dtype: torch.zeros(4096, dtype=dtype) for dtype in (*FLOATS, *integers)}
 
-    def remembered(key, plan):
-        keys.append(key)
-        attention.plans[key] = plan
-        return plan
+    def at(place, *shape, step=None, dtype=torch.float32):
+        """Zeros whose first element is number `place` of a buffer, rows `step` elements apart."""
+        strides = list(torch.empty(shape, device="meta").stride())
+        if step is not None:
+            strides = [step * n // shape[-1] for n in strides[:-1]] + [1]
+        return memory[dtype].as_strided(shape, strides, place)
 
-    monkeypatch.setattr(attention, "remembered", remembered)
-    x = qkv(b=1, h=2, sq=16, sk=16, d=8, device=device)
-    wide = torch.zeros(1, 2, 20, 12, device=device)
-    bits = torch.ones(600, dtype=torch.bool, device=device)
-    flat = torch.zeros(600, device=device)
-    ints = torch.full((5,), 16, device=device)
-    seeds = torch.zeros(5, dtype=torch.int64, device=device)
-    lead = {"dropout_p": 0.5}
-    pairs = [
-        [{"query": wide[:, :, :n, :8]} for n in (16, 15)],
-        [{"query": wide.narrow(2, 0, 16)[..., n : n + 8]} for n in (0, 1)],
-        [{"key": torch.zeros(1, 2, n, 8, device=device)[:, :, :16]} for n in (17, 18)],
-        [{"key": wide[:, :, :16, n : n + 8]} for n in (0, 1)],
-        [{"value": torch.zeros(1, 2, n, 8, device=device)[:, :, :16]} for n in (17, 18)],
-        [{"value": wide[:, :, :16, :n]} for n in (8, 7)],
-        [{"value": wide[:, :, :16, n : n + 8]} for n in (0, 1)],
-        [{"attn_mask": bits[n : n + 256].view(16, 16)} for n in (0, 1)],
-        [{"attn_mask": bits[: 16 * n].view(16, n)[:, :16]} for n in (17, 18)],
-        [{"bias": flat[n : n + 256].view(16, 16)} for n in (0, 1)],
-        [{"bias": flat[: 16 * n].view(16, n)[:, :16]} for n in (17, 18)],
-        [{"alibi_slopes": flat[n : n + 2]} for n in (0, 1)],
-        [{"alibi_slopes": flat[: 2 * n : n]} for n in (2, 3)],
-        [{"key_lengths": ints[n : n + 1]} for n in (0, 1)],
-        [{"key_lengths": ints[:1].to(dtype)} for dtype in (torch.int32, torch.int16)],
-        [{**lead, "dropout_seed": seeds[n : n + 1]} for n in (0, 1)],
-        [{"sinks": flat[n : n + 2]} for n in (0, 1)],
-        [{"scale": n} for n in (0.5, 0.6)],
+    def key(**call):
+        inputs = (call.pop(name) for name in ("query", "key", "value"))
+        return attention._signature(*inputs, Attention(**call))
+
+    names = "query", "key", "value"
+    base = {name: at(0, 1, 2, 16, 8) for name in names}
+    base |= {"attn_mask": None, "dropout_p": 0.5, "is_causal": False, "scale": 1.0, "softcap": 2.0}
+    base |= {"dropout_seed": at(0, 1, dtype=torch.int64), "sinks": at(0, 2)}
+    kinds = {"attn_mask": torch.bool, "bias": torch.float32}
+    padded = base | {name: at(0, 16, 16, dtype=dtype) for name, dtype in kinds.items()}
+    padded |= {"key_lengths": at(0, 1, dtype=torch.int32), "alibi_slopes": at(0, 2)}
+    padded |= {"window": (3, 3)}
+    offsets = {name: at(0, 3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    packed = base | offsets | {"max_q": 16, "max_k": 16}
+    changes = [
+        *((padded, {name: at(4, 1, 2, 16, 8)}, False) for name in names),  # aligned alike
+        *((padded, {name: at(1, 1, 2, 16, 8)}, True) for name in names),
+        *((padded, {name: at(0, 1, 2, 16, 8, step=12)}, True) for name in names),
+        (padded, {"query": at(0, 1, 2, 16, 8)[:, :, :15]}, True),
+        (padded, {"value": at(0, 1, 2, 16, 8)[..., :7]}, True),
+        (padded, {"query": at(0, 1, 2, 16, 8).to("meta")}, True),
+        (padded, {name: at(0, 1, 2, 16, 8, dtype=torch.float16) for name in names}, True),
+        *((padded, {n: at(1, 16, 16, dtype=dtype)}, True) for n, dtype in kinds.items()),
+        *((padded, {n: at(0, 16, 16, step=17, dtype=dtype)}, True) for n, dtype in kinds.items()),
+        (padded, {"attn_mask": at(0, 16, 16, dtype=torch.uint8)}, True),
+        (padded, {"bias": at(0, 16, 16, dtype=torch.float16)}, True),
+        (padded, {"alibi_slopes": at(1, 2)}, True),
+        (padded, {"alibi_slopes": at(0, 2, 2)[:, 0]}, True),
+        (padded, {"key_lengths": at(4, 1, dtype=torch.int32)}, False),
+        (padded, {"key_lengths": at(1, 1, dtype=torch.int32)}, True),
+        (padded, {"key_lengths": at(0, 1, dtype=torch.int16)}, True),
+        (padded, {"window": (3, 4)}, True),
+        (padded, {"causal_alignment": "bottom_right"}, True),
+        (packed, {"dropout_p": 0.6}, True),
+        (packed, {"is_causal": True}, True),
+        (packed, {"scale": 2.0}, True),
+        (packed, {"softcap": 3.0}, True),
+        (packed, {"max_q": 15}, True),
+        (packed, {"max_k": 15}, True),
+        (packed, {"sinks": at(4, 2)}, False),
+        (packed, {"sinks": at(1, 2)}, True),
+        (packed, {"sinks": at(0, 2, dtype=torch.float16)}, True),
+        (packed, {"dropout_seed": at(2, 1, dtype=torch.int64)}, False),
+        (packed, {"dropout_seed": at(1, 1, dtype=torch.int64)}, True),
+        *((packed, {name: at(4, 3, dtype=torch.int32)}, False) for name in offsets),
+        *((packed, {name: at(1, 3, dtype=torch.int32)}, True) for name in offsets),
+        *((packed, {name: at(0, 3, dtype=torch.int64)}, True) for name in offsets),
+        (packed, {name: at(0, 4, dtype=torch.int32) for name in offsets}, True),
     ]
-    packed = {name: t[0].transpose(0, 1) for name, t in x.items()}
-    offsets = torch.tensor([0, 0, 0, 16, 16, 16, 16], dtype=torch.int32, device=device)
-    packs = [[offsets[n:4] for n in (1, 2)], [offsets[2 : 4 + n] for n in (0, 1)]]
-    twice = torch.tensor([0, 16, 0, 16], dtype=torch.int32, device=device)
-    with use_backend("triton"):
-        for pair in pairs:
-            attention.plans.clear()
-            keys.clear()
-            for call in pair:
-                functional.scaled_dot_product_attention(**{**x, **call})
-            assert len(set(keys)) == 2, pair
-        for pair in packs:
-            attention.plans.clear()
-            keys.clear()
-            for cu in pair:
-                functional.packed_attention(
-                    **packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_q=16, max_k=16
-                )
-            assert len(set(keys)) == 2, pair
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):  # another alignment
-            attention.plans.clear()
-            keys.clear()
-            for n in (0, 2):
-                cu = {"cu_seqlens_q": twice[:2], "cu_seqlens_k": twice[:2], name: twice[n : n + 2]}
-                functional.packed_attention(**packed, **cu, max_q=16, max_k=16)
-            assert len(set(keys)) == 2, name
-        attention.plans.clear()
-        keys.clear()
-        matmul = torch.backends.cuda.matmul
-        now = matmul.allow_tf32
-        try:
-            for matmul.allow_tf32 in (False, True):  # which a GPU's products follow
-                functional.scaled_dot_product_attention(**x)
-        finally:
-            matmul.allow_tf32 = now
-        assert len(set(keys)) == 2
+    told = set()
+    for call, change, other in changes:
+        differ = [n for n, (a, b) in enumerate(zip(key(**call), key(**call | change))) if a != b]
+        assert len(differ) == other, change
+        told.update(differ)
+    before = key(**packed)
+    monkeypatch.setattr(attention, "allow_tf32", lambda: True)  # which a GPU's products follow
+    told.update(n for n, (a, b) in enumerate(zip(before, key(**packed))) if a != b)
+    # The query and the value imply the shape of the keys, which is the third.
+    assert sorted(told) == [n for n in range(len(before)) if n != 2]
 
 
-def test_devices_are_told_apart(monkeypatch):
+def features(device):
+    """The options of a call by name, and the features of a kernel that they take."""
+    mask, seed = torch.ones(20, 30, dtype=torch.bool, device=device), {"dropout_seed": 3}
+    lengths = torch.tensor([30, 9], device=device)
+    two = torch.zeros(2, device=device)
+    return {
+        "plain": ({}, {}),
+        "causal": (dict(is_causal=True), dict(right=True)),
+        "to the left": (dict(window=(3, None)), dict(left=True)),
+        "to the right": (dict(window=(None, 3)), dict(right=True)),
+        "bottom right": (
+            dict(is_causal=True, causal_alignment="bottom_right"),
+            dict(right=True, bottom_right=True),
+        ),
+        "mask of keys": (dict(attn_mask=mask[:1]), dict(mask=1)),
+        "mask": (dict(attn_mask=mask), dict(mask=2)),
+        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1)),
+        "bias": (dict(bias=mask.float()), dict(bias=2)),
+        "alibi": (dict(alibi_slopes=two), dict(alibi=True)),
+        "softcap": (dict(softcap=2.0), dict(softcap=True)),
+        "lengths": (dict(key_lengths=lengths), dict(lengths=True)),
+        "dropout": (dict(dropout_p=0.5, **seed), dict(dropout=True)),
+        "sinks": (dict(sinks=two), {}),  # for the forward alone
+    }
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The arguments of the launches that attention makes, by kernel."""
     attention = pytest.importorskip("fastformer.kernels.attention.launchers")
-    calls = []
-    signature = attention._signature
-    monkeypatch.setattr(attention, "_signature", lambda *a: calls.append(a) or signature(*a))
+    arguments = {}
+
+    def launch(kernel, grid, given, *rest, former=attention.Launch):
+        arguments[kernel.fn.__name__] = given
+        return former(kernel, grid, given, *rest)
+
+    monkeypatch.setattr(attention, "Launch", launch)
     attention.plans.clear()
-    x = qkv(b=1, h=1, sq=2, sk=2, d=2)
+    return arguments
+
+
+@pytest.mark.parametrize("name", features("cpu"))
+def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
+    """And for nothing else: what a call leaves out costs it nothing."""
+    options, expected = features(device)[name]
+    off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
+    off |= dict(mask=0, bias=0, packed=False, dropout=False, sink=False, key_grad=False)
+    x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):
-        functional.scaled_dot_product_attention(**x)
-    query, *rest = calls[0]
-    elsewhere = torch.empty_like(query, device="meta")
-    assert (query.data_ptr() - elsewhere.data_ptr()) % 16 == 0
-    assert signature(query, *rest) != signature(elsewhere, *rest)
+        functional.scaled_dot_product_attention(**x, **options).sum().backward()
+    kernels = {n: a["has"] for n, a in made.items() if "has" in a}
+    assert sorted(kernels) == ["backward_dkdv_kernel", "backward_dq_kernel", "forward_kernel"]
+    for kernel, has in kernels.items():
+        sink = {"sink": name == "sinks" and kernel == "forward_kernel"}
+        assert {n: x.value for n, x in has._asdict().items()} == off | expected | sink
+
+
+@pytest.mark.parametrize("d, dv", [(8, 40), (40, 8)])
+def test_tiles_are_those_of_the_wider_head(device, monkeypatch, d, dv):
+    """Of queries and keys, or of values: the others may not fit a GPU's shared memory."""
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
+    asked, former = [], attention.configuration
+    monkeypatch.setattr(attention, "configuration", lambda *a: asked.append(a) or former(*a))
+    x = qkv(b=1, h=1, sq=4, sk=4, d=d, dv=dv, device=device)
+    with use_backend("triton"):
+        functional.scaled_dot_product_attention(**{n: t.requires_grad_() for n, t in x.items()})[
+            0, 0
+        ].sum().backward()
+    assert {block for _, _, _, block, *_ in asked} == {64} and len(asked) == 4
 
 
 @pytest.mark.parametrize("step, wide", [(2**31 - 1, False), (2**31, True)])
@@ -1711,22 +1780,28 @@ LAUNCHED = {  # by what has a gradient; the forward, and the kernels of the back
     "bias of rows": (["bias"], (20, 1), 1 + 0),
     "bias of rows, sinks": (["bias", "sinks"], (20, 1), 1 + 1),
     "sinks": (["sinks"], None, 1 + 1),
+    "query, fixed sinks": (["query"], None, 1 + 2),
+    "bias of rows, fixed sinks": (["bias"], (20, 1), 1 + 1),
 }
 
 
 @pytest.mark.parametrize("case", LAUNCHED)
-def test_kernels_that_are_launched(device, work, case):
-    """Those whose results somebody wants."""
+def test_kernels_that_are_launched(device, work, monkeypatch, case):
+    """Those whose results somebody wants; nor does torch compute a weight of sinks for nothing."""
     wanted, shape, expected = LAUNCHED[case]
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    weights, moved = [], launchers._Backward.moved
+    monkeypatch.setattr(launchers._Backward, "moved", lambda *x: weights.append(x) or moved(*x))
     x = qkv(b=2, h=2, sq=20, sk=30, d=8, device=device)
     if shape is not None:
         x["bias"] = torch.randn(shape, device=device)
-    if "sinks" in wanted:
+    if "sinks" in case:
         x["sinks"] = torch.randn(2, device=device)
     leaves = {name: t.requires_grad_(name in wanted) for name, t in x.items()}
     with use_backend("triton"):
         found = work(lambda: functional.scaled_dot_product_attention(**leaves).sum().backward())
     assert found.launches == expected
+    assert bool(weights) == (case in ("sinks", "bias of rows, sinks", "bias of rows, fixed sinks"))
 
 
 @pytest.mark.parametrize("window", [None, (16, 0), (None, 15)], ids=str)
@@ -1744,14 +1819,39 @@ def test_tiles_of_a_bias_gradient_that_are_walked(device, tiles, work, window):
     assert (found.launches, found.products) == (2, 2 * 2 * 2 * int(seen.sum()))
 
 
-@pytest.mark.parametrize("dtype, d, dv", [(torch.float32, 40, 70), (torch.bfloat16, 136, 150)])
-def test_a_bias_gradient_of_wide_heads(device, against_oracle, dtype, d, dv):
-    """Its products take part of a head's features at a time."""
+WIDE_HEADS = [(torch.float32, 40, 70, 2 + 4), (torch.bfloat16, 136, 150, 2 + 2)]
+
+
+@pytest.mark.parametrize("dtype, d, dv, parts", WIDE_HEADS)
+def test_a_bias_gradient_of_wide_heads(device, against_oracle, work, dtype, d, dv, parts):
+    """Its products take as many of a head's features at a time as the registers hold."""
     x = qkv(b=1, h=2, sq=20, sk=30, d=d, dtype=dtype, device=device)
     x["value"] = torch.randn(1, 2, 30, dv, device=device).to(dtype)
     x["bias"] = torch.randn(20, 30, device=device)
     with use_backend("triton"):
         against_oracle(functional.scaled_dot_product_attention, x)
+        bias = x["bias"].requires_grad_()
+        out = functional.scaled_dot_product_attention(**x)
+        found = work(lambda: torch.autograd.grad(out.sum(), bias))
+    assert (found.launches, found.products) == (2, 2 * parts)
+
+
+PAIRED = [("keys", "pairs"), ("pairs", "keys"), ("keys", "keys"), ("pairs", "pairs")]
+
+
+@pytest.mark.parametrize("mask, bias", PAIRED)
+def test_masks_and_biases_are_read_in_bounds(device, tiles, in_bounds, mask, bias):
+    """Where the last tile is a part of one, in each kernel that reads them."""
+    tiles(16, 16)
+    rows = {"keys": 1, "pairs": 20}
+    x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device)
+    x["bias"] = torch.randn(rows[bias], 30, device=device)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    seen = torch.rand(rows[mask], 30, device=device) > 0.3
+    with use_backend("triton"):
+        out = functional.scaled_dot_product_attention(**x, attn_mask=seen)
+        out.sum().backward()
+    assert all(t.grad.isfinite().all() for t in x.values())
 
 
 @pytest.mark.parametrize("by", ["bias", "mask"])

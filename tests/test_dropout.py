@@ -89,6 +89,18 @@ def test_a_word_on_the_threshold_is_kept(backend, device):
         assert (rows[3, 5] == 0) == bool(more)
 
 
+def test_at_one_the_largest_word_is_dropped_too(backend, device):
+    """Which no threshold of 32 bits drops: such words come once in 2^32, here for these seeds."""
+    assert word_by_hand(61307677, 0, 1, 1) == M32
+    assert reference.philox(4 // 4, 1, 0, 1, 78149343)[4 % 4] == M32
+    weights = weights_of(61307677, 1.0, backend=backend, device=device)
+    rows = ff.embed(
+        torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, 8, device=device), None,
+        dropout_p=1.0, dropout_seed=78149343,
+    )  # fmt: skip
+    assert (weights == 0).all() and (rows == 0).all()
+
+
 def test_numpy_and_torch_draw_the_same():
     """The reference's two ways, one for a CPU and one for a GPU."""
     seed, threshold = -(2**62) - 5, 2**31

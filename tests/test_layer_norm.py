@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mutants import PLANTED
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -332,6 +333,53 @@ def test_what_the_sum_saves(device):
     ):
         ff.dropout_add_layer_norm(**x, dropout_p=0.1)
     assert sorted(saved) == sorted([(9, 40), (9,), (9,), (40,), (40,), (1,)])
+
+
+class Made(TorchDispatchMode):
+    """The shapes of the tensors that are made inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.new_empty.default:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("op, expected", [("", 1), ("rms_", 1), ("add_", 2)])
+def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expected):
+    """Nor written: beside a residual there are two of the size of the input, else one."""
+    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    monkeypatch.setattr(norm.Launch, "__call__", lambda *_: None)
+    norm.plans.clear()
+    x, row, ones = (torch.ones(n, device=device) for n in (24, 6, 4))
+    x = x.view(4, 6)
+    given = {
+        "": (x, x, [6], row, row, 1e-5, False, ones, ones, [True] * 3),
+        "rms_": (x, x, [6], row, 1e-5, ones, [True] * 2),
+        "add_": (x, None, row, row, 0.0, 1e-5, False, None, x, ones, ones, [True] * 4),
+    }[op]
+    with Made() as made:
+        getattr(norm, op + "backward")(*given)
+    assert made.shapes.count((4, 6)) == expected
+
+
+@pytest.mark.parametrize("rows, n", [(1, 1), (3, 1), (1, 4)])
+def test_few_elements(device, rows, n):
+    """In the kernels as in the reference."""
+    x = {name: t.requires_grad_() for name, t in inputs(rows, n, device=device).items()}
+    results = []
+    for backend in ("triton", "reference"):
+        with use_backend(backend):
+            norm = functional.layer_norm(**x, normalized_shape=n, eps=0.1)
+            root = functional.rms_norm(x["input"], n, x["weight"], eps=0.1)
+        wanted = list(x.values())
+        results.append([norm, root, *torch.autograd.grad((norm + root).square().sum(), wanted)])
+    for have, want in zip(*results):
+        torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- bugs

@@ -3,6 +3,7 @@ head dimensions 64 and 128 and small ones, thousands of tokens. Without a GPU th
 small.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -271,3 +272,68 @@ def test_statistics_past_int32(device):
     _places[(1,)](places, 2**20 + 1, 2**13 + 1, sequence, sizes, *packings)
     expected = torch.tensor([(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7], device=device)
     assert torch.equal(places, expected)
+
+
+@pytest.fixture
+def places(last_program, monkeypatch):
+    """Where each launch reads, zeros, and where it writes, nothing: tensors of any size need no
+    memory.
+    """
+    from triton.runtime import interpreter
+
+    builder, found = interpreter.InterpreterBuilder, []
+
+    def touch(which, pointers, mask):
+        chosen = np.broadcast_to(mask.data, pointers.data.shape)
+        found[-1][which].extend(pointers.data[chosen].astype(np.int64).tolist())
+
+    def load(self, pointers, mask, *rest, former=builder.create_masked_load):
+        touch(0, pointers, mask)
+        nowhere = interpreter.TensorHandle(np.zeros(pointers.data.shape, bool), tl.int1)
+        return former(self, pointers, nowhere, None, *rest[1:])
+
+    def launch(self, *given, former=interpreter.GridExecutor.__call__, **named):
+        found.append(([], []))
+        former(self, *given, **named)
+
+    def store(self, pointers, value, mask, *rest):
+        touch(1, pointers, mask)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(builder, "create_masked_load", load)
+    monkeypatch.setattr(builder, "create_masked_store", store)
+    return found
+
+
+def test_planes_past_int32(places, monkeypatch):
+    """Each kernel of attention finds the statistics of the last head, and the gradient of its bias,
+    past 2^31 elements.
+    """
+    from fastformer.kernels.attention import launchers as attention
+
+    planes, length = 2**12 + 1, 2**19
+    memory = torch.zeros(8)
+    x = memory.expand(planes, 1, length, 8)
+    monkeypatch.setattr(attention, "_heads_like", lambda like, *_: like)
+    monkeypatch.setattr(attention, "_outputs", lambda *_: (x, x[..., 0], x[..., :2]))
+    tensors, saved = (x, x, x, x), (memory, memory)
+    for of_keys in (False, True):
+        k = x if of_keys else x[:, :, :16]
+        bias = memory[0].expand((1, 1, 1, length) if of_keys else (planes, 1, length, 16))
+        described = Attention(None, 0.0, True, 1.0, bias)  # causal: a query sees few keys
+        call, extras = (x, k, k, described), attention._extras(x, described)
+        attention._Forward(*call).forward(tensors[:3], *[memory] * 4, extras)
+        launch = attention._Backward(x, x, x, (True, False, False, True, False), *call).launch
+        launch["delta"](x, x, memory, memory)
+        launch["dq"](tensors, memory, *saved, extras)
+        if of_keys:
+            launch["dkdv"](tensors, *[memory] * 3, *saved, extras)
+        else:
+            launch["dbias"](tensors, memory, *saved, extras)
+    assert len(places) == 8
+    base, head = memory.data_ptr(), (planes - 1) * length
+    for reads, writes in places:
+        assert min(reads + writes) >= base and max(reads + writes) >= base + 4 * head
+    of_pairs, of_keys = (max(places[n][1]) for n in (3, 7))
+    assert of_pairs == base + 4 * (16 * planes * length - 1)
+    assert of_keys == base + 4 * (planes * length - 1)

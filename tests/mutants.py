@@ -914,7 +914,6 @@ EQUIVALENT = {
     ("common", "threshold signed"): "Triton compares uint32 with int32 as unsigned",
     ("attention", "the same order of causal rows"): "the order of the programs alone: on a GPU the "
     "longest rows start last",
-    ("common", "kept at p = 1"): "the threshold alone drops all but one element in 2^32",
     ("launch", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }
 

@@ -727,6 +727,21 @@ def test_every_field_of_a_key(monkeypatch):
     assert sorted(told) == [n for n in range(len(before)) if n != 2]
 
 
+def test_devices_are_told_apart(monkeypatch):
+    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
+    calls = []
+    signature = attention._signature
+    monkeypatch.setattr(attention, "_signature", lambda *a: calls.append(a) or signature(*a))
+    attention.plans.clear()
+    x = qkv(b=1, h=1, sq=2, sk=2, d=2)
+    with use_backend("triton"):
+        functional.scaled_dot_product_attention(**x)
+    query, *rest = calls[0]
+    elsewhere = torch.empty_like(query, device="meta")
+    assert (query.data_ptr() - elsewhere.data_ptr()) % 16 == 0
+    assert signature(query, *rest) != signature(elsewhere, *rest)
+
+
 def features(device):
     """The options of a call by name, and the features of a kernel that they take."""
     mask, seed = torch.ones(20, 30, dtype=torch.bool, device=device), {"dropout_seed": 3}

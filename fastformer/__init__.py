@@ -57,6 +57,7 @@ from fastformer.transformer import (
     make_model,
     subsequent_mask,
 )
+from fastformer.tuner import Tuning, tune
 
 __all__ = [
     "Batch",
@@ -77,6 +78,7 @@ __all__ = [
     "Report",
     "SimpleLossCompute",
     "SublayerConnection",
+    "Tuning",
     "__version__",
     "accelerate",
     "attention",
@@ -105,6 +107,7 @@ __all__ = [
     "sdpa_override",
     "subsequent_mask",
     "swiglu",
+    "tune",
     "unpad",
     "use_backend",
 ]

@@ -22,7 +22,8 @@ reference where an input carries a forward-mode tangent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,16 @@ def pair(op: str, forwards: Mapping[str, Callable[..., Any]]) -> None:
     for name, forward in forwards.items():
         _pairs[_named(op, name)] = other = copy.copy(_pairs[op])
         other.forward = forward
+
+
+@contextmanager
+def replaced(op: str, forward: str) -> Iterator[None]:
+    """A context in which the forward of that name takes the place of an op's own."""
+    before, _pairs[op] = _pairs[op], _pairs[_named(op, forward)]
+    try:
+        yield
+    finally:
+        _pairs[op] = before
 
 
 def _named(op: str, forward: str) -> str:

@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class _State(threading.local):
         self.backend: str | None = None
         self.explained: list[Choice] | None = None  # a list within `explain`, which runs nothing
         self.on_choice: Callable[[Choice], None] | None = None
+        self.on_call: Callable[[str, Arguments], None] | None = None  # beside an on_choice
         self.on_obstacle: Callable[[str, str], None] | None = None
         # Autograd has such threads: they run the backward of a GPU, and recompute checkpoints.
         self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
@@ -223,7 +224,7 @@ def _measured_forward(op: str, arguments: Arguments, first: torch.Tensor) -> str
     signature = alternatives.signature(op, arguments)
     if signature is None:
         return None
-    key = op, first.device, signature
+    key = op, first.device, cases.differentiated(arguments), signature
     if key not in _forwards:
         case = cases.of(op, arguments)
         name = None if case is None else chosen.get((op, case.key))
@@ -231,6 +232,19 @@ def _measured_forward(op: str, arguments: Arguments, first: torch.Tensor) -> str
             _forwards.clear()
         _forwards[key] = name if name in alternatives.FORWARDS[op] else None
     return _forwards[key]
+
+
+def forced(op: str, options: Mapping[str, Any]) -> Any:
+    """Return a context in which the kernels of an op take these options, by the name of the kernel.
+    It gives a list of the questions that are asked in it: see kernels/tuned.py.
+    """
+    _import(op)
+    return sys.modules[_TUNED].forced(options)
+
+
+def label(option: Any) -> str:
+    """Return the name of an option in a file."""
+    return sys.modules[_TUNED].label(option)
 
 
 MOST_FORWARDS = 4096
@@ -281,6 +295,8 @@ class observe:
     """A context in which this thread reports how its ops run.
 
     on_choice: called with the `Choice` of each op that runs.
+    on_call: called with (op, arguments) of each op that runs, the arguments by name as `run` has
+        them.
     on_obstacle: called with (op, reason) where the kernels cannot run an op. The op then falls back
         to the reference under an explicit `triton` as well, where it raises otherwise.
 
@@ -291,19 +307,27 @@ class observe:
         self,
         on_choice: Callable[[Choice], None] | None = None,
         on_obstacle: Callable[[str, str], None] | None = None,
+        on_call: Callable[[str, Arguments], None] | None = None,
     ) -> None:
-        self._functions = on_choice, on_obstacle
+        self._functions = on_choice, on_obstacle, on_call
 
     def __enter__(self) -> None:
-        on_choice, on_obstacle = self._functions
-        self._previous = _state.on_choice, _state.on_obstacle
+        on_choice, on_obstacle, on_call = self._functions
+        self._previous = _state.on_choice, _state.on_obstacle, _state.on_call
         if on_choice is not None:
             _state.on_choice = on_choice
         if on_obstacle is not None:
             _state.on_obstacle = on_obstacle
+        if on_call is not None:
+            _state.on_call = on_call
+            _state.on_choice = _state.on_choice or _ignore
 
     def __exit__(self, *error: object) -> None:
-        _state.on_choice, _state.on_obstacle = self._previous
+        _state.on_choice, _state.on_obstacle, _state.on_call = self._previous
+
+
+def _ignore(choice: Choice) -> None:
+    pass
 
 
 def report(choice: Choice) -> None:
@@ -329,6 +353,8 @@ def run(op: str, **arguments: Any) -> Any:
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
     if _state.on_choice is not None:
         _state.on_choice(_with_figures(choice, arguments))
+        if _state.on_call is not None:
+            _state.on_call(op, arguments)
     if choice.backend == "triton":
         return autograd.apply(op, arguments)
     if choice.backend != "reference":

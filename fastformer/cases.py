@@ -32,7 +32,7 @@ class Case(NamedTuple):
     def key(self) -> str:
         """Return the name of the class of calls that share a measurement."""
         words = [self.dtype, *(f"{name}{power_of_2(n)}" for name, n in self.sizes)]
-        return " ".join([*words, *_words(self.options)])
+        return " ".join([*words, *_words(self.options), *["backward"] * self.gradient])
 
     def __str__(self) -> str:
         sizes = (f"{name}={n}" for name, n in self.sizes)
@@ -74,9 +74,19 @@ def of(op: str, arguments: Mapping[str, Any]) -> Case | None:
         return None
     sizes, options = _FAMILIES[op].describe(**arguments)
     dtype = str(floating.dtype).removeprefix("torch.")
-    set_options = tuple((name, value) for name, value in options.items() if value)
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return Case(op, dtype, tuple(sizes.items()), set_options, gradient)
+    return case(op, dtype, sizes, differentiated(arguments), **options)
+
+
+def case(op: str, dtype: str, sizes: Sizes, gradient: bool = False, **options: Any) -> Case:
+    """Make a case. An option that is False is left out."""
+    given = tuple(sorted((name, value) for name, value in options.items() if value))
+    return Case(op, dtype, tuple(sizes.items()), given, gradient)
+
+
+def differentiated(arguments: Mapping[str, Any]) -> bool:
+    """Say whether a call will have a backward."""
+    tensors = (x for x in arguments.values() if isinstance(x, Tensor))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 class Maker:

@@ -2,6 +2,7 @@
 
     fastformer copy-task    train the copy task on both backends and compare them
     fastformer plot NAME    draw the tutorials' figures: masks, encodings, targets, attention
+    fastformer tune         measure what is fastest on this GPU
     fastformer info         print versions, devices, and the backend of each op with its reason
 
 The exit status is 0 on success, 1 if the copy task failed, and 2 for a bad option or a request that
@@ -15,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fastformer import backends, copy_task, environment, plots
+from fastformer import backends, copy_task, environment, plots, tuner, tuning
 from fastformer._version import __version__
 
 
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_copy_task(commands)
     _add_plot(commands)
+    _add_tune(commands)
     _add_info(commands)
     return parser
 
@@ -300,6 +303,59 @@ def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{path} is not a result of copy-task --json: {error}")
     return plots.loss_curves(curves, f"Copy task on {where.get('gpu') or where.get('device')}")
+
+
+# --------------------------------------------------------------------------------------------- tune
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="measure what is fastest on this GPU",
+        description="Times the tiles of each kernel, and torch's own ops where they compute the "
+        "same, for common sizes of calls, and writes what is fastest to a file that the backend "
+        "auto reads. A candidate that fails, crashes, hangs or disagrees with the reference is "
+        "dropped. What the file already holds is not measured again, so an interrupted run goes "
+        "on. fastformer.tune(model, *inputs) measures the calls of a model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--minutes", type=float, default=30.0, help="when to stop")
+    add("--dry-run", action="store_true", help="print what would be measured; needs no GPU")
+    add("--only", type=_regex, metavar="REGEX", help="only the calls of --dry-run that it finds")
+    add("--out", type=_output_file, metavar="FILE", help="write here, not to the user's file")
+    parser.set_defaults(run=_tune, parser=parser)
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+
+def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if not arguments.minutes > 0:
+        parser.error(f"minutes is {arguments.minutes}; expected a positive number")
+    only = arguments.only or re.compile("")
+    wanted = [case for case in tuner.standard() if only.search(str(case))]
+    if not wanted:
+        parser.error(f"--only {only.pattern!r} finds no call")
+    if arguments.dry_run:
+        print(tuner.planned(wanted))
+        print(f"{len(wanted)} calls; the results go to {arguments.out or tuning.path()}")
+        return 0
+    try:
+        device = tuner.gpu()
+        file = arguments.out or tuner.writable()
+        result = tuner.run(wanted, device, file, arguments.minutes)
+    except (OSError, RuntimeError) as error:
+        parser.error(str(error))
+    print(result)
+    if not result.done:
+        print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
+    print(f"Wrote {file}")
+    return 0
 
 
 # --------------------------------------------------------------------------------------------- info

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import backends, cli, copy_task
+from fastformer import backends, cli, copy_task, tuner
 
 SIZES = ["--batch=2", "--length=3", "--vocab=6", "--layers=1", "--d-model=8", "--d-ff=16"]
 SIZES += ["--heads=1", "--warmup=4"]
@@ -194,6 +194,77 @@ def test_an_unknown_backend_in_the_environment_is_named(monkeypatch, capsys):
         cli.main(["info"])
     assert stopped.value.code == 2
     assert "FASTFORMER_BACKEND is 'fastest'" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- tune
+
+ONE = ["tune", "--only", "rms_norm bfloat16 M=4096 N=512 .*backward"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_tune_lists_its_work_without_a_gpu(no_gpu, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTFORMER_TUNING", str(tmp_path / "here.json"))
+    assert cli.main([*ONE, "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rms_norm bfloat16 M=4096 N=512 weight, forward + backward",
+        f"1 calls; the results go to {tmp_path / 'here.json'}",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tune_says_that_there_is_no_gpu(no_gpu, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune"])
+    assert stopped.value.code == 2
+    assert "measures on a GPU, and there is none on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--minutes", "0"], "minutes is 0.0; expected a positive number"),
+        (["--minutes", "nan"], "minutes is nan; expected a positive number"),
+        (["--only", "("], "'(' is no regular expression"),
+        (["--only", "warp"], "--only 'warp' finds no call"),
+        (["--out", "/nowhere/x.json"], "is in a folder that does not exist"),
+    ],
+)
+def test_bad_options_of_tune(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", *words])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path):
+    """On a machine with a GPU, the measurement itself apart."""
+    out = tmp_path / "gpu.json"
+
+    def run(wanted, device, file, minutes):
+        assert device.type == "cuda" and file == out and minutes == 3
+        rows = tuple((str(case), "triton", {"triton": 2.0}, {}) for case in wanted)
+        return tuner.Tuning(rows, file, done)
+
+    monkeypatch.setattr(tuner, "run", run)
+    monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
+    assert cli.main([*ONE, "--minutes", "3", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("forward + backward: triton (triton 2.0 us)")
+    assert ("The time is up after 3 minutes; the next run goes on from here" in printed) != done
+    assert printed[-1] == f"Wrote {out}"
+
+
+def test_tune_where_nothing_may_be_written(capsys, monkeypatch):
+    monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
+    monkeypatch.setenv("FASTFORMER_TUNING", "off")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(ONE)
+    assert stopped.value.code == 2
+    assert "FASTFORMER_TUNING is off" in capsys.readouterr().err
 
 
 def test_version_and_usage(capsys):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import backends, cases, tuning, use_backend
+from fastformer import alternatives, autograd, backends, cases, tuning, use_backend
 from fastformer.tuning import Entry
 
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
@@ -283,6 +283,178 @@ def test_tiles_that_no_kernel_has_are_ignored_with_one_line(file, attention, log
     assert taken["forward_kernel"] == question.shipped[:3]
     (line,) = logged()
     assert FORWARD in line and "'100 3 5 9'" in line
+
+
+# -------------------------------------------------------------------------- what runs, and explain
+
+OP = "scaled_dot_product_attention"
+
+
+def plain(gradient=False, S=40):
+    return [torch.randn(1, 2, S, 16, requires_grad=gradient) for _ in range(3)]
+
+
+def key(gradient=False):
+    sizes = dict(B=1, H=2, G=2, Sq=40, Sk=40, D=16, Dv=16)
+    return OP, cases.case(OP, "float32", sizes, gradient, causal=True).key
+
+
+MEASURED = {"triton": 100.0, "torch (cuDNN)": 131.0, "torch (flash)": 200.0, "reference": 900.0}
+
+
+@pytest.mark.parametrize(
+    "us, reason",
+    [
+        (MEASURED, "measured: 1.31 x torch (cuDNN)"),
+        ({"triton": 100.0, "reference": 310.0}, "measured: 3.10 x the reference"),
+        ({"triton": 100.0}, "it was chosen"),
+    ],
+)
+def test_explain_says_what_was_measured(file, us, reason):
+    pytest.importorskip("triton")
+    tuning.write(file, HERE, {key(): Entry("triton", us, {})})
+    with use_backend("triton"):
+        said = ff.explain(OP, *plain(), is_causal=True)
+        assert (said.backend, said.reason) == ("triton", reason)
+        assert ff.explain(OP, *plain(S=36), is_causal=True).reason == reason  # it rounds up alike
+        for other in (dict(is_causal=False), dict(is_causal=True, dropout_p=0.1)):
+            assert ff.explain(OP, *plain(), **other).reason == "it was chosen"
+        assert ff.explain(OP, *plain(True), is_causal=True).reason == "it was chosen"
+        assert ff.explain(OP, *plain(S=70), is_causal=True).reason == "it was chosen"
+    with use_backend("reference"):
+        assert ff.explain(OP, *plain(), is_causal=True).reason == "it was chosen"
+
+
+def test_explain_of_a_model_says_it_too(file):
+    pytest.importorskip("triton")
+    sizes = dict(M=4, N=8)
+    case = cases.case("layer_norm", "float32", sizes, weight=True, bias=True)
+    us = {"triton": 10.0, "torch (layer_norm)": 15.0}
+    tuning.write(file, HERE, {("layer_norm", case.key): Entry("triton", us, {})})
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+    ff.accelerate(model)
+    with use_backend("triton"), torch.no_grad():
+        said = ff.explain(model, torch.randn(4, 8))
+    assert [row[3] for row in said.rows] == ["measured: 1.50 x torch (layer_norm)"]
+
+
+def on_a_gpu(monkeypatch):
+    """`auto` chooses for tensors of the CPU as it does for those of a GPU."""
+    former = backends.choose
+
+    def choose(op, arguments, backend):
+        if backend == "auto":
+            first = next(iter(arguments.values()))
+            name = backends._measured_forward(op, arguments, first) or "triton"
+            return backends.Choice(op, name, "the tensors are on a GPU")
+        return former(op, arguments, backend)
+
+    monkeypatch.setattr(backends, "choose", choose)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """The op "torch (flash)" is the one that torch has on a CPU. It gives a list of its calls."""
+    backends._load(OP)
+    calls = []
+
+    def forward(query, key, value, *rest):
+        calls.append(query.shape)
+        attention = ff.description.unpack(rest[:-1])
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = op(query, key, value, 0.0, attention.is_causal, scale=attention.scale)
+        return output, lse.contiguous(), query.new_empty(0)
+
+    monkeypatch.setattr(autograd._pairs[f"{OP}: torch (flash)"], "forward", forward)
+    on_a_gpu(monkeypatch)
+    return calls
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_torchs_op_runs_where_it_was_the_fastest_with_our_backward(file, flash, gradient):
+    us = {"triton": 100.0, "torch (flash)": 50.0}
+    tuning.write(file, HERE, {key(gradient): Entry("torch (flash)", us, {})})
+    inputs = plain(gradient)
+    results = []
+    for backend in ("auto", "triton", "reference"):
+        with use_backend(backend):
+            out = ff.scaled_dot_product_attention(*inputs, is_causal=True)
+            grads = torch.autograd.grad(out.square().sum(), inputs) if gradient else ()
+        results.append((out, *grads))
+        assert len(flash) == 1
+    for name, *same in zip(["out", "dq", "dk", "dv"], *results):
+        torch.testing.assert_close(same[0], same[1], msg=name)
+        torch.testing.assert_close(same[0], same[2], msg=name)
+    assert (ff.explain(OP, *inputs, is_causal=True).reason == "measured: 2.00 x the kernel") == (
+        backends.current_backend() == "auto"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(is_causal=False),
+        dict(is_causal=True, dropout_p=0.5, dropout_seed=1),
+        dict(is_causal=True, key_lengths=torch.tensor([7])),
+        dict(is_causal=True, window=(3, 0)),
+        dict(is_causal=True, bias=torch.zeros(40)),
+        dict(is_causal=True, attn_mask=torch.ones(40, dtype=torch.bool)),
+        dict(is_causal=True, softcap=30.0),
+        dict(is_causal=True, sinks=torch.zeros(2)),
+        dict(is_causal=True, alibi_slopes=torch.ones(2)),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_other_calls_run_on_the_kernels(file, flash, options):
+    us = {"triton": 100.0, "torch (flash)": 50.0}
+    tuning.write(file, HERE, {key(): Entry("torch (flash)", us, {})})
+    with use_backend("auto"):
+        ff.scaled_dot_product_attention(*plain(), **options)
+    assert flash == []
+
+
+def test_an_unknown_op_of_torch_is_no_choice(file, flash):
+    tuning.write(file, HERE, {key(): Entry("torch (warp)", {"torch (warp)": 50.0}, {})})
+    with use_backend("auto"):
+        ff.scaled_dot_product_attention(*plain(), is_causal=True)
+    assert flash == []
+
+
+@pytest.mark.parametrize("op", [op for op in alternatives.FORWARDS if op != OP])
+def test_torchs_norms_compute_the_same_as_ours(op):
+    """Output by output, those that the backward reads included."""
+    backends._load(op)
+    sizes = dict(M=6, N=16)
+    options = dict(weight=True, bias=op != "rms_norm")
+    given = cases.case(op, "float32", sizes, **options).arguments(CPU)
+    found = []
+    with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
+        backends.OPERATIONS[op](**given)
+    assert alternatives.signature(op, found[0]) is not None
+    (other,) = alternatives.FORWARDS[op].values()
+    ours = autograd._pairs[op].forward(*found[0].values())
+    for x, y in zip(other(*found[0].values()), ours, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
+        torch.testing.assert_close(x, y)
+
+
+NOT_TORCHS = [
+    ("layer_norm", dict(unbiased=True), {}),
+    ("layer_norm", dict(weight_dtype="float64"), {}),
+    ("dropout_add_layer_norm", dict(dropout=True, bias=True), {}),
+]
+
+
+@pytest.mark.parametrize("op, options, more", NOT_TORCHS)
+def test_norms_that_torch_does_not_have(op, options, more):
+    given = cases.case(op, "float32", dict(M=6, N=16), weight=True, **options).arguments(CPU)
+    if "weight" in given and "weight_dtype" in options:
+        given["weight"] = given["weight"].float()
+        given["input"] = given["input"].half()
+    found = []
+    with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
+        backends.OPERATIONS[op](**given)
+    assert alternatives.signature(op, found[0]) is None
 
 
 def test_the_classes_of_a_kernel_round_sizes_up():

@@ -1,0 +1,314 @@
+"""Measurements in a process of their own, in which a candidate may crash or hang.
+
+A job is a class of calls and its candidates. Each is first asked for an obstacle, then they are
+timed in turn. `supervise` has a worker process do the jobs and gets each result as soon as it is
+there; a candidate that ends the worker, or of which nothing is heard any more, is dropped like one
+that has an obstacle, with its reason, and the next worker goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fastformer.tuning import Class, Entry
+
+ROUNDS = 3  # in which the candidates are timed in turn
+TIE = 0.02  # a candidate has to be faster than what is shipped by more than this part
+STARTING = 300.0  # seconds that a worker may take to start
+SILENCE = 180.0  # seconds after which a candidate hangs: to compile one may take a minute
+DEVICE_LOST = 75  # the exit status of a process that cannot use its GPU any more
+
+Timer = Callable[[Callable[[], Any]], float]  # the seconds of a call
+
+
+class Candidate(NamedTuple):
+    """One way to compute what a class of calls needs.
+
+    context: within it `call` and `obstacle` take this candidate. obstacle: returns why it is none.
+    baseline: it is timed for comparison alone.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    obstacle: Callable[[], str | None] = lambda: None
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    baseline: bool = False
+
+
+class Job(NamedTuple):
+    """A class of calls and its candidates, the first of which is taken without a measurement."""
+
+    key: Class
+    candidates: Sequence[Candidate]
+
+
+Jobs = Callable[[Any, Mapping[Class, Entry]], Iterator[Job]]  # of a group, given what is known
+
+
+@dataclass
+class Work:
+    """What a worker does, and what it need not do again. It is pickled: its functions are those of
+    modules.
+    """
+
+    groups: list[Any]
+    jobs: Jobs
+    timer: Timer
+    done: dict[Class, Entry] = field(default_factory=dict)
+    failed: dict[Class, dict[str, str]] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+# -------------------------------------------------------------------------------------- measuring
+
+
+def measure(
+    job: Job, timer: Timer, failed: Mapping[str, str], begin: Callable[[str], None]
+) -> Entry:
+    """Measure the candidates of a job. `failed`: those that may not be tried again, and why;
+    `begin` is told which one runs.
+    """
+    dropped, seconds = dict(failed), {c.name: [] for c in job.candidates}  # type: ignore[var-annotated]
+
+    def attempt(candidate: Candidate, action: Callable[[], Any]) -> Any:
+        begin(candidate.name)
+        try:
+            with candidate.context():
+                return action()
+        except Exception as error:
+            dropped[candidate.name] = f"it fails: {first_line(error)}"
+            _require_device()
+            return None
+
+    for candidate in job.candidates:
+        if candidate.name not in dropped:
+            reason = attempt(candidate, candidate.obstacle)
+            if reason is not None:
+                dropped[candidate.name] = reason
+    for _ in range(ROUNDS):
+        for candidate in job.candidates:
+            if candidate.name not in dropped:
+                taken = attempt(candidate, functools.partial(timer, candidate.call))
+                seconds[candidate.name].append(taken)
+    us = {n: round(1e6 * statistics.median(s), 3) for n, s in seconds.items() if n not in dropped}
+    able = [c.name for c in job.candidates if c.name in us and not c.baseline]
+    choice = min(able, key=us.__getitem__, default=None)
+    if choice is None:
+        return Entry(None, us, dropped)
+    first = job.candidates[0].name
+    if first in us and us[first] * (1 - TIE) <= us[choice]:
+        choice = first
+    for name in able:
+        if name != choice and abs(us[name] - us[choice]) <= TIE * us[choice]:
+            dropped[name] = f"it ties with {choice}, which is kept"
+    return Entry(choice, us, dropped)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+def _require_device() -> None:
+    """End a process whose GPU is lost: after an illegal access each call fails."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            os._exit(DEVICE_LOST)
+
+
+LEAST, MOST, SECONDS = 5, 50, 0.1  # the repetitions that are timed, and for how long about
+CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU
+CLOCK = 2e9  # cycles a second, about
+
+
+def device_seconds(call: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes on the GPU, the median of several.
+
+    Before each of them the cache is overwritten. The GPU then sleeps for as long as the host needs
+    to hand over the call, so that the time of the host does not count.
+    """
+    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    on_host = time.perf_counter() - started
+    torch.cuda.synchronize()
+    times = max(LEAST, min(MOST, int(SECONDS / (time.perf_counter() - started))))
+    events = []
+    for _ in range(times):
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        flush.zero_()
+        torch.cuda._sleep(int(2 * on_host * CLOCK))
+        pair[0].record()
+        call()
+        pair[1].record()
+        events.append(pair)
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in events)
+
+
+# ------------------------------------------------------------------------------------- the worker
+
+
+def worker() -> None:
+    """Do the work that comes over the standard input, and report over the standard output."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what others print is no report
+
+    def tell(*message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+
+    work: Work = pickle.load(sys.stdin.buffer)
+    tell("ready")
+    for i, group in enumerate(work.groups):
+        if i in work.skipped:
+            continue
+        tell("group", i)
+        jobs = work.jobs(group, work.done)
+        while True:
+            try:
+                job = next(jobs, None)
+            except Exception as error:
+                tell("skip", i, first_line(error))
+                _require_device()
+                break
+            if job is None:
+                break
+            if job.key not in work.done:
+                failed = work.failed.get(job.key, {})
+                entry = measure(job, work.timer, failed, functools.partial(tell, "try", *job.key))
+                work.done[job.key] = entry
+                tell("entry", *job.key, *entry)
+    tell("end")
+    out.flush()
+    os._exit(0)  # a GPU may be in a state in which it cannot be left orderly
+
+
+class _Worker:
+    """A process that runs `worker`."""
+
+    def __init__(self, work: Work) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from fastformer.measuring import worker; worker()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=os.environ | {"FASTFORMER_TUNING": "off", "PYTHONPATH": paths},
+        )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(pickle.dumps(work))
+        self.messages: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.messages.put(json.loads(line))
+        self.messages.put(None)
+
+    def next(self, seconds: float) -> Any:
+        """Return the next message, or None at the end. Raises queue.Empty after so many seconds."""
+        return self.messages.get(timeout=seconds)
+
+    def end(self) -> str:
+        """End the process, and return how it ended."""
+        alive = self.process.poll() is None and self._still_runs()
+        if alive:
+            self.process.kill()
+        status = self.process.wait()
+        with self.errors:
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        if status == DEVICE_LOST:
+            return "the GPU is lost to its process"
+        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return f"{how}: {lines[-1][:300]}" if lines else how
+
+    def _still_runs(self) -> bool:
+        try:
+            self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+
+def supervise(
+    work: Work,
+    seconds: float,
+    keep: Callable[[Class, Entry], None],
+    step: Callable[[int], None] = lambda i: None,
+    silence: float = SILENCE,
+) -> bool:
+    """Have workers do the work, until it is done or the time is up; return whether it is done.
+
+    A candidate that ends its worker, or of which nothing is heard for `silence` seconds, is in
+    `work.failed`, and the next worker goes on without it. `keep` gets each result; `step` the
+    number of each group that begins.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        running: tuple[Class, str] | None = None
+        group, heard, reason = -1, False, ""
+        one = _Worker(work)
+        try:
+            while True:
+                left, patience = deadline - time.monotonic(), silence if heard else STARTING
+                if left <= 0:
+                    return False
+                try:
+                    message = one.next(min(left, patience))
+                except queue.Empty:
+                    if patience < left:
+                        reason = f"it hangs: nothing was heard for {patience:.0f} s"
+                        break
+                    continue
+                if message is None:
+                    break
+                what, *rest = message
+                heard = True
+                if what == "end":
+                    return True
+                if what == "group":
+                    group, running = rest[0], None
+                    step(group)
+                elif what == "try":
+                    running = (rest[0], rest[1]), rest[2]
+                elif what == "skip":
+                    work.skipped[rest[0]] = rest[1]
+                elif what == "entry":
+                    key, entry = (rest[0], rest[1]), Entry(*rest[2:])
+                    work.done[key], running = entry, None
+                    keep(key, entry)
+        finally:
+            ended = one.end()
+        reason = reason or f"it crashes: {ended}"
+        if running is not None:
+            key, name = running
+            work.failed.setdefault(key, {})[name] = reason
+        elif group >= 0:
+            work.skipped[group] = reason
+        else:
+            raise RuntimeError(f"the process that measures does not start: {ended}")

@@ -1,0 +1,379 @@
+"""The measurement of what is fastest on this GPU.
+
+tune(model, *inputs)      measures the calls of a model
+run(cases, device)        measures these
+
+The candidates of a class of calls are the rows of tiles of each of its kernels, the ways of a
+kernel, and torch's own op in place of it. One whose results break the numerics policy, change from
+run to run or lose a NaN is dropped. What is finished is in the file, and the next run goes on from
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import alternatives, autograd, backends, cases, environment, reference, tuning
+from fastformer.cases import Case
+from fastformer.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
+from fastformer.tuning import Class, Entry
+
+__all__ = ["Tuning", "run", "standard", "tune"]
+
+# ------------------------------------------------------------------------------------- comparing
+
+
+def disagreement(
+    have: Sequence[Tensor], want: Sequence[Tensor], peer: Sequence[Tensor], outputs: int
+) -> str | None:
+    """Return where results break the numerics policy, or None.
+
+    want: the reference in float64. peer: the reference in the dtype of the call. The first
+    `outputs` are outputs and the others gradients, which may have three times the error of the
+    peer, where an output may have twice.
+    """
+    for i, (x, exact, eager) in enumerate(zip(have, want, peer, strict=True)):
+        name = f"output {i}" if i < outputs else f"gradient {i - outputs}"
+        if x.shape != exact.shape or x.dtype != eager.dtype:
+            return (
+                f"{name} is {x.dtype} {list(x.shape)}; expected {eager.dtype} {list(exact.shape)}"
+            )
+        error, other = (x.double() - exact).abs(), (eager.double() - exact).abs()
+        if x.dtype == torch.float32:
+            size = exact.norm().clamp_min(1e-30)
+            found, bound = error.norm() / size, max(1e-5, float(2 * other.norm() / size))
+        else:
+            most = exact.abs().max() * torch.finfo(x.dtype).eps / 2
+            found, bound = error.max(), float((2 if i < outputs else 3) * other.max() + most)
+        if not found <= bound:
+            return f"{name} disagrees with the reference: {found:.1e}, and at most {bound:.1e} may"
+    return None
+
+
+class _Call:
+    """A case at its size, which is timed, and in small, which is compared."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.given = case.arguments(device)
+        self.small = case.small().arguments(device, seed=1)
+        self._cotangents: dict[Any, list[Tensor]] = {}
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        return self.results(self.given, "triton")
+
+    def by_reference(self) -> tuple[Tensor, ...]:
+        return self.results(self.given, "reference")
+
+    def results(self, given: dict[str, Any], backend: str) -> tuple[Tensor, ...]:
+        """Return outputs and gradients."""
+        leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+        with backends.use_backend(backend), torch.set_grad_enabled(self.case.gradient):
+            outputs = backends.OPERATIONS[self.case.op](**given)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if not self.case.gradient:
+                return outputs
+            grads = torch.autograd.grad(outputs, leaves, self.cotangents(outputs))
+            return *(x.detach() for x in outputs), *grads
+
+    def cotangents(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return gradients of the outputs, the same in each call of these shapes."""
+        key = tuple((x.shape, x.dtype) for x in outputs)
+        if key not in self._cotangents:
+            generator = torch.Generator(self.device).manual_seed(2)
+            dtype = getattr(torch, self.case.dtype)
+            make = functools.partial(torch.randn, generator=generator, device=self.device)
+            self._cotangents[key] = [make(x.shape).to(dtype).to(x.dtype) for x in outputs]
+        return self._cotangents[key]
+
+    @functools.cached_property
+    def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
+        """The exact results, those of the reference, and the number of outputs."""
+        wide = {n: _double(x) for n, x in self.small.items()}
+        with reference.written_out():
+            exact = self.results(wide, "reference")
+            eager = self.results(self.small, "reference")
+        gradients = sum(isinstance(x, Tensor) and x.requires_grad for x in self.small.values())
+        return exact, eager, len(exact) - gradients
+
+    def obstacle(self) -> str | None:
+        """Return why what computes this call now may not be chosen."""
+        have = self.results(self.small, "triton")
+        reason = disagreement(have, *self.expected)
+        if reason is not None:
+            return reason
+        again = self.results(self.small, "triton")
+        if not all(map(torch.equal, have, again)):
+            return "the results of two runs differ"
+        return self.lost_nan()
+
+    def lost_nan(self) -> str | None:
+        """Return whether NaN reaches other elements than in the reference."""
+        given = dict(self.small)
+        name = next(n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point())
+        given[name] = given[name].detach().clone()
+        given[name][(0,) * given[name].dim()] = float("nan")
+        nans = []
+        for backend in ("triton", "reference"):
+            with torch.no_grad(), backends.use_backend(backend), reference.written_out():
+                outputs = backends.OPERATIONS[self.case.op](**given)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            nans.append([x.isnan() for x in outputs])
+        return None if all(map(torch.equal, *nans)) else "NaN reaches other elements of the output"
+
+
+def _double(x: Any) -> Any:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().double().requires_grad_(x.requires_grad)
+
+
+def jobs_on(device: torch.device) -> Jobs:
+    """Return what makes the jobs of a case, one after the other."""
+    return functools.partial(_jobs, device)
+
+
+def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iterator[Job]:
+    """Yield the jobs of a case: its kernels, each with the best of those before it, then the op.
+    `done` holds the result of each job that was yielded.
+    """
+    if (case.op, case.key) in done:
+        return
+    call, chosen = _Call(case, device), {}  # type: ignore[var-annotated]
+    computed = False  # by torch's op
+
+    def look(op: str, arguments: Mapping[str, Any]) -> None:
+        nonlocal computed
+        computed = alternatives.signature(op, arguments) is not None
+
+    with backends.forced(case.op, {}) as asked, backends.observe(on_call=look):
+        call()
+    for question in {(q.kernel, q.case): q for q in asked}.values():
+        options = {backends.label(o): o for o in (question.shipped, *question.options())}
+        key = question.kernel, question.case
+        yield Job(
+            key,
+            [
+                Candidate(
+                    name,
+                    call,
+                    call.obstacle,
+                    functools.partial(backends.forced, case.op, {**chosen, question.kernel: one}),
+                )
+                for name, one in options.items()
+            ],
+        )
+        choice = done[key].choice
+        chosen[question.kernel] = options.get(choice or "", question.shipped)
+    kernels = functools.partial(backends.forced, case.op, chosen)
+    candidates = [Candidate("triton", call, call.obstacle, kernels)]
+    for name in alternatives.FORWARDS[case.op] if computed else ():
+        context = functools.partial(_instead, case.op, name, chosen)
+        candidates.append(Candidate(name, call, call.obstacle, context))
+    candidates.append(Candidate("reference", call.by_reference, baseline=True))
+    yield Job((case.op, case.key), candidates)
+
+
+@contextlib.contextmanager
+def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
+    with backends.forced(op, chosen), autograd.replaced(op, name):
+        yield
+
+
+# ------------------------------------------------------------------------------------- the cases
+
+
+def standard() -> list[Case]:
+    """Return the calls that `fastformer tune` measures, those that matter most first."""
+    found: list[Case] = []
+
+    def add(op: str, dtype: str, gradient: bool, sizes: dict[str, int], **options: Any) -> None:
+        found.append(cases.case(op, dtype, sizes, gradient, **options))
+
+    attentions: list[dict[str, Any]] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
+    attentions += [dict(mask="keys"), dict(mask="keys", dropout=True)]
+    for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
+        for length in (1024, 4096, 512, 2048, 256, 8192, 16384, 128):
+            for D in (64, 128):
+                sizes = dict(B=max(1, 16384 // length), H=1024 // D, G=1024 // D)
+                sizes |= dict(Sq=length, Sk=length, D=D, Dv=D)
+                for options in attentions:
+                    op = "scaled_dot_product_attention"
+                    add(op, dtype, gradient, sizes, heads_inside=True, **options)
+        for rows in (16384, 4096):
+            for n in (512, 1024, 4096, 2048, 8192):
+                size = dict(M=rows, N=n)
+                add("layer_norm", dtype, gradient, size, weight=True, bias=True)
+                add("rms_norm", dtype, gradient, size, weight=True)
+                for p in (True, False):
+                    affine = dict(weight=True, bias=True, dropout=p)
+                    add("dropout_add_layer_norm", dtype, gradient, size, **affine)
+            for d in (512, 1024, 4096):
+                layers = dict(M=rows, d=d, F=4 * d, out=d)
+                for kind in ("relu", "gelu"):
+                    for p in (True, False):
+                        named = dict(activation=kind, b_1=True, b_2=True, dropout=p)
+                        add("feed_forward", dtype, gradient, layers, **named)
+    return found
+
+
+# -------------------------------------------------------------------------------------- in public
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, or with dry_run what would be: `print` it.
+
+    rows: (call, what it takes, microseconds by candidate, reasons by dropped candidate) of each
+        call. The last three are empty for a call that was not measured.
+    file: where the results are.
+    done: whether all was measured before the time was up.
+    """
+
+    rows: tuple[tuple[str, str, Mapping[str, float], Mapping[str, str]], ...]
+    file: Path | None
+    done: bool
+
+    def __str__(self) -> str:
+        lines = []
+        for name, choice, us, dropped in self.rows:
+            times = ", ".join(f"{other} {time:.1f} us" for other, time in us.items())
+            taken = f": {choice or 'nothing'} ({times})" if us or dropped else ""
+            lines.append(name + taken)
+            lines += [f"    not {other}: {reason}" for other, reason in dropped.items()]
+        return "\n".join(lines)
+
+
+def run(
+    wanted: Sequence[Case],
+    device: torch.device,
+    file: Path,
+    minutes: float,
+    timer: Timer = device_seconds,
+    progress: bool = True,
+) -> Tuning:
+    """Measure these calls on a GPU, but for those that the file holds, and write the results."""
+    from tqdm import tqdm
+
+    here = tuning.machine(device)
+    assert here is not None
+    work = Work(list(wanted), jobs_on(device), timer, tuning.measured(file, here))
+    with tqdm(total=len(wanted), unit="call", disable=None if progress else True) as bar:
+
+        def step(i: int) -> None:
+            bar.update(i - bar.n)
+            bar.set_description(str(wanted[i]), refresh=True)
+
+        def keep(key: Class, entry: Entry) -> None:
+            tuning.write(file, here, {key: entry})
+
+        try:
+            done = supervise(work, 60 * minutes, keep, step)
+        finally:
+            backends.measure_again()
+        bar.update((len(wanted) if done else bar.n) - bar.n)
+    rows = []
+    for i, case in enumerate(wanted):
+        entry = work.done.get((case.op, case.key), Entry(None, {}, {}))
+        reasons = dict(entry.dropped)
+        if i in work.skipped:
+            reasons["the call"] = work.skipped[i]
+        rows.append((str(case), entry.choice or "", entry.us, reasons))
+    return Tuning(tuple(rows), file, done)
+
+
+def planned(wanted: Sequence[Case]) -> Tuning:
+    """Return the calls that would be measured."""
+    return Tuning(tuple((str(case), "", {}, {}) for case in wanted), tuning.path(), False)
+
+
+def tune(
+    model: nn.Module, /, *inputs: Any, minutes: float = 30.0, dry_run: bool = False, **kwargs: Any
+) -> Tuning:
+    """Measure on this GPU what is fastest for the calls that a model makes.
+
+    It runs the model once on the inputs, in the mode that is set, and records the calls of
+    fastformer's ops; where gradients are enabled and needed, the backward is measured as well. For
+    each class of calls (an op, a dtype, sizes rounded up to powers of two, and options) it times
+    the candidates: the rows of tiles of each kernel, and torch's own op where it computes the same.
+    A candidate that fails, crashes, hangs, or disagrees with the reference by the numerics policy
+    is dropped, and so is one whose results change from run to run.
+
+    The results are written to the file that `auto` reads: `tuning.json` in the user's cache
+    directory, or the one that the environment variable FASTFORMER_TUNING names. What it already
+    holds is not measured again. The calls to come take the results, in this process as well.
+
+    Args:
+        model: an nn.Module on a GPU.
+        inputs: what it is called with.
+        minutes: when to stop. The next call goes on from there.
+        dry_run: runs the model, and measures nothing. It needs no GPU.
+        kwargs: the keyword arguments of the model.
+
+    Returns:
+        A `Tuning`, with a row for each class of calls. `print` it.
+
+    Raises:
+        TypeError: model is not an nn.Module.
+        ValueError: minutes is not positive; the model calls no op that is measured.
+        RuntimeError: the model is not on a GPU; FASTFORMER_TUNING is off.
+        OSError: the file cannot be written.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
+    if not minutes > 0:
+        raise ValueError(f"minutes is {minutes}; expected a positive number")
+    calls: dict[tuple[Any, ...], tuple[Case, torch.device]] = {}
+
+    def record(op: str, arguments: Mapping[str, Any]) -> None:
+        case, device = cases.of(op, arguments), next(iter(arguments.values())).device
+        if case is not None:
+            calls.setdefault((device, case.op, case.key), (case, device))
+
+    with backends.observe(on_call=record):
+        getattr(model, "_orig_mod", model)(*inputs, **kwargs)
+    if not calls:
+        raise ValueError(
+            "the model calls no op of fastformer that is measured; accelerate(model) replaces "
+            "torch's layers by ops"
+        )
+    wanted = [case for case, _ in calls.values()]
+    if dry_run:
+        return planned(wanted)
+    devices = {device for _, device in calls.values()}
+    if any(device.type != NEEDED for device in devices):
+        raise RuntimeError(NO_GPU.format("the model is not on one"))
+    file = writable()
+    results = [
+        run([c for c, on in calls.values() if on == device], device, file, minutes)
+        for device in devices
+    ]
+    return Tuning(sum((r.rows for r in results), ()), file, all(r.done for r in results))
+
+
+NEEDED = "cuda"  # of a device that is measured
+NO_GPU = "tuning measures on a GPU, and {}"
+
+
+def writable() -> Path:
+    """Return the file to write. Raises RuntimeError where FASTFORMER_TUNING is off."""
+    file = tuning.path()
+    if file is None:
+        raise RuntimeError("the environment variable FASTFORMER_TUNING is off: nothing is written")
+    return file
+
+
+def gpu() -> torch.device:
+    """Return the current GPU. Raises RuntimeError where there is none."""
+    *_, last = environment.devices()
+    if last.type != NEEDED:
+        raise RuntimeError(NO_GPU.format("there is none on this machine"))
+    return torch.device("cuda", torch.cuda.current_device())

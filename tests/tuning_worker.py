@@ -1,0 +1,77 @@
+"""Jobs and timers for test_tuner.py, which a worker process imports by name."""
+
+import os
+import sys
+import time
+
+from fastformer.measuring import Candidate, Job
+
+
+def by_itself(call):
+    """A timer: the call says how long it takes."""
+    return call()
+
+
+def seconds(n):
+    return lambda: n * 1e-6
+
+
+def fail(message):
+    raise RuntimeError(message)
+
+
+def crash():
+    sys.stderr.write("the kernel is gone\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+CANDIDATES = {
+    "good": Candidate("good", seconds(50)),
+    "better": Candidate("better", seconds(40)),
+    "tie": Candidate("tie", seconds(49.5)),
+    "slow": Candidate("slow", seconds(80)),
+    "baseline": Candidate("baseline", seconds(1), baseline=True),
+    "lies": Candidate("lies", seconds(1), lambda: "it disagrees with the reference"),
+    "fails": Candidate("fails", seconds(1), lambda: fail("out of resources\nand more")),
+    "fails late": Candidate("fails late", lambda: fail("later")),
+    "crashes": Candidate("crashes", seconds(1), crash),
+    "hangs": Candidate("hangs", seconds(1), lambda: time.sleep(600)),
+}
+
+
+def jobs(group, done):
+    """A group is the name of a class and those of its candidates."""
+    name, *names = group.split(", ")
+    if name == "no inputs":
+        fail("out of memory")
+    if name == "dies":
+        os._exit(75)
+    yield Job(("attention forward", name), [CANDIDATES[n] for n in names])
+    assert done["attention forward", name].us.keys() <= set(names)
+
+
+def slow_jobs(group, done):
+    """Each takes a tenth of a second."""
+    time.sleep(0.1)
+    yield Job(("attention forward", group), [CANDIDATES["good"]])
+
+
+def by_tiles(call):
+    """A timer: programs of more queries are faster."""
+    from fastformer.kernels.attention import launchers
+
+    taken = []
+    former = launchers.Launch.__init__
+
+    def remember(self, kernel, grid, arguments, *rest):
+        taken.append(arguments["tile"].rows.value)
+        former(self, kernel, grid, arguments, *rest)
+
+    launchers.plans.clear()
+    launchers.Launch.__init__ = remember
+    try:
+        call()
+    finally:
+        launchers.Launch.__init__ = former
+    return 1.0 / taken[0] if taken else 1.0

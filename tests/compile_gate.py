@@ -191,6 +191,9 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say("NaN is dropped, by a maximum or a comparison")
         if not record["vectors"]:
             say("no load of 16 bytes")
+        of_sequence = case.get("packed") and kernel != "delta"  # which may be shorter than others
+        if case["op"] == "attention" and record["ends_early"] != bool(of_sequence):
+            say("a branch to the end" if record["ends_early"] else "no end before the work")
         asked_for = record["kernel"] == "backward_dbias"
         large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2
         if large and not asked_for:

@@ -183,6 +183,7 @@ class Recorder:
         facts = (
             read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
         )
+        facts["ends_early"] = "cf.cond_br" in kernel.asm["ttir"]
         self.facts[kernel.hash] = {**facts, **read_products(kernel)}
         return kernel
 

@@ -39,6 +39,9 @@ KINDS = frozenset(
         "attention dkdv",
         "attention dq",
         "attention dbias",
+        "layer_norm forward",
+        "layer_norm backward",
+        "feed_forward first",
         *cases.OPS,
     }
 )

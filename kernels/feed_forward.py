@@ -11,7 +11,8 @@ dropout on the accumulator. One elementwise kernel computes dz. The other five G
 fuse and are torch's own. Saved: x, the weights, and h for relu - h > 0 exactly where z > 0 and the
 element is kept, so that neither z nor the dropout mask is needed - or z for the other activations,
 from which h and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least
-bytes of the epilogue: h (and z) once.
+bytes of the epilogue: h (and z) once. Where a measurement says so, the first GEMM is torch's own as
+well, followed by one elementwise kernel of h, or by nothing where torch's epilogue computes h.
 
 Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that holds both halves:
     [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
@@ -21,6 +22,7 @@ All GEMMs are torch's own; one kernel makes h from [z, v], which is saved, and o
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
+from .tuned import Question, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -81,6 +84,8 @@ CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "interpreter": (Tiles(256, 256, 256, 4, 1), Tiles(256, 256, 256, 4, 1)),
     "other": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 16, 4, 1)),
 }
+# Other ways to compute h: torch's GEMM, then one elementwise kernel; torch's GEMM with relu.
+GEMM, GEMM_RELU = "torch's GEMM", "torch's GEMM with relu"
 GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the second-level cache
 
 
@@ -97,6 +102,17 @@ ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
     """Choose the tiles of the GEMM by architecture and dtype."""
     return CONFIGURATIONS.get(arch, CONFIGURATIONS["other"])[dtype == torch.float32]
+
+
+def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
+    """Return what a measurement may choose from: the rows of every architecture, with the stages of
+    the row, three and four; and the ways without the kernel. `relu_alone`: h is relu(z).
+    """
+    found: dict[Tiles | str, None] = {}
+    for rows in CONFIGURATIONS.values():
+        row = rows[dtype == torch.float32]
+        found.update((row._replace(stages=n), None) for n in (row.stages, 3, 4))
+    return [*found, GEMM, *[GEMM_RELU] * relu_alone]
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -290,6 +306,22 @@ def _hidden_backward(
 
 
 @triton.jit
+def _activated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
+    """One program owns a [BM, BN] tile of h = dropout(f(z)).
+
+    Reads Z [M, N] and SEED [1]; writes HIDDEN [M, N], which may be Z.
+    """
+    i0 = tl.program_id(0) * tile.rows
+    j0 = tl.program_id(1) * tile.columns
+    i, j, ok = _extent(i0, j0, size, tile, case.wide)
+    place = _offsets(i0, i, j, size.N)
+    h = _activate(_load(Z + place, ok, case.acc), case.kind)
+    if case.dropout:
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+    _store(HIDDEN + place, ok, h)
+
+
+@triton.jit
 def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
     """One program owns a [BM, BN] tile of h = dropout(f(z) v).
 
@@ -358,7 +390,9 @@ def _elementwise(
 
 
 class _First:
-    """The launch of the first GEMM, and what h looks like."""
+    """How h is computed, and what it looks like. launch: of the first GEMM, None where that is
+    torch's own.
+    """
 
     def __init__(
         self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout_p: float
@@ -368,19 +402,27 @@ class _First:
         self.hidden = dense((*input.shape[:-1], width))
         self.save_z = activation != "relu"
         arch = architecture(input.device)
-        tiles = configuration(arch, input.dtype)
-        strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
-        span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
         case = HiddenCase(
             group=GROUP_ROWS,
             kind=_KINDS[activation],
             bias=b_1 is not None,
             save_z=self.save_z,
             dropout=dropout_p > 0,
-            even=features % tiles.features == 0,
+            even=True,
             precision=dot_precision(arch),
-            wide=max(span, tiles.rows * width) >= 2**31,
+            wide=False,
             acc=triton_dtype(accumulator(input)),
+        )
+        self.way = self.choose(input, ProductSize(rows, width, features), activation, case)
+        self.launch: Launch | None = None
+        if isinstance(self.way, str):
+            return
+        tiles = self.way
+        strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
+        span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
+        case = case._replace(
+            even=features % tiles.features == 0,
+            wide=max(span, tiles.rows * width) >= 2**31,
         )
         arguments = dict(
             dropout=dropout_arguments(dropout_p),
@@ -391,6 +433,45 @@ class _First:
         )
         grid = (triton.cdiv(rows, tiles.rows) * triton.cdiv(width, tiles.columns),)
         self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
+
+    def choose(self, x: Tensor, size: ProductSize, activation: str, case: HiddenCase) -> Any:
+        """Return the tiles of the kernel, or the way without it."""
+        relu_alone = activation == "relu" and case.bias and not case.dropout
+        sizes = named(x.dtype, case.precision, rows=size.M, width=size.N, features=size.K)
+        name = f"{sizes} {activation} {flags(case, *_ALWAYS)}"
+        shipped = configuration(architecture(x.device), x.dtype)
+        options = functools.partial(ways, x.dtype, relu_alone)
+        return choose(x.device, Question("feed_forward first", name, shipped, options))
+
+    def __call__(
+        self,
+        input: Tensor,
+        w_1: Tensor,
+        b_1: Tensor | None,
+        activation: str,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return h and what is saved."""
+        if self.launch is not None:
+            hidden = input.new_empty_strided(*self.hidden)
+            z = torch.empty_like(hidden) if self.save_z else hidden
+            with on_device(input):
+                given = input if b_1 is None else b_1, hidden, z, input if seed is None else seed
+                self.launch(input, w_1, *given)
+            return hidden, z
+        rows, width = input.shape[:-1].numel(), len(w_1)
+        if b_1 is not None and self.way == GEMM_RELU:
+            x = input.view(rows, w_1.shape[1])
+            hidden = torch._addmm_activation(b_1, x, w_1.t()).view(self.hidden[0])
+            return hidden, hidden
+        z = torch.nn.functional.linear(input, w_1, b_1)
+        hidden = torch.empty_like(z) if self.save_z else z
+        _elementwise(_activated, Size(rows, width), (z, hidden), activation, dropout_p, seed)
+        return hidden, z
+
+
+_ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"  # name no class
 
 
 def _fake(input, w_1, b_1, w_2, *_):
@@ -422,11 +503,7 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
         if x is not input or w is not w_1 or b is not b_1:
             return forward(x, w, b, w_2, b_2, activation, dropout_p, dropout_seed)
         plan = remembered(key, _First(input, w_1, b_1, activation, dropout_p))
-    hidden = input.new_empty_strided(*plan.hidden)
-    z = torch.empty_like(hidden) if plan.save_z else hidden
-    b, seed = input if b_1 is None else b_1, input if dropout_seed is None else dropout_seed
-    with on_device(input):
-        plan.launch(input, w_1, b, hidden, z, seed)
+    hidden, z = plan(input, w_1, b_1, activation, dropout_p, dropout_seed)
     return torch.nn.functional.linear(hidden, w_2, b_2), z
 
 

@@ -24,6 +24,7 @@ stages, each program over a fixed run of rows: no atomics, the same bits every t
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
+from .tuned import Question, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -84,6 +86,19 @@ def configuration(n: int, arch: str) -> Tiles:
     # The short tiles of PARTIAL_SUMS programs are too few bytes to hide the latency of the memory.
     stages = 3 if block <= 4096 and arch.startswith("sm_") else 1
     return Tiles(max(1, 2048 // block), block, warps, stages)
+
+
+def others(tiles: Tiles, backward: bool) -> list[Tiles]:
+    """Return what a measurement may choose in place of a row of tiles: other numbers of rows, warps
+    and, for the backward, of tiles under way.
+    """
+    rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 16384)
+    return [
+        tiles._replace(rows=n, warps=warps, stages=stages)
+        for n in {tiles.rows: None} | dict.fromkeys(rows)
+        for warps in (4, 8, 16)
+        for stages in ((1, 2, 3) if backward else (tiles.stages,))
+    ]
 
 
 # ----------------------------------------------------------------- groups of the kernels' arguments
@@ -473,6 +488,14 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
 
 
+def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
+    """Return the tiles that were measured for rows like those of x, or else the shipped ones."""
+    shipped = configuration(n, architecture(x.device))
+    name = f"{named(x.dtype, rows=x.numel() // n, features=n)} {flags(case, 'one', 'acc')}"
+    options = functools.partial(others, shipped, kernel == "backward")
+    return choose(x.device, Question(f"layer_norm {kernel}", name, shipped, options))
+
+
 class _Forward:
     """The launch of a forward, and what its outputs look like."""
 
@@ -487,9 +510,8 @@ class _Forward:
         n = options.n
         rows, self.dtype = x.numel() // n, accumulator(x)
         self.like, self.statistics = dense(x.shape), dense([rows])
-        tiles = configuration(n, architecture(x.device))
         case = ForwardCase(
-            one=n <= tiles.columns,
+            one=True,
             unbiased=options.unbiased,
             rms=options.rms,
             residual=residual is not None,
@@ -498,6 +520,8 @@ class _Forward:
             bias=bias is not None,
             acc=triton_dtype(self.dtype),
         )
+        tiles = _tiles("forward", x, n, case)
+        case = case._replace(one=n <= tiles.columns)
         arguments = dict(
             strides=ForwardStrides(
                 row_stride(x, n), row_stride(x if residual is None else residual, n)
@@ -577,13 +601,6 @@ class _Backward:
         self.rows_kernel: Launch | None = None
         self.weights_kernel: Launch | None = None
         rows = x.numel() // n
-        tiles = configuration(n, architecture(x.device))
-        per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
-        runs = triton.cdiv(rows, per_program)
-        self.partial = (1 + needs.bias, runs if needs.weights else 0, n)
-        size = Size(rows, n)
-        tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
-        strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
         case = BackwardCase(
             unbiased=options.unbiased,
             rms=options.rms,
@@ -596,6 +613,13 @@ class _Backward:
             need_bias=needs.bias,
             acc=acc,
         )
+        tiles = _tiles("backward", x, n, case)
+        per_program = max(tiles.rows, triton.cdiv(rows, PARTIAL_SUMS))
+        runs = triton.cdiv(rows, per_program)
+        self.partial = (1 + needs.bias, runs if needs.weights else 0, n)
+        size = Size(rows, n)
+        tensors = x, given.grad, given.grad if given.grad_sum is None else given.grad_sum
+        strides = BackwardStrides(*(row_stride(t, n) for t in tensors))
         arguments = dict(
             strides=strides,
             size=size,

@@ -49,9 +49,17 @@ def label(option: Any) -> str:
     return option if isinstance(option, str) else " ".join(map(str, option))
 
 
-def named(**sizes: int) -> str:
-    """Name sizes, each rounded up to a power of two."""
-    return " ".join(f"{name}{next_power_of_2(n)}" for name, n in sizes.items())
+def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
+    """Name a dtype, for float32 with how it is multiplied, and sizes, rounded up to powers of 2."""
+    words = [str(dtype).removeprefix("torch."), precision if dtype == torch.float32 else ""]
+    words += [f"{name}{next_power_of_2(n)}" for name, n in sizes.items()]
+    return " ".join(filter(None, words))
+
+
+def flags(case: NamedTuple, *without: str) -> str:
+    """Name what a kernel is compiled for, but for some of the fields."""
+    fields = ((name, x) for name, x in case._asdict().items() if x and name not in without)
+    return " ".join(name if x is True else f"{name}={x}" for name, x in fields)
 
 
 def choose(device: torch.device, question: Question) -> Any:

@@ -137,6 +137,12 @@ for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     _rows("cross_entropy", _arch, "bf16", (32768,), "v")
     _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
     _feed_forward(_arch, "fp32", ["gelu"], [True])
+for _arch in ("sm_90", "gfx942"):
+    CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
+        **CASES["sm_90 feed_forward bf16 gelu, dropout"],
+        "arch": _arch,
+        "gemm": True,
+    }
 
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels import cross_entropy, embedding, feed_forward, launch, layer_norm
+from fastformer.kernels import cross_entropy, embedding, feed_forward, launch, layer_norm, tuned
 from fastformer.kernels.attention import launchers as attention
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -331,7 +331,9 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     w_2, b_2 = empty(d, width, dtype=dtype), empty(d, dtype=dtype)
     seed = empty((), dtype=torch.int64) if case["dropout"] else None
     arguments = (x, w_1, b_1, w_2, b_2, case["activation"], 0.1 if case["dropout"] else 0.0, seed)
-    output, saved = feed_forward.forward(*arguments)
+    way = {"feed_forward first": feed_forward.GEMM} if "gemm" in case else {}
+    with tuned.forced(way):
+        output, saved = feed_forward.forward(*arguments)
     feed_forward.backward(torch.empty_like(output), *arguments, saved, [True] * 5)
 
 

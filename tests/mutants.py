@@ -243,6 +243,16 @@ PLANTED = {
         "a mean in rms": ("_mean", "tl.zeros_like(total)", "total / N"),
     },
     "feed_forward": {
+        "torch's GEMM without dropout": (
+            "_activated",
+            "h * dropout.inv_keep, 0.0",
+            "h * dropout.inv_keep, h",
+        ),
+        "torch's GEMM without an activation": (
+            "_activated",
+            "h = _activate(_load(Z + place, ok, case.acc), case.kind)",
+            "h = _load(Z + place, ok, case.acc)",
+        ),
         "gate without dropout": ("_gated", "h * dropout.inv_keep, 0.0", "h * dropout.inv_keep, h"),
         "gate's halves swapped": ("_gated", "_load(Z + both + size.N", "_load(Z + both"),
         "gradient of v dropped twice": ("_gated_backward", "dv = dh * f", "dv = dh * h"),

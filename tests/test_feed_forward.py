@@ -1,5 +1,7 @@
 """feed_forward on both backends, against the written-out formula in float64."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,94 @@ def test_without_biases_on_views(backend, device, against_oracle, activation):
     x["input"] = torch.randn(9, 48, device=device)[:, ::2]  # as rows a view still
     x["b_1"] = torch.randn(140, device=device)[::2]
     against_oracle(functional.feed_forward, x, activation=activation)
+
+
+# ------------------------------------------------------------------------------- ways to compute h
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """taken(way): a context in which h is computed that way; it gives what was launched."""
+    fed = pytest.importorskip("fastformer.kernels.feed_forward")
+    from fastformer.kernels import launch, tuned
+
+    launched = []
+    former = launch.Launch.__call__
+
+    def call(self, *pointers):
+        launched.append(self._kernel.fn.__name__)
+        former(self, *pointers)
+
+    monkeypatch.setattr(launch.Launch, "__call__", call)
+
+    @contextlib.contextmanager
+    def taken(way):
+        way = {"GEMM": fed.GEMM, "GEMM_RELU": fed.GEMM_RELU}.get(way, way)
+        with tuned.forced({"feed_forward first": way}) as asked, use_backend("triton"):
+            yield launched
+        assert way in list(asked[0].options())
+
+    return taken
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_torchs_first_gemm(taken, device, against_oracle, activation, dtype, dropout_p):
+    x = inputs(3, 11, dtype=dtype, device=device)
+    rule = {"activation": activation, "dropout_p": dropout_p, "dropout_seed": 5}
+    with taken("GEMM") as launched:
+        against_oracle(functional.feed_forward, x, **rule)
+    assert launched == ["_activated", "_hidden_backward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_first_gemm_with_relu(taken, device, against_oracle, dtype):
+    x = inputs(3, 11, dtype=dtype, device=device)
+    with taken("GEMM_RELU") as launched:
+        against_oracle(functional.feed_forward, x)
+    assert launched == ["_hidden_backward"]
+
+
+@pytest.mark.parametrize("way", ["GEMM", "GEMM_RELU"])
+def test_other_ways_on_views_and_on_nothing(taken, device, against_oracle, way):
+    x = inputs(2, 5, device=device)
+    x["input"] = torch.randn(5, 2, 48, device=device).transpose(0, 1)[..., ::2]
+    x["w_1"] = torch.randn(24, 70, device=device).t() * 0.2
+    with taken(way):
+        against_oracle(functional.feed_forward, x)
+    with taken(way):
+        assert functional.feed_forward(**inputs(2, 0, device=device)).shape == (2, 0, 20)
+
+
+def test_relu_in_torchs_gemm_is_for_relu_alone():
+    fed = pytest.importorskip("fastformer.kernels.feed_forward")
+    from fastformer.kernels import tuned
+
+    for change, possible in [
+        ({}, True),
+        ({"dropout_p": 0.1}, False),
+        ({"b_1": None}, False),
+        ({"activation": "gelu"}, False),
+    ]:
+        with tuned.forced({}) as asked, use_backend("triton"):
+            functional.feed_forward(**{**inputs(2), **change})
+        options = list(asked[0].options())
+        assert fed.GEMM in options and (fed.GEMM_RELU in options) == possible
+        assert asked[0].shipped == fed.configuration("interpreter", torch.float32)
+
+
+def test_every_way_drops_the_same_elements(taken, device):
+    x = inputs(40, d=16, width=48, device=device)
+    x["w_2"], x["b_2"] = torch.eye(48, device=device), None
+    outputs = []
+    for way in (None, "GEMM"):
+        with taken(way) if way else use_backend("triton"):
+            outputs.append(
+                functional.feed_forward(**x, activation="silu", dropout_p=0.5, dropout_seed=3)
+            )
+    assert torch.equal(*(out == 0 for out in outputs))
+    assert 0.4 < float((outputs[0] == 0).float().mean()) < 0.6
 
 
 def test_everything_dropped(backend, device):
@@ -236,12 +326,14 @@ BUGS = PLANTED["feed_forward"]
 
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_planted_bug_is_caught(device, against_oracle, plant_and_check, bug):
-    from fastformer.kernels import feed_forward
+    from fastformer.kernels import feed_forward, tuned
 
     def check():
         for activation in reference.ACTIVATIONS:
             x = inputs(40, d=257, device=device)
             rule = {"activation": activation, "dropout_p": 0.3, "dropout_seed": 5}
+            against_oracle(functional.feed_forward, x, **rule)
+        with tuned.forced({"feed_forward first": feed_forward.GEMM}):
             against_oracle(functional.feed_forward, x, **rule)
         for op in GATED.values():
             against_oracle(op, gated(40, device=device), dropout_p=0.3, dropout_seed=5)

@@ -262,6 +262,52 @@ def test_measured_tiles_reach_the_launches(file, attention):
     torch.testing.assert_close(out, expected)
 
 
+ROWS = dict(M=40, N=48)
+OTHERS = [
+    cases.case("layer_norm", "float32", ROWS, True, weight=True, bias=True),
+    cases.case("rms_norm", "float32", ROWS, True, weight=True),
+    cases.case("dropout_add_layer_norm", "float32", ROWS, True, weight=True, dropout=True),
+    cases.case(
+        "feed_forward",
+        "float32",
+        dict(M=40, d=24, F=48, out=16),
+        True,
+        activation="gelu",
+        b_1=True,
+        dropout=True,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.op)
+def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch):
+    """And computes the same, to the policy."""
+    from fastformer.kernels import launch, tuned
+
+    from fastformer import tuner
+
+    call, taken = tuner._Call(case, CPU), []
+    former = launch.Launch.__init__
+
+    def remember(self, kernel, grid, arguments, *rest, **named):
+        taken.append(tuple(x.value for x in arguments["tile"]))
+        former(self, kernel, grid, arguments, *rest, **named)
+
+    monkeypatch.setattr(launch.Launch, "__init__", remember)
+    asked = questions(call)
+    assert {question.kernel for question in asked} <= tuning.KINDS
+    for question in asked:
+        options = [o for o in question.options() if not isinstance(o, str)]
+        assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
+        option = next(o for o in options if o[0] != question.shipped[0])
+        tuning.write(file, HERE, {(question.kernel, question.case): entry(tuned.label(option))})
+        backends.measure_again()
+        taken.clear()
+        call()
+        assert option in taken
+        assert call.obstacle() is None
+
+
 def test_a_forced_choice_ends_with_its_context(file, attention):
     from fastformer.kernels import tuned
 
@@ -460,5 +506,6 @@ def test_norms_that_torch_does_not_have(op, options, more):
 def test_the_classes_of_a_kernel_round_sizes_up():
     from fastformer.kernels import tuned
 
-    assert tuned.named(q=1000, D=64, none=0) == "q1024 D64 none1"
+    assert tuned.named(torch.float16, "tf32", q=1000, D=64, none=0) == "float16 q1024 D64 none1"
+    assert tuned.named(torch.float32, "tf32", q=65) == "float32 tf32 q128"
     assert [cases.power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]

@@ -33,7 +33,7 @@ from ..launch import (
     unsupported_dtype,
 )
 from ..registration import register
-from ..tuned import Question, choose, named
+from ..tuned import Question, choose, flags, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -187,17 +187,12 @@ class _Plan:
 
     def case(self) -> str:
         """Name the class of calls that share a measurement."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        if self.dtype == torch.float32:
-            dtype += " " + self.tile.precision
         sizes = dict(D=self.head_block, heads=self.batch * self.heads)
         sizes["kv_heads"] = self.batch * self.groups
         band = dict(zip(("left", "right"), self.arguments["band"]))
         sizes |= dict(queries=self.q_length, keys=self.k_length)
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
-        has = [(name, x) for name, x in self.has._asdict().items() if x and name not in band]
-        options = [name if x is True else f"{name}={x}" for name, x in has]
-        return " ".join([dtype, named(**sizes), *options])
+        return f"{named(self.dtype, self.tile.precision, **sizes)} {flags(self.has, *band)}"
 
     def rows(self, tiles: Tiles) -> int:
         """Count the programs, if each owns BM queries of a head."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,8 @@ def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iter
     """
     if (case.op, case.key) in done:
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     call, chosen = _Call(case, device), {}  # type: ignore[var-annotated]
     computed = False  # by torch's op
 
@@ -194,35 +197,39 @@ def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
 def standard() -> list[Case]:
     """Return the calls that `fastformer tune` measures, those that matter most first."""
     found: list[Case] = []
-
-    def add(op: str, dtype: str, gradient: bool, sizes: dict[str, int], **options: Any) -> None:
-        found.append(cases.case(op, dtype, sizes, gradient, **options))
-
-    attentions: list[dict[str, Any]] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
-    attentions += [dict(mask="keys"), dict(mask="keys", dropout=True)]
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
-        for length in (1024, 4096, 512, 2048, 256, 8192, 16384, 128):
-            for D in (64, 128):
-                sizes = dict(B=max(1, 16384 // length), H=1024 // D, G=1024 // D)
-                sizes |= dict(Sq=length, Sk=length, D=D, Dv=D)
-                for options in attentions:
-                    op = "scaled_dot_product_attention"
-                    add(op, dtype, gradient, sizes, heads_inside=True, **options)
-        for rows in (16384, 4096):
-            for n in (512, 1024, 4096, 2048, 8192):
-                size = dict(M=rows, N=n)
-                add("layer_norm", dtype, gradient, size, weight=True, bias=True)
-                add("rms_norm", dtype, gradient, size, weight=True)
-                for p in (True, False):
-                    affine = dict(weight=True, bias=True, dropout=p)
-                    add("dropout_add_layer_norm", dtype, gradient, size, **affine)
-            for d in (512, 1024, 4096):
-                layers = dict(M=rows, d=d, F=4 * d, out=d)
-                for kind in ("relu", "gelu"):
-                    for p in (True, False):
-                        named = dict(activation=kind, b_1=True, b_2=True, dropout=p)
-                        add("feed_forward", dtype, gradient, layers, **named)
+        in_turn = _attentions(dtype, gradient), _norms(dtype, gradient), _layers(dtype, gradient)
+        found += [x for group in itertools.zip_longest(*in_turn) for x in group if x is not None]
     return found
+
+
+def _attentions(dtype: str, gradient: bool) -> Iterator[Case]:
+    options: list[dict[str, Any]] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
+    options += [dict(mask="keys"), dict(mask="keys", dropout=True)]
+    for length, D in itertools.product((4096, 1024, 2048, 512, 8192, 256, 16384, 128), (64, 128)):
+        sizes = dict(B=max(1, 16384 // length), H=1024 // D, G=1024 // D)
+        sizes |= dict(Sq=length, Sk=length, D=D, Dv=D)
+        for one in options:
+            op = "scaled_dot_product_attention"
+            yield cases.case(op, dtype, sizes, gradient, heads_inside=True, **one)
+
+
+def _norms(dtype: str, gradient: bool) -> Iterator[Case]:
+    for M, N in itertools.product((16384, 4096), (512, 1024, 4096, 2048, 8192)):
+        size = dict(M=M, N=N)
+        for p in (True, False):
+            affine = dict(weight=True, bias=True, dropout=p)
+            yield cases.case("dropout_add_layer_norm", dtype, size, gradient, **affine)
+        yield cases.case("layer_norm", dtype, size, gradient, weight=True, bias=True)
+        yield cases.case("rms_norm", dtype, size, gradient, weight=True)
+
+
+def _layers(dtype: str, gradient: bool) -> Iterator[Case]:
+    for M, d in itertools.product((16384, 4096), (512, 1024, 4096)):
+        sizes = dict(M=M, d=d, F=4 * d, out=d)
+        for kind, p in itertools.product(("relu", "gelu"), (True, False)):
+            options: dict[str, Any] = dict(activation=kind, b_1=True, b_2=True, dropout=p)
+            yield cases.case("feed_forward", dtype, sizes, gradient, **options)
 
 
 # -------------------------------------------------------------------------------------- in public

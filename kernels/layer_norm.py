@@ -92,12 +92,12 @@ def others(tiles: Tiles, backward: bool) -> list[Tiles]:
     """Return what a measurement may choose in place of a row of tiles: other numbers of rows, warps
     and, for the backward, of tiles under way.
     """
-    rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 16384)
+    rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 8192)
     return [
         tiles._replace(rows=n, warps=warps, stages=stages)
         for n in {tiles.rows: None} | dict.fromkeys(rows)
         for warps in (4, 8, 16)
-        for stages in ((1, 2, 3) if backward else (tiles.stages,))
+        for stages in ((1, 3) if backward else (tiles.stages,))
     ]
 
 

@@ -18,6 +18,18 @@ CPU = torch.device("cpu")
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
 
 
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The file that is read; the machine is HERE, and its GPU is the CPU."""
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("FASTFORMER_TUNING", str(path))
+    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    backends.measure_again()
+    yield path
+    monkeypatch.undo()
+    backends.measure_again()
+
+
 def measured(*names, failed=()):
     begun = []
     job = Job(("attention forward", "a"), [CANDIDATES[name] for name in names])
@@ -86,6 +98,73 @@ def test_a_candidate_runs_in_its_context():
     )
     entry = measure(Job(("attention forward", "a"), [candidate]), by_itself, {}, lambda name: None)
     assert entry.us == {"a": 1e6} and not inside
+
+
+class Clock:
+    """What `device_seconds` asks of torch, on a GPU on which everything takes a second."""
+
+    def __init__(self):
+        self.done, self.now = [], 0.0
+        self.cuda, self.int8 = self, torch.int8
+
+    def run(self, what):
+        self.done.append(what)
+        self.now += 1.0
+        return self.now
+
+    def empty(self, size, dtype, device):
+        assert (size, dtype, device) == (measuring.CACHE_BYTES, torch.int8, "cuda")
+        return self
+
+    def zero_(self):
+        self.run("flush")
+
+    def synchronize(self):
+        self.run("wait")
+
+    def _sleep(self, cycles):
+        assert cycles > 0
+        self.run("sleep")
+
+    def Event(self, enable_timing):
+        clock = self
+
+        class Event:
+            def record(self):
+                self.at = clock.run("event")
+
+            def elapsed_time(self, other):
+                return 1000 * (other.at - self.at)
+
+        return Event()
+
+
+def test_the_time_of_a_gpu_is_between_two_events_with_a_cold_cache(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measuring, "torch", clock)
+    assert measuring.device_seconds(lambda: clock.run("call")) == 2.0  # a call, and an event
+    assert clock.done[:4] == ["call", "wait", "call", "wait"] and clock.done[-1] == "wait"
+    rounds = clock.done[4:-1]
+    one = ["flush", "sleep", "event", "call", "event"]
+    assert rounds == one * (len(rounds) // 5)
+    assert measuring.LEAST <= len(rounds) // 5 <= measuring.MOST
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(file, monkeypatch):
+    monkeypatch.undo()  # the machine is this one
+    monkeypatch.setenv("FASTFORMER_TUNING", str(file))
+    device = tuner.gpu()
+    wanted = [
+        case("layer_norm", "bfloat16", dict(M=4096, N=1024), weight=True, bias=True),
+        case(OP, "bfloat16", dict(B=4, H=8, G=8, Sq=512, Sk=512, D=64, Dv=64), causal=True),
+    ]
+    result = tuner.run(wanted, device, file, 8.0, progress=False)
+    assert result.done and all(choice for _, choice, *_ in result.rows), str(result)
+    assert any(name.startswith("torch") for _, _, us, _ in result.rows for name in us)
+    for one in wanted:
+        said = ff.explain(one.op, **one.arguments(device))
+        assert said.reason.startswith("measured: "), said
 
 
 # ------------------------------------------------------------------------------------- the worker
@@ -282,18 +361,6 @@ def test_torchs_own_op_is_none_where_it_computes_something_else(ways, options):
 
 
 # ------------------------------------------------------------------------------------ in a process
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    """The file that is read; the machine is HERE, and its GPU is the CPU."""
-    path = tmp_path / "tuning.json"
-    monkeypatch.setenv("FASTFORMER_TUNING", str(path))
-    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
-    backends.measure_again()
-    yield path
-    monkeypatch.undo()
-    backends.measure_again()
 
 
 def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_row, monkeypatch):

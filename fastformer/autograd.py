@@ -13,6 +13,11 @@ so is every other argument that the backward names. An optional `grad_x` is None
 depends on x. `needs` says, in the order of the returns, which gradients are wanted; an unwanted one
 comes back empty. A forward whose last argument is `needs` takes it as well.
 
+A forward whose last argument is `ahead` is told whether to compute the gradient of its one input,
+for a `grad_x` of 1, as the last output: empty where it does not. `fastformer::<op>_backward_` makes
+that the gradient for another `grad_x`, in place, and the caller gets it: once, where the graph is
+not retained. Tracing never asks for it.
+
 Under create_graph=True the gradient is taken through the reference instead, so that it can be
 differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does not
 take all of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
@@ -42,9 +47,7 @@ class _Pair:
         self.forward = getattr(torch.ops.fastformer, op).default
         self.backward = getattr(torch.ops.fastformer, op + "_backward").default
         self.arguments = [a.name for a in self.forward._schema.arguments]
-        self.takes_needs = self.arguments[-1] == "needs"
-        if self.takes_needs:
-            self.arguments.pop()
+        self.extra = self.arguments.pop() if self.arguments[-1] in ("needs", "ahead") else ""
         outputs = [r.name for r in self.forward._schema.returns]
         wanted = [a.name for a in self.backward._schema.arguments]
         grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
@@ -62,6 +65,9 @@ class _Pair:
         expected = [self.arguments[i] for i in self.from_arguments]
         expected += [outputs[i] for i in self.from_outputs]
         assert sources == expected, f"{op}_backward: inputs in the op's order, then outputs"
+        if self.extra == "ahead":
+            self.in_place = getattr(torch.ops.fastformer, op + "_backward_").default
+            self.from_outputs.append(len(outputs) - 1)
         self.grads = [self.arguments.index(name) for name in grads]
         # The fields of the description of attention, which a schema has one by one.
         described = Attention._fields[0] in self.arguments
@@ -131,6 +137,7 @@ class _Kernel(torch.autograd.Function):
         pair = _pairs[ctx.op]
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if c is None else c[0] for c in ctx.constants]
+        ahead: Any = saved.pop() if pair.extra == "ahead" else None
         needs = [ctx.needs_input_grad[1 + i] for i in pair.grads]
         incoming = [
             torch.zeros(shape, dtype=dtype, device=device) if g is None and not optional else g
@@ -138,12 +145,20 @@ class _Kernel(torch.autograd.Function):
         ]
         if torch.is_grad_enabled():
             results: Sequence[Tensor | None] = _through_reference(pair, saved, incoming, needs)
+        elif ahead is not None and ahead.numel() and not _is_retained():
+            pair.in_place(*incoming, *saved, ahead)
+            results = (ahead,)
         else:
             results = _as_tuple(pair.backward(*incoming, *saved, needs))
-        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + pair.takes_needs)
+        gradients: list[Tensor | None] = [None] * (1 + len(pair.arguments) + bool(pair.extra))
         for i, result, need in zip(pair.grads, results, needs, strict=True):
             gradients[1 + i] = result if need else None
         return tuple(gradients)
+
+
+def _is_retained() -> bool:
+    """Return whether the graph that a backward runs through may be run through again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _through_reference(
@@ -198,8 +213,10 @@ def apply(op: str, arguments: dict[str, Any], forward: str = "") -> Any:
                 values[i] = x.view_as(x)
     grad = torch.is_grad_enabled()
     needs = [grad and isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
-    if pair.takes_needs:
+    if pair.extra == "needs":
         values.append(needs)
+    elif pair.extra == "ahead":
+        values.append(any(needs) and not torch.compiler.is_compiling())
     outputs = _Kernel.apply(name, *values) if any(needs) else _as_tuple(pair.forward(*values))
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)

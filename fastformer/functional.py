@@ -1053,6 +1053,10 @@ def cross_entropy(
     `linear_cross_entropy` computes the logits as well, and never holds them all. Class weights and
     class probabilities as the target are those of torch.nn.functional.cross_entropy alone.
 
+    In eager mode the kernel of a "mean" writes the gradient of the logits with the loss, except in
+    float16, whose losses are scaled. The backward returns that memory, and reads the logits again
+    only if the gradient of the loss is not 1 or the graph is retained.
+
     Args:
         logits: [..., V], float32, float16, bfloat16 or float64, any strides.
         target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
@@ -1111,9 +1115,9 @@ def linear_cross_entropy(
     """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
     It never holds all the logits: torch's own GEMM makes those of a chunk of tokens, and one kernel
-    their losses. For "mean" and "sum", where gradients are wanted, a second kernel writes the
-    gradient of the logits in their place, from which two GEMMs take those of input and weight; the
-    backward then only multiplies. For "none" the backward computes the logits again.
+    their losses. For "mean" and "sum", where gradients are wanted, that kernel writes the gradient
+    of the logits in their place, from which two GEMMs take those of input and weight; the backward
+    then only multiplies. For "none" the backward computes the logits again.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.

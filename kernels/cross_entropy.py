@@ -14,10 +14,18 @@ The target distribution has `on` at t and `off` at every other class but pad; it
 A row whose target is ignore_index has loss 0 and g = 0; mean divides by the others.
 
 Shapes: logits [M, V], target [M] int64, loss [M], lse [M, 2]; input [M, N], w [V, N], b [V]. Any
-dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64). The linear form
-holds CHUNK rows of logits at a time and never all of them; for mean and sum it takes the gradients
-in the forward (three GEMMs, torch's own), for none it saves lse and computes the logits again.
-FLOPs: 2 M N V each GEMM; least bytes beside them: each logit read twice and written once.
+dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64).
+
+One program owns a row, and reads it 16 bytes at a time, wherever among them it starts. Where a
+gradient is wanted it reads the row once more, from the cache, and writes dx. On given logits it
+does that for a mean, with the g of its rows if the gradient of the mean is 1; the backward computes
+dx anew from the saved logits if it is not, or if it may be asked for again.
+
+The linear form holds CHUNK rows of logits at a time and never all of them; for mean and sum it
+takes the gradients in the forward (three GEMMs, torch's own), for none it saves lse and computes
+the logits again.
+FLOPs: 2 M N V each GEMM; least bytes beside them: each logit read once and its gradient written
+once.
 Deterministic: each gradient has one owner, and the chunks are summed in order.
 Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7, for the smoothing.
 """
@@ -38,6 +46,7 @@ from .launch import (
     accumulator,
     alignment,
     architecture,
+    constants,
     layouts,
     next_power_of_2,
     on_device,
@@ -76,54 +85,6 @@ class Labels(NamedTuple):
     off: Any
 
 
-@triton.jit
-def _loss(
-    X,  # [M, V]
-    T,  # [M]
-    LOSS,  # out [M]
-    LSE,  # out [M, 2]
-    stride,
-    labels,
-    constant,
-    classes,
-    BLOCK: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """One program owns a row: it computes the log-sum-exp online, and the loss. `classes` counts
-    those that smoothing gives a part to.
-    """
-    i = tl.program_id(0).to(tl.int64)
-    t = tl.load(T + i)
-    base = X + i * stride
-    kept = t != labels.ignore_index
-    known = kept & (t >= 0) & (t < labels.V)  # a bad target never reads out of bounds
-    x_t = tl.load(base + t, mask=known, other=0.0).to(ACC)
-    origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # an offset of all logits leaves the sum
-    c = tl.arange(0, BLOCK)
-    m = tl.full([BLOCK], float("-inf"), ACC)
-    l = tl.zeros([BLOCK], ACC)
-    total = tl.zeros([BLOCK], ACC)
-    for o in tl.range(0, labels.V, BLOCK):
-        inside = o + c < labels.V
-        x = tl.load(base + o + c, mask=inside, other=float("-inf")).to(ACC)
-        m_new = tl.maximum(m, x)
-        seen = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.math.exp2((m - seen) * LOG2E) + tl.math.exp2((x - seen) * LOG2E)
-        m = m_new
-        if SMOOTH:
-            total += tl.where(inside & (o + c != labels.pad), x - origin, 0.0)
-    top = tl.max(m, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
-    loss = constant + log_sum - (labels.on - labels.off) * (x_t - shift)
-    if SMOOTH:
-        loss -= labels.off * (tl.sum(total, 0) + classes * (origin - shift))
-    tl.store(LOSS + i, tl.where(kept, loss, 0.0))
-    tl.store(LSE + 2 * i, shift)
-    tl.store(LSE + 2 * i + 1, log_sum)
-
-
 class Strides(NamedTuple):
     """The row strides of the logits, of the losses' gradients and of the logits' gradients."""
 
@@ -132,27 +93,232 @@ class Strides(NamedTuple):
     dx: Any
 
 
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    columns: Any  # classes at a time
+    group: Any  # classes that stand in 16 bytes
+    smooth: Any
+    pad: Any  # whether smoothing leaves out a class
+    mean: Any
+    ahead: Any  # the forward writes the gradients for a g of 1
+    together: Any  # a class stands as far from 16 aligned bytes in the logits as in their gradients
+    acc: Any
+
+
+class Row(NamedTuple):
+    """A row in groups of classes, each in 16 aligned bytes if the logits are aligned.
+
+    x points to the first whole group, whose first class is `head`; `groups` are whole. What is left
+    at both ends makes two more, at the end. The groups below `full` fill blocks.
+    """
+
+    x: Any
+    head: Any
+    groups: Any
+    full: Any
+    end: Any
+
+
+class Target(NamedTuple):
+    """Of a row: its target, -1 for none; the softmax is part * exp(x - shift); the gradient of the
+    loss.
+    """
+
+    t: Any
+    shift: Any
+    part: Any
+    g: Any
+
+
+@triton.jit
+def _aligned(offset, case: tl.constexpr):
+    """Return the first multiple of a group's size from an offset on."""
+    return (offset + case.group - 1) // case.group * case.group
+
+
+@triton.jit
+def _row(X, offset, V, case: tl.constexpr):
+    """Return the row of V classes that starts at an offset."""
+    block: tl.constexpr = case.columns // case.group
+    start = _aligned(offset, case)
+    head = (start - offset).to(tl.int32)
+    groups = tl.maximum(V - head, 0) // case.group
+    whole = (head == 0) & (groups * case.group == V)
+    end = tl.where(whole, groups, groups + 2)
+    return Row(X + start, head, groups, groups // block * block, end)
+
+
+@triton.jit
+def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
+    """Return how far from row.x the block of groups from number o on stands, as [groups, 1]."""
+    j = o + tl.arange(0, case.columns // case.group)
+    offsets = j * case.group
+    if EDGE:  # the group behind the one that the row ends in: what is before the first
+        offsets = tl.where(j == row.groups + 1, -case.group, offsets)
+    return offsets[:, None]
+
+
+@triton.jit
+def _classes(row, offsets, k, V):
+    """Return which of the row's classes there are, as [groups, group]."""
+    classes = row.head + offsets + k
+    return (classes >= 0) & (classes < V)
+
+
+@triton.jit
+def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
+    """Add a block of a row to the running sums, [groups] each: the maximum m, the exponentials less
+    m, and the logits less the origin, which smoothing takes.
+    """
+    m, l, total = sums
+    offsets = _offsets(row, o, EDGE, case)
+    k = tl.arange(0, case.group)[None, :]
+    if EDGE:
+        ok = _classes(row, offsets, k, labels.V)
+        x = tl.load(row.x + (offsets + k), mask=ok, other=float("-inf")).to(case.acc)
+    else:
+        x = tl.load(row.x + (offsets + k)).to(case.acc)
+    m_new = tl.maximum(m, tl.max(x, 1))
+    seen = tl.where(m_new == float("-inf"), 0.0, m_new)
+    l = l * tl.math.exp2((m - seen) * LOG2E)
+    l += tl.sum(tl.math.exp2((x - seen[:, None]) * LOG2E), 1)
+    if case.smooth:
+        part = x - origin
+        if EDGE:
+            part = tl.where(ok, part, 0.0)
+        if case.pad:
+            part = tl.where(k == labels.pad - row.head - offsets, 0.0, part)
+        total += tl.sum(part, 1)
+    return m_new, l, total
+
+
+@triton.jit
+def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.constexpr):
+    """Store the gradients of a block of a row; dx points to that of row.head."""
+    offsets = _offsets(row, o, EDGE, case)
+    k = tl.arange(0, case.group)[None, :]
+    if EDGE:
+        ok = _classes(row, offsets, k, labels.V)
+        x = tl.load(row.x + (offsets + k), mask=ok, other=0.0).to(case.acc)
+    else:
+        x = tl.load(row.x + (offsets + k)).to(case.acc)
+    y = tl.math.exp2((x - target.shift) * LOG2E) * target.part
+    first = row.head + offsets  # classes
+    if case.pad:
+        y -= tl.where(k == labels.pad - first, 0.0, labels.off)
+    elif case.smooth:
+        y -= labels.off
+    y -= tl.where(k == target.t - first, labels.on - labels.off, 0.0)
+    y = (y * target.g).to(dx.dtype.element_ty)
+    if EDGE:
+        tl.store(dx + (offsets + k), y, mask=ok)
+    else:
+        tl.store(dx + (offsets + k), y)
+
+
+@triton.jit
+def _store_row(row, DX, offset, target, labels, case: tl.constexpr):
+    """Store the gradients of a row, which start at an offset of DX."""
+    block: tl.constexpr = case.columns // case.group
+    dx = DX + _aligned(offset, case) if case.together else DX + (offset + row.head)
+    for o in tl.range(0, row.full, block):
+        _store_block(row, dx, o, target, labels, False, case)
+    for o in tl.range(row.full, row.end, block):
+        _store_block(row, dx, o, target, labels, True, case)
+
+
+@triton.jit
+def _known(t, labels):
+    """Return whether the target is a class; a bad one never reads out of bounds."""
+    return (t != labels.ignore_index) & (t >= 0) & (t < labels.V)
+
+
+@triton.jit
+def _target(t, shift, log_sum, g, labels):
+    """Return what the gradients of a row take, from g of a loss that is not ignored."""
+    known = tl.where(_known(t, labels), t, -1).to(tl.int32)
+    g = tl.where(t != labels.ignore_index, g, 0.0)
+    return Target(known, shift, tl.math.exp2(-log_sum * LOG2E), g)
+
+
+@triton.jit
+def _part_of_mean(COUNT, case: tl.constexpr):
+    """Return the weight that a row's loss has in the whole, if it is not ignored."""
+    if case.mean:
+        return 1.0 / tl.load(COUNT)
+    else:
+        return 1.0
+
+
+@triton.jit
+def _loss(
+    X,  # [M, V]
+    T,  # [M]
+    LOSS,  # out [M]
+    LSE,  # out [M, 2]
+    COUNT,  # [1], of the targets that are not ignored, for the mean
+    DX,  # out [M, V]; may be X
+    strides,
+    labels,
+    constant,
+    classes,
+    case: tl.constexpr,
+):
+    """One program owns a row: it computes the log-sum-exp online, and the loss; where `ahead` says
+    so, it walks the row again, through the cache, for its gradients. `classes` counts those that
+    smoothing gives a part to.
+    """
+    block: tl.constexpr = case.columns // case.group
+    i = tl.program_id(0).to(tl.int64)
+    t = tl.load(T + i)
+    x_t = tl.load(X + i * strides.x + t, mask=_known(t, labels), other=0.0).to(case.acc)
+    origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # an offset of all logits leaves the sum
+    row = _row(X, i * strides.x, labels.V, case)
+    m = tl.full([block], float("-inf"), case.acc)
+    l = tl.zeros([block], case.acc)
+    total = tl.zeros([block], case.acc)
+    for o in tl.range(0, row.full, block):
+        m, l, total = _add((m, l, total), row, o, labels, origin, False, case)
+    for o in tl.range(row.full, row.end, block):
+        m, l, total = _add((m, l, total), row, o, labels, origin, True, case)
+    top = tl.max(m, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
+    loss = constant + log_sum - (labels.on - labels.off) * (x_t - shift)
+    if case.smooth:
+        loss -= labels.off * (tl.sum(total, 0) + classes * (origin - shift))
+    tl.store(LOSS + i, tl.where(t != labels.ignore_index, loss, 0.0))
+    tl.store(LSE + 2 * i, shift)
+    tl.store(LSE + 2 * i + 1, log_sum)
+    if case.ahead:
+        target = _target(t, shift, log_sum, _part_of_mean(COUNT, case), labels)
+        _store_row(row, DX, i * strides.dx, target, labels, case)
+
+
 @triton.jit
 def _gradient(
-    X, T, LSE, G, DX, strides, labels, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, ACC: tl.constexpr
+    X,  # [M, V]
+    T,  # [M]
+    LSE,  # [M, 2]
+    G,  # [M], or one number for all rows
+    COUNT,  # [1], of the targets that are not ignored, for the mean
+    DX,  # out [M, V]; may be X
+    strides,
+    labels,
+    case: tl.constexpr,
 ):
-    """One program owns BLOCK classes of a row; DX may be X.
-
-    Reads the logits X [M, V], the targets T [M], LSE [M, 2] and G, [M] or one number for all rows;
-    writes DX [M, V].
-    """
+    """One program owns a row. Where `ahead` says so, DX holds the gradients for a g of 1."""
     i = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    t = tl.load(T + i)
-    g = tl.where(t != labels.ignore_index, tl.load(G + i * strides.g).to(ACC), 0.0)
-    shift = tl.load(LSE + 2 * i)
-    log_sum = tl.load(LSE + 2 * i + 1)
-    x = tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0).to(ACC)
-    dx = tl.math.exp2((x - shift - log_sum) * LOG2E)
-    dx -= tl.where(c == t, labels.on - labels.off, 0.0)
-    if SMOOTH:
-        dx -= tl.where(c != labels.pad, labels.off, 0.0)
-    tl.store(DX + i * strides.dx + c, (dx * g).to(DX.dtype.element_ty), mask=c < labels.V)
+    g = tl.load(G + i * strides.g).to(case.acc)
+    if case.ahead:
+        if g == 1.0:
+            return
+    g = g * _part_of_mean(COUNT, case)
+    shift, log_sum = tl.load(LSE + 2 * i), tl.load(LSE + 2 * i + 1)
+    target = _target(tl.load(T + i), shift, log_sum, g, labels)
+    row = _row(X, i * strides.x, labels.V, case)
+    _store_row(row, DX, i * strides.dx, target, labels, case)
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -181,57 +347,88 @@ class Smoothing(NamedTuple):
         _, _, _, on, off = self.labels()
         return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
-    def launch(self, kernel: Any, x: Tensor, **more: Any) -> Launch:
-        """Make the launch of a kernel for the rows of logits x [M, V]."""
+    def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
+        """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
         block, warps = configuration(self.v, architecture(x.device))
-        labels = self.labels()
-        arguments = dict(
+        labels, group = self.labels(), 16 // x.element_size()
+        strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
+        arguments: dict[str, Any] = dict(
+            strides=strides,
             labels=labels,
-            BLOCK=block,
-            SMOOTH=labels.off > 0,
-            ACC=triton_dtype(accumulator(x)),
-            **more,
+            case=constants(
+                Case(
+                    columns=block,
+                    group=group,
+                    smooth=labels.off > 0,
+                    pad=labels.off > 0 and labels.pad >= 0,
+                    together=(strides.x - strides.dx) % group == 0,
+                    acc=triton_dtype(accumulator(x)),
+                    **case,
+                )
+            ),
         )
-        grid = (len(x),) if kernel is _loss else (len(x), triton.cdiv(self.v, block))
-        return Launch(kernel, grid, arguments, warps)
+        if kernel is _loss:
+            classes = float(self.v - (labels.pad >= 0))
+            arguments |= dict(constant=self.constant(), classes=classes)
+        return Launch(kernel, (len(x),), arguments, warps)
 
-    def loss(self, x: Tensor, target: Tensor, loss: Tensor, lse: Tensor) -> None:
-        """Fill loss [M] and lse [M, 2] of the rows of logits x [M, V]."""
-        key = "loss", self, x.device, layouts(x, target), alignment(loss), alignment(lse)
+    def loss(
+        self,
+        x: Tensor,
+        target: Tensor,
+        loss: Tensor,
+        lse: Tensor,
+        count: Tensor | None = None,
+        dx: Tensor | None = None,
+    ) -> None:
+        """Fill loss [M] and lse [M, 2] of the rows of logits x [M, V], and dx [M, V], if given,
+        with the gradients of the sum of the losses, or of their mean if there is a count. It may be
+        x.
+        """
+        given = layouts(x, target, dx)
+        key = "loss", self, x.device, given, *map(alignment, (loss, lse, count))
         launch = plans.get(key)
         if launch is None:
-            classes = float(self.v - (self.labels().pad >= 0))
-            more = dict(stride=x.stride(0), constant=self.constant(), classes=classes)
-            launch = remembered(key, self.launch(_loss, x, **more))
-        launch(x, target, loss, lse)
+            case = dict(mean=count is not None, ahead=dx is not None)
+            launch = remembered(key, self.launch(_loss, x, dx, 0, **case))
+        launch(x, target, loss, lse, lse if count is None else count, x if dx is None else dx)
 
-    def gradient(self, x: Tensor, target: Tensor, lse: Tensor, g: Tensor, dx: Tensor) -> None:
-        """Fill dx [M, V], which may be x. g is [M], or one number for all rows."""
-        key = "gradient", self, x.device, layouts(x, target, g, dx), alignment(lse)
+    def gradient(
+        self,
+        x: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        g: Tensor,
+        dx: Tensor,
+        count: Tensor | None = None,
+        ahead: bool = False,
+    ) -> None:
+        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows; if there is a
+        count, g is that of the mean. ahead: dx holds what it is for a g of 1.
+        """
+        given = layouts(x, target, g, dx)
+        key = "gradient", self, x.device, given, ahead, *map(alignment, (lse, count))
         launch = plans.get(key)
         if launch is None:
-            strides = Strides(x.stride(0), g.stride(0) if g.numel() > 1 else 0, dx.stride(0))
-            launch = remembered(key, self.launch(_gradient, x, strides=strides))
-        launch(x, target, lse, g, dx)
+            stride = g.stride(0) if g.numel() > 1 else 0
+            case = dict(mean=count is not None, ahead=ahead)
+            launch = remembered(key, self.launch(_gradient, x, dx, stride, **case))
+        launch(x, target, lse, g, lse if count is None else count, dx)
 
 
-def _count(target: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    return (target != ignore_index).sum().to(dtype)
-
-
-def _share(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the weight [1] of a row's loss in the whole, finite if every target is ignored."""
+def _count(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
+    """Return how many losses the mean is of; for other reductions nothing."""
     if reduction == "mean":
-        return _count(target, ignore_index, dtype).clamp_min_(1).reciprocal_().view(1)
-    return torch.ones(1, dtype=dtype, device=target.device)
+        return (target != ignore_index).sum().to(dtype)
+    return torch.empty(0, dtype=dtype, device=target.device)
 
 
-def _reduced(loss: Tensor, target: Tensor, ignore_index: int, shape: Any, reduction: str) -> Tensor:
+def _reduced(loss: Tensor, count: Tensor, shape: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
     # 0 / 0 where every target is ignored: nan, as in torch
-    return total if reduction == "sum" else total / _count(target, ignore_index, loss.dtype)
+    return total if reduction == "sum" else total / count
 
 
 def supports(*tensors: Tensor, **named: Any) -> str | None:
@@ -244,50 +441,93 @@ def supports(*tensors: Tensor, **named: Any) -> str | None:
 _OPTIONS = "str reduction, int ignore_index, float label_smoothing, str smoothing"
 
 
-def _fake(logits, target, reduction, *_):
+def _may_write_ahead(logits: Tensor, reduction: str) -> bool:
+    """Return whether a g of 1 is likely: the gradient of what is trained on is that of a mean, but
+    that of float16 is scaled, and that of a sum divided.
+    """
+    return reduction == "mean" and logits.dtype != torch.float16
+
+
+def _fake(logits, target, reduction, *rest):
     dtype = accumulator(logits)
     shape = target.shape if reduction == "none" else ()
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(target.numel(), 2, dtype=dtype)
+    ahead = rest[-1] and _may_write_ahead(logits, reduction)
+    return (
+        logits.new_empty(shape, dtype=dtype),
+        logits.new_empty(target.numel(), 2, dtype=dtype),
+        logits.new_empty(() if reduction == "mean" else 0, dtype=dtype),
+        logits.new_empty(logits.shape if ahead else 0),
+    )
 
 
 @register(
-    f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}) -> (Tensor loss, Tensor lse)", _fake
+    f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, bool ahead) "
+    "-> (Tensor loss, Tensor lse, Tensor count, Tensor gradient)",
+    _fake,
 )
-def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing):
-    """Launch the forward: (loss, lse [M, 2])."""
+def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing, ahead):
+    """Launch the forward: (loss, lse [M, 2], count, gradient). With `ahead` the gradient of the
+    logits, for a grad_loss of 1, is written by the same launch where that is likely to serve.
+    """
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
     rows = logits.new_empty(len(x), dtype=accumulator(logits))
     lse = rows.new_empty(len(x), 2)
+    count = _count(flat, ignore_index, reduction, rows.dtype)
+    ahead = ahead and _may_write_ahead(logits, reduction)
+    gradient = logits.new_empty(logits.shape if ahead else 0)
     with on_device(logits):
-        Smoothing(v, ignore_index, label_smoothing, smoothing).loss(x, flat, rows, lse)
-    return _reduced(rows, flat, ignore_index, target.shape, reduction), lse
+        Smoothing(v, ignore_index, label_smoothing, smoothing).loss(
+            x, flat, rows, lse, *((count, gradient.view(-1, v)) if ahead else ())
+        )
+    return _reduced(rows, count, target.shape, reduction), lse, count, gradient
 
 
 def _fake_backward(grad_loss, logits, *_):
     return logits.new_empty(logits.shape)
 
 
+_BACKWARD = f"Tensor grad_loss, Tensor logits, Tensor target, {_OPTIONS}, Tensor lse, Tensor count"
+
+
 @register(
-    f"cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, {_OPTIONS}, "
-    "Tensor lse, bool[] needs) -> (Tensor grad_logits)",
-    _fake_backward,
+    f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)", _fake_backward
 )
-def backward(
-    grad_loss, logits, target, reduction, ignore_index, label_smoothing, smoothing, lse, needs
-):
+def backward(grad_loss, logits, *rest):
     """Launch the backward, one pass over the logits."""
+    dx = logits.new_empty(logits.shape)
+    _run_backward(grad_loss, logits, *rest[:-1], dx, False)
+    return dx
+
+
+@register(f"cross_entropy_backward_({_BACKWARD}, Tensor(a!) gradient) -> ()", lambda *_: None)
+def backward_in_place(*arguments):
+    """Launch a pass that makes the gradient for a grad_loss of 1 that for another, from the logits.
+    It ends at once if grad_loss is 1: the device looks, no one waits.
+    """
+    _run_backward(*arguments, True)
+
+
+def _run_backward(
+    grad_loss,
+    logits,
+    target,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    smoothing,
+    lse,
+    count,
+    dx,
+    ahead,
+):
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
-    dx = logits.new_empty(logits.shape)
     g = grad_loss.reshape(-1).to(lse.dtype)
-    if reduction != "none":
-        g = g * _share(flat, ignore_index, reduction, lse.dtype)
     with on_device(logits):
         Smoothing(v, ignore_index, label_smoothing, smoothing).gradient(
-            x, flat, lse, g, dx.view(-1, v)
+            x, flat, lse, g, dx.view(-1, v), count if reduction == "mean" else None, ahead
         )
-    return dx
 
 
 # ---------------------------------------------------------------------------- of a linear layer
@@ -376,16 +616,17 @@ def linear_forward(
     lse = rows.new_empty(len(x), 2)
     wanted = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
-    one = rows.new_ones(1)  # a row's share of the mean would underflow in float16
+    count = _count(flat, ignore_index, reduction, rows.dtype)
     with on_device(input):
         for first in range(0, len(x), CHUNK):
             part = slice(first, first + CHUNK)
             logits = _logits(x[part], linear_weight, linear_bias)
-            labels.loss(logits, flat[part], rows[part], lse[part])
+            # of the sum: a row's share of the mean would underflow in float16
+            dx = logits if any(wanted) else None
+            labels.loss(logits, flat[part], rows[part], lse[part], None, dx)
             if any(wanted):
-                labels.gradient(logits, flat[part], lse[part], one, logits)
                 _accumulate(logits, x[part], linear_weight, sums, wanted, part)
-    return _reduced(rows, flat, ignore_index, target.shape, reduction), lse, *sums
+    return _reduced(rows, count, target.shape, reduction), lse, *sums
 
 
 def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, *rest):
@@ -420,7 +661,9 @@ def linear_backward(
     """
     sums = [sum_input, sum_weight, sum_bias]
     if reduction != "none":
-        factor = grad_loss.to(lse.dtype) * _share(target, ignore_index, reduction, lse.dtype)
+        factor = grad_loss.to(lse.dtype)
+        if reduction == "mean":  # finite where every target is ignored
+            factor = factor / _count(target, ignore_index, reduction, lse.dtype).clamp_min_(1)
         sums = [x.to(lse.dtype) * factor if need else x for x, need in zip(sums, needs)]
     else:
         v, n = linear_weight.shape

@@ -117,8 +117,11 @@ _rows("rms_norm", "sm_90", "bf16", (512, 16384))
 _rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
 _rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
 _rows("embed", "sm_90", "bf16", (512, 4096))
-_rows("cross_entropy", "sm_90", "bf16", (512, 32768), "v")
+_rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
 _rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
+for _v in (32768, 50257):
+    _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
+    CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
 _feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
 _feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
 _rows("geglu", "sm_90", "bf16", (4096,))

@@ -297,8 +297,13 @@ def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
     v, dtype = case["v"], DTYPES[case["dtype"]]
     logits, target = empty(4096, v, dtype=dtype), empty(4096, dtype=torch.int64)
     options = ("mean", 0, 0.1, "kl")
-    loss, lse = cross_entropy.forward(logits, target, *options)
-    cross_entropy.backward(loss, logits, target, *options, lse, [True])
+    ahead = case.get("ahead", False)
+    loss, lse, count, gradient = cross_entropy.forward(logits, target, *options, ahead)
+    saved = loss, logits, target, *options, lse, count
+    if ahead:
+        cross_entropy.backward_in_place(*saved, gradient)
+    else:
+        cross_entropy.backward(*saved, [True])
 
 
 def call_embed(case: dict[str, Any], recorder: Recorder) -> None:

@@ -299,27 +299,44 @@ PLANTED = {
         "token of another row": ("_forward", "tl.load(T + i,", "tl.load(T + i // 2,"),
     },
     "cross_entropy": {
-        "no rescaling": ("_loss", "l = l * tl.math.exp2((m - seen) * LOG2E) +", "l = l +"),
-        "target of another row": ("_loss", "x_t = tl.load(base + t", "x_t = tl.load(X + t"),
-        "padding column counts": ("_loss", "inside & (o + c != labels.pad)", "inside"),
+        "no rescaling": ("_add", "l = l * tl.math.exp2((m - seen) * LOG2E)", "l = l * 1.0"),
+        "target of another row": ("_loss", "X + i * strides.x + t,", "X + t,"),
+        "padding column counts": (
+            "_add",
+            "tl.where(k == labels.pad - row.head - offsets, 0.0, part)",
+            "part",
+        ),
         "constant forgotten": ("_loss", "loss = constant + log_sum", "loss = log_sum"),
         "smoothing at the target": ("_loss", "(labels.on - labels.off) * (x_t", "labels.on * (x_t"),
-        "ignored rows count": ("_loss", "tl.where(kept, loss, 0.0)", "loss"),
+        "ignored rows count": (
+            "_loss",
+            "tl.where(t != labels.ignore_index, loss, 0.0)",
+            "loss",
+        ),
         "lse in base 2": ("_loss", "tl.math.log(tl.sum", "tl.math.log2(tl.sum"),
         "gradient of ignored rows": (
-            "_gradient",
-            "tl.where(t != labels.ignore_index, tl.load(G + i * strides.g).to(ACC), 0.0)",
-            "tl.load(G + i * strides.g).to(ACC)",
+            "_target",
+            "tl.where(t != labels.ignore_index, g, 0.0)",
+            "g",
         ),
-        "gradient not scaled": ("_gradient", "dx * g", "dx"),
+        "gradient not scaled": ("_store_block", "y * target.g", "y"),
         "gradient of one row's g": ("_gradient", "G + i * strides.g", "G"),
         "gradient of the padding column": (
-            "_gradient",
-            "tl.where(c != labels.pad, labels.off, 0.0)",
+            "_store_block",
+            "tl.where(k == labels.pad - first, 0.0, labels.off)",
             "labels.off",
         ),
-        "gradient at the target": ("_gradient", "labels.on - labels.off, 0.0", "labels.on, 0.0"),
-        "classes past the first block": ("_gradient", "tl.program_id(1) * BLOCK", "0"),
+        "gradient at the target": (
+            "_store_block",
+            "labels.on - labels.off, 0.0",
+            "labels.on, 0.0",
+        ),
+        "gradients of the first block": (
+            "_store_row",
+            "tl.range(0, row.full, block)",
+            "tl.range(block, row.full, block)",
+        ),
+        "what is before the first group": ("_offsets", "-case.group,", "case.group,"),
     },
 }
 
@@ -781,8 +798,14 @@ MORE = {
         "strided positions": ("forward", "unit_stride(positional)", "positional"),
     },
     "cross_entropy": {
-        "logits not shifted": ("_loss", "x - origin, 0.0", "x, 0.0"),
-        "share of no row": ("_share", ".clamp_min_(1)", ""),
+        "logits not shifted": ("_add", "part = x - origin", "part = x"),
+        "share of no row": ("linear_backward", ".clamp_min_(1)", ""),
+        "a block for what is before the first group": (
+            "_row",
+            "groups, groups + 2)",
+            "groups, groups + 1)",
+        ),
+        "share of every row": ("_part_of_mean", "1.0 / tl.load(COUNT)", "1.0"),
         "int32 rows": ("_loss", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
         "int32 rows of the gradient": (
             "_gradient",
@@ -794,8 +817,8 @@ MORE = {
             "tl.store(LSE + 2 * i + 1, log_sum)",
             "tl.store(LSE + 2 * i + 1, shift)",
         ),
-        "a block at -inf": ("_loss", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new"),
-        "a target past the classes": ("_loss", "kept & (t >= 0) & (t < labels.V)", "kept"),
+        "a block at -inf": ("_add", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new"),
+        "a target past the classes": ("_known", " & (t >= 0) & (t < labels.V)", ""),
         "mean over the ignored": (
             "_count",
             "(target != ignore_index).sum()",
@@ -828,20 +851,27 @@ MORE = {
             "lse[part], g[part], logits",
             "lse, g[part], logits",
         ),
-        "share taken in the input's dtype": (
+        "share taken twice": (
             "linear_forward",
-            "lse[part], one, logits",
-            "lse[part], _share(flat, ignore_index, reduction, input.dtype), logits",
+            "lse[part], None, dx)",
+            "lse[part], count if reduction == 'mean' else None, dx)",
         ),
+        "a gradient of 1 for another": ("_gradient", "g == 1.0", "g != 0.0"),
+        "a gradient ahead of a sum": ("_may_write_ahead", 'reduction == "mean" and ', ""),
         "one g for all rows": (
             "Smoothing.gradient",
             "g.stride(0) if g.numel() > 1 else 0",
             "g.stride(0)",
         ),
         "stride of the logits for their gradient": (
-            "Smoothing.gradient",
-            "dx.stride(0))",
-            "x.stride(0))",
+            "Smoothing.launch",
+            "0 if dx is None else dx.stride(0)",
+            "x.stride(0)",
+        ),
+        "gradients that stand as the logits do": (
+            "Smoothing.launch",
+            "(strides.x - strides.dx) % group == 0",
+            "True",
         ),
         "entropy without its zeros": ("Smoothing.constant", " if p > 0", ""),
         "smoothing over all classes": (
@@ -849,12 +879,7 @@ MORE = {
             "self.amount / (self.v - 2)",
             "self.amount / self.v",
         ),
-        "classes a block short": (
-            "Smoothing.launch",
-            "triton.cdiv(self.v, block)",
-            "max(1, self.v // block)",
-        ),
-        "classes of kl": ("Smoothing.loss", "self.v - (self.labels().pad >= 0)", "self.v"),
+        "classes of kl": ("Smoothing.launch", "self.v - (labels.pad >= 0)", "self.v"),
     },
     "common": {
         "rounds of Philox": (

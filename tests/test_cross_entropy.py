@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mutants import PLANTED
+from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import functional, reference, use_backend
@@ -169,7 +170,8 @@ def test_a_target_past_the_classes(device):
     x = torch.full((3, 7), float("nan"), device=device)[1:2].normal_()
     for bad in (-1, 7):
         target = torch.tensor([bad], device=device)
-        assert kernels.forward(x, target, "none", -100, 0.0, "uniform")[0].isfinite().all()
+        options = target, "none", -100, 0.0, "uniform"
+        assert kernels.forward(x, *options, False)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -388,7 +390,7 @@ def test_the_logits_are_never_there(device, monkeypatch):
 
 
 def test_kernels_that_are_launched(device, monkeypatch, work):
-    """Of a chunk one for its loss, and one more for a gradient that somebody wants."""
+    """Of a chunk one, for its loss and for a gradient that somebody wants."""
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
     monkeypatch.setattr(kernels, "CHUNK", 20)
     x = linear(50, 8, 40, device=device)
@@ -401,7 +403,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work):
     with use_backend("triton"):
         assert work(forward).launches == 3
         x["linear_bias"].requires_grad_()
-        assert work(forward).launches == 6
+        assert work(forward).launches == 3
         assert work(losses[1].backward).launches == 0
 
 
@@ -416,6 +418,142 @@ def test_same_bits_every_time(backend, device):
     first = run()
     for _ in range(49):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("v", [1, 3, 8, 37, 64, 65])
+def test_rows_that_start_anywhere(device, against_oracle, in_bounds, monkeypatch, v, dtype):
+    """At every place among 16 aligned bytes: rows are read in whole groups of them, and the rest of
+    a row, at both ends, class by class. What stands between the rows is NaN.
+    """
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
+    for place, step in ((0, v), (0, v + 1), (1, v + 3), (5, 8 * v), (8, v + 4)):
+        flat = torch.full((place + 7 * step + v,), float("nan"), device=device).to(dtype)
+        x = flat.as_strided((7, v), (step, 1), place).copy_(logits(7, v, device=device)["logits"])
+        target = targets(7, classes=v, device=device)
+        options = {"label_smoothing": 0.1, "reduction": "sum" if place else "mean"}
+        if v > 2:
+            options |= {"smoothing": "kl", "ignore_index": v // 2}
+        with use_backend("triton"):
+            against_oracle(functional.cross_entropy, {"logits": x}, target=target, **options)
+
+
+# --------------------------------------------------------------- gradients that the forward writes
+
+
+def written_ahead(loss):
+    """What the forward has written, the last of what it saves; empty where there is none."""
+    node = loss.grad_fn
+    node = node if hasattr(node, "saved_tensors") else node.next_functions[0][0]  # a cast
+    return node.saved_tensors[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", ["uniform", "kl"])
+def test_a_gradient_of_one_is_written_ahead(device, work, dtype, smoothing):
+    """One launch computes it with the loss; the backward returns that memory, and its launch reads
+    no logits. It has the bits of a gradient that the backward computes.
+    """
+    x = logits(9, 37, dtype=dtype, device=device)["logits"].requires_grad_()
+    target = targets(9, classes=37, device=device, ignored=(2,))
+    options = {"ignore_index": 2, "label_smoothing": 0.1, "smoothing": smoothing}
+    losses, grads = [], []
+
+    def forward():
+        losses.append(functional.cross_entropy(x, target, **options))
+
+    def backward():
+        grads.append(torch.autograd.grad(losses[-1], x, retain_graph=retain)[0])
+
+    retain = False
+    with use_backend("triton"):
+        assert work(forward).launches == 1
+        place = written_ahead(losses[0]).data_ptr()
+        found = work(backward)
+        assert (found.launches, found.programs) == (1, 9) and found.unmasked == 9  # of grad_loss
+        assert grads[0].data_ptr() == place
+        retain = True
+        forward()
+        backward()  # computes it anew
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, -3.0, 0.0, float("nan")])
+def test_a_retained_graph_gives_every_gradient(device, against_oracle, scale):
+    """Though the caller changes those that it got in place, and the last one is that memory."""
+    x = logits(5, 37, device=device)["logits"].requires_grad_()
+    target = targets(5, classes=37, device=device)
+    (want,) = torch.autograd.grad(F.cross_entropy(x.double(), target), x)
+    with use_backend("triton"):
+        loss = ff.cross_entropy(x, target)
+        for factor, retain in ((1.0, True), (scale, True), (1.0, True), (scale, False)):
+            g = torch.tensor(factor, device=device)
+            (have,) = torch.autograd.grad(loss, x, g, retain_graph=retain)
+            torch.testing.assert_close(have, want * factor, equal_nan=True)
+            have.fill_(7.0)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(loss, x)
+        twice = ff.cross_entropy(x, target)
+        (twice + scale * twice).backward()
+    torch.testing.assert_close(x.grad, want * (1 + scale), equal_nan=True)
+
+
+def test_changed_logits_are_refused(device):
+    """As in torch, though their gradient is there already."""
+    x = logits(5, 37, device=device)["logits"].requires_grad_()
+    target, y = targets(5, classes=37, device=device), x * 1
+    with use_backend("triton"):
+        loss = ff.cross_entropy(y, target)
+        y.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_gradients_that_are_not_written_ahead(device):
+    """Where nobody wants them, or the one of their loss is hardly 1."""
+    target = targets(5, classes=37, device=device)
+    with use_backend("triton"):
+        for dtype, reduction, there in (
+            (torch.float32, "mean", True),
+            (torch.float32, "sum", False),
+            (torch.float32, "none", False),
+            (torch.float16, "mean", False),
+        ):
+            x = logits(5, 37, dtype=dtype, device=device)["logits"].requires_grad_()
+            loss = functional.cross_entropy(x, target, reduction)
+            assert (written_ahead(loss).numel() > 0) == there
+        kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+        with torch.no_grad():
+            found = kernels.forward(x.float(), target, "mean", -100, 0.0, "uniform", False)
+        assert found[-1].numel() == 0
+
+
+def test_second_derivatives_of_a_mean(device):
+    """With the gradient written ahead, which the reference then replaces."""
+    target = targets(3, classes=5, device="cpu")
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    with use_backend("triton"):
+        assert torch.autograd.gradcheck(lambda x: ff.cross_entropy(x, target), x)
+        assert torch.autograd.gradgradcheck(lambda x: ff.cross_entropy(x, target), x)
+
+
+def test_a_checkpoint_keeps_no_gradient(device):
+    """It recomputes what the forward has written ahead, as all that is saved."""
+    x = logits(5, 37, device=device)["logits"].requires_grad_()
+    target = targets(5, classes=37, device=device)
+    want = torch.autograd.grad(F.cross_entropy(x, target), x)[0]
+    packed = []
+    with use_backend("triton"):
+        loss = checkpoint(lambda x: ff.cross_entropy(x, target), x, use_reentrant=False)
+        have = torch.autograd.grad(loss, x)[0]
+        torch.testing.assert_close(have, want)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed.append(t.shape) or t.clone(), lambda t: t
+        ):
+            loss = ff.cross_entropy(x, target)
+        assert packed.count(x.shape) == 2  # the logits and their gradient
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], want)
 
 
 # ------------------------------------------------------------------------------------------- bugs

@@ -177,6 +177,7 @@ def cross_entropy():
         (first + last, {"logits": at(0, 6, 9)}),
         (first + last, {"logits": at(0, 6, 8, dtype=torch.float16)}),
         (first + last, {"target": at(1, 6, dtype=torch.int64)}),
+        (first + last, {"reduction": "mean"}),
         (last, {"reduction": "none"}),
     ]  # fmt: skip
 

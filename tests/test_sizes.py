@@ -202,7 +202,7 @@ def test_losses_past_int32(last_program, in_bounds, random):
 
     def run(rows):
         logits, target = x.expand(rows, FEATURES), torch.ones(rows, dtype=torch.int64)
-        options = "sum", -100, 0.1, "uniform", lse.expand(rows, 2).contiguous()
+        options = "sum", -100, 0.1, "uniform", lse.expand(rows, 2).contiguous(), torch.empty(0)
         return [cross_entropy.backward(torch.tensor(1.0), logits, target, *options, [True])]
 
     same_in_the_end(run)

@@ -640,6 +640,9 @@ class _Backward:
             )
         if needs.weights:
             wide = WIDE_WEIGHTS
+            case = BackwardCase(*[False] * len(case))._replace(  # what the others say is dx's
+                rms=case.rms, need_weights=True, need_bias=case.need_bias, acc=acc
+            )
             arguments = dict(
                 stride_x=strides.x,
                 stride_dy=strides.dy,

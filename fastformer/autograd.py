@@ -102,7 +102,7 @@ def replaced(op: str, forward: str) -> Iterator[None]:
 
 
 def _named(op: str, forward: str) -> str:
-    return f"{op}: {forward}" if forward else op
+    return f"{op}: {forward}"
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -201,7 +201,7 @@ def apply(op: str, arguments: dict[str, Any], forward: str = "") -> Any:
 
     The arguments have the names and the order of the reference, which are those of the schema.
     """
-    name = _named(op, forward)
+    name = _named(op, forward) if forward else op
     pair = _pairs[name]
     values = pack(arguments.values())
     if _has_tangent(values):

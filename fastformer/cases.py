@@ -258,27 +258,26 @@ def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any
 
 
 def _layers(
-    input: Tensor,
-    w_1: Tensor,
-    b_1: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
-    dropout_p: float,
-    activation: str = "",
-    **_: Any,
+    input: Tensor, w_2: Tensor, b_2: Tensor | None, dropout_p: float, **more: Any
 ) -> tuple[Sizes, Options]:
-    width, d = w_1.shape
-    sizes = dict(M=input.numel() // d, d=d, F=width, out=w_2.shape[0])
-    options = dict(b_1=b_1 is not None, b_2=b_2 is not None, dropout=dropout_p > 0)
-    return sizes, dict(activation=activation, **options)
+    rows, b = (more["w"], more["b"]) if "w" in more else (more["w_1"], more["b_1"])
+    d, (out, width) = rows.shape[1], w_2.shape
+    options = dict(b_1=b is not None, b_2=b_2 is not None, dropout=dropout_p > 0)
+    sizes = dict(M=input.numel() // d, d=d, F=width, out=out)
+    return sizes, dict(activation=more.get("activation", False), **options)
 
 
 def _layers_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+    """Of feed_forward, which has an activation, or of a gated layer, which has two halves."""
     M, d, F, out = sizes.values()
-    given: dict[str, Any] = dict(input=make.normal(M, d), b_1=None, b_2=None)
-    given |= dict(w_1=make.normal(F, d, scale=d**-0.5), w_2=make.normal(out, F, scale=F**-0.5))
-    given |= {name: make.normal(n) for name, n in (("b_1", F), ("b_2", out)) if name in options}
-    return given | dict(activation=options["activation"]) | _dropout(options)
+    gated = "activation" not in options
+    w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)
+    given: dict[str, Any] = {"input": make.normal(M, d), b: None, "b_2": None}
+    given |= {w: make.normal(rows, d, scale=d**-0.5), "w_2": make.normal(out, F, scale=F**-0.5)}
+    given |= {b: make.normal(rows)} if "b_1" in options else {}
+    given |= {"b_2": make.normal(out)} if "b_2" in options else {}
+    activation = {} if gated else dict(activation=options["activation"])
+    return given | activation | _dropout(options)
 
 
 # ------------------------------------------------------------------------------------------- losses
@@ -316,7 +315,9 @@ _FAMILIES = {
     "layer_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "rms_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "dropout_add_layer_norm": _Family(_norm, _sum_arguments, dict(M=496)),
-    "feed_forward": _Family(_layers, _layers_arguments, dict(M=496)),
+    **dict.fromkeys(
+        ("feed_forward", "geglu", "swiglu"), _Family(_layers, _layers_arguments, dict(M=496))
+    ),
     "cross_entropy": _Family(_loss, _loss_arguments, dict(M=112)),
     "linear_cross_entropy": _Family(_loss, _loss_arguments, dict(M=112)),
 }

@@ -230,6 +230,8 @@ def _layers(dtype: str, gradient: bool) -> Iterator[Case]:
         for kind, p in itertools.product(("relu", "gelu"), (True, False)):
             options: dict[str, Any] = dict(activation=kind, b_1=True, b_2=True, dropout=p)
             yield cases.case("feed_forward", dtype, sizes, gradient, **options)
+        yield cases.case("swiglu", dtype, sizes, gradient)
+        yield cases.case("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
 
 
 # -------------------------------------------------------------------------------------- in public

@@ -42,6 +42,10 @@ KINDS = frozenset(
         "layer_norm forward",
         "layer_norm backward",
         "feed_forward first",
+        "feed_forward activated",
+        "feed_forward hidden_backward",
+        "feed_forward gated",
+        "feed_forward gated_backward",
         *cases.OPS,
     }
 )

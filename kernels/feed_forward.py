@@ -97,6 +97,7 @@ class Tile(NamedTuple):
 
 
 ELEMENTWISE = Tile(256, 256) if INTERPRETED else Tile(32, 128)
+ELEMENTWISE_OPTIONS = [Tile(*x) for x in ((16, 128), (32, 128), (64, 128), (16, 256), (32, 256))]
 
 
 def configuration(arch: str, dtype: torch.dtype) -> Tiles:
@@ -377,11 +378,14 @@ def _elementwise(
     key = kernel.fn.__name__, size, x.dtype, x.device, kind, p, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
     if launch is None:
-        tile = ELEMENTWISE
+        case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
+        name = "feed_forward " + kernel.fn.__name__.strip("_")
+        question = Question(name, case, ELEMENTWISE, lambda: ELEMENTWISE_OPTIONS)
+        tile = choose(x.device, question)
         wide = 2 * tile.rows * size.N >= 2**31
-        case = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
+        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
         arguments = dict(
-            dropout=dropout_arguments(p), size=size, tile=constants(tile), case=constants(case)
+            dropout=dropout_arguments(p), size=size, tile=constants(tile), case=constants(compiled)
         )
         grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
         launch = remembered(key, Launch(kernel, grid, arguments, warps=4))

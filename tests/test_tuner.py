@@ -510,6 +510,8 @@ EVERY = [
         "feed_forward", "float32", dict(M=5, d=8, F=12, out=6), True,
         activation="gelu", b_1=True, b_2=True, dropout=True,
     ),
+    case("geglu", "float32", dict(M=5, d=8, F=12, out=6), True, b_1=True, dropout=True),
+    case("swiglu", "float16", dict(M=5, d=8, F=12, out=6), b_2=True),
     case("cross_entropy", "float32", dict(M=5, V=9), True, reduction="mean"),
     case("cross_entropy", "float32", dict(M=5, V=9), True, smoothing="kl", reduction="sum"),
     case(

@@ -276,6 +276,7 @@ OTHERS = [
         b_1=True,
         dropout=True,
     ),
+    cases.case("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
 ]
 
 

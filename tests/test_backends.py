@@ -235,6 +235,24 @@ def test_seven_frames_lead_to_a_launch(device, monkeypatch, op):
     assert all(frames[-1] == package / "functional.py" for frames in paths)
 
 
+@pytest.fixture
+def autocast_of_a_gpu():
+    """As `torch.autocast("cuda")`, which without a GPU turns itself off."""
+    torch.set_autocast_enabled("cuda", True)
+    yield
+    torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_the_autocast_of_another_device(autocast_of_a_gpu, where):
+    """There is nothing to turn off for the op; of meta tensors torch knows no autocast."""
+    x = torch.randn(3, 4, device=where)
+    have = ff.layer_norm(x, 4)
+    assert (have.device.type, have.dtype, have.shape) == (where, torch.float32, (3, 4))
+    if where == "cpu":
+        torch.testing.assert_close(have, torch.nn.functional.layer_norm(x, [4]))
+
+
 def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
     layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
     x = torch.randn(3, 8, requires_grad=True)

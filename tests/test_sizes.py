@@ -337,3 +337,33 @@ def test_planes_past_int32(places, monkeypatch):
     of_pairs, of_keys = (max(places[n][1]) for n in (3, 7))
     assert of_pairs == base + 4 * (16 * planes * length - 1)
     assert of_keys == base + 4 * (planes * length - 1)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
+def test_partial_sums_past_int32(places, random, monkeypatch, wide):
+    """Those of the weights' gradients, a row of each program."""
+    from fastformer.kernels import layer_norm as norm
+
+    if wide:
+        monkeypatch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(1, 512, 4))
+    tiles = norm.Tiles(1, 512 if wide else FEATURES, 4)
+    monkeypatch.setattr(norm, "configuration", lambda *_: tiles)
+    monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
+    kernel, place = ("weights_kernel", 2) if wide else ("rows_kernel", 4)
+    former, given = norm._Backward, []
+
+    def made(*arguments):
+        plan = former(*arguments)
+        assert plan.partial[1:] == (MANY, FEATURES)
+        plan.partial = plan.partial[0], 1, FEATURES  # the kernel is not told
+        launch = getattr(plan, kernel)
+        setattr(plan, kernel, lambda *x: given.append(x) or launch(*x))
+        return plan
+
+    monkeypatch.setattr(norm, "_Backward", made)
+    x, statistic, w = random(FEATURES).expand(MANY, FEATURES), torch.ones(MANY), random(FEATURES)
+    options = [FEATURES], w, w, 1e-5, False, statistic, statistic, [not wide, True, True]
+    norm.backward(x, x, *options)
+    ((sums, *_),) = [pointers[place] for pointers in given]
+    (_, writes) = places[-1]
+    assert sums.data_ptr() + 4 * (MANY * FEATURES - 1) in writes

@@ -198,8 +198,9 @@ def standard() -> list[Case]:
     """Return the calls that `fastformer tune` measures, those that matter most first."""
     found: list[Case] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
-        in_turn = _attentions(dtype, gradient), _norms(dtype, gradient), _layers(dtype, gradient)
-        found += [x for group in itertools.zip_longest(*in_turn) for x in group if x is not None]
+        kinds = (_attentions, _norms, _layers, _losses)
+        in_turn = itertools.zip_longest(*(kind(dtype, gradient) for kind in kinds))
+        found += [one for group in in_turn for one in group if one is not None]
     return found
 
 
@@ -232,6 +233,14 @@ def _layers(dtype: str, gradient: bool) -> Iterator[Case]:
             yield cases.case("feed_forward", dtype, sizes, gradient, **options)
         yield cases.case("swiglu", dtype, sizes, gradient)
         yield cases.case("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
+
+
+def _losses(dtype: str, gradient: bool) -> Iterator[Case]:
+    for M, V in itertools.product((16384, 4096), (32768, 65536, 131072)):
+        for options in (dict(reduction="mean"), dict(reduction="sum", smoothing="kl")):
+            yield cases.case("cross_entropy", dtype, dict(M=M, V=V), gradient, **options)
+            wide = dict(M=M, N=1024, V=V)
+            yield cases.case("linear_cross_entropy", dtype, wide, gradient, **options)
 
 
 # -------------------------------------------------------------------------------------- in public

@@ -46,6 +46,8 @@ KINDS = frozenset(
         "feed_forward hidden_backward",
         "feed_forward gated",
         "feed_forward gated_backward",
+        "cross_entropy loss",
+        "cross_entropy gradient",
         *cases.OPS,
     }
 )

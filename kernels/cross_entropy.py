@@ -32,6 +32,7 @@ Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7,
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
+from .tuned import Question, choose, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -68,6 +70,13 @@ def configuration(v: int, arch: str) -> tuple[int, int]:
     most = 65536 if arch == "interpreter" else 4096
     block = max(16, min(next_power_of_2(v), most))
     return block, max(1, min(8, block // 512))
+
+
+def blocks(v: int) -> list[tuple[int, int]]:
+    """Return what a measurement may choose from: blocks of 512 to 16384 classes, and warps."""
+    most = max(16, next_power_of_2(v))
+    sizes = dict.fromkeys(min(most, 512 << i) for i in range(6))
+    return [(block, warps) for block in sizes for warps in (2, 4, 8, 16) if block >= 64 * warps]
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -347,10 +356,19 @@ class Smoothing(NamedTuple):
         _, _, _, on, off = self.labels()
         return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
+    def block(self, kernel: str, x: Tensor, smooth: bool) -> Any:
+        """Return the classes at a time, and the warps: those measured, or the shipped ones."""
+        name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth
+        shipped = configuration(self.v, architecture(x.device))
+        question = Question(
+            f"cross_entropy {kernel}", name, shipped, functools.partial(blocks, self.v)
+        )
+        return choose(x.device, question)
+
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
         """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
-        block, warps = configuration(self.v, architecture(x.device))
         labels, group = self.labels(), 16 // x.element_size()
+        block, warps = self.block(kernel.fn.__name__.strip("_"), x, labels.off > 0)
         strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
         arguments: dict[str, Any] = dict(
             strides=strides,

@@ -380,7 +380,7 @@ def _elementwise(
     if launch is None:
         case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
         name = "feed_forward " + kernel.fn.__name__.strip("_")
-        question = Question(name, case, ELEMENTWISE, lambda: ELEMENTWISE_OPTIONS)
+        question = Question(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
         tile = choose(x.device, question)
         wide = 2 * tile.rows * size.N >= 2**31
         compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))

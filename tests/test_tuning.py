@@ -277,6 +277,7 @@ OTHERS = [
         dropout=True,
     ),
     cases.case("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
+    cases.case("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
 ]
 
 
@@ -290,9 +291,12 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
     call, taken = tuner._Call(case, CPU), []
     former = launch.Launch.__init__
 
-    def remember(self, kernel, grid, arguments, *rest, **named):
-        taken.append(tuple(x.value for x in arguments["tile"]))
-        former(self, kernel, grid, arguments, *rest, **named)
+    def remember(self, kernel, grid, arguments, warps, *rest, **named):
+        if "tile" in arguments:
+            taken.append(tuple(x.value for x in arguments["tile"]))
+        else:  # of cross-entropy
+            taken.append((arguments["case"].columns.value, warps))
+        former(self, kernel, grid, arguments, warps, *rest, **named)
 
     monkeypatch.setattr(launch.Launch, "__init__", remember)
     asked = questions(call)

@@ -79,7 +79,7 @@ def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
     return dict(
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spill=sum(map(int, spills)),
-        serialised=sorted(set(re.findall(r"C75\d\d", log))),
+        serialised=sorted(set(re.findall(r"\((C75\d\d)\).*serialized", log))),
         matrix=next((m for m in ("tcgen05.mma", "wgmma", "mma.sync") if m in ptx), "-"),
         asynchronous=next((c for c in ("cp.async.bulk", "cp.async") if c in ptx), "-"),
         vectors=bool(

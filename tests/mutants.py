@@ -21,7 +21,7 @@ PLANTED = {
             "load_where(pointers, exists, EDGE) != 0",
             "load_where(pointers, exists, EDGE) == 0",
         ),
-        "key mask inverted": ("key_row", "exists, EDGE) != 0)", "exists, EDGE) == 0)"),
+        "key mask inverted": ("key_row", "exists, EDGE) != 0", "exists, EDGE) == 0"),
         "causal off by one": (
             "scores",
             "j <= i + (shift + band.right)",
@@ -39,19 +39,19 @@ PLANTED = {
             "shift - band.left + tile.columns, 0)",
         ),
         "whole tiles beyond the band": (
-            "_whole_tiles",
+            "whole_tiles",
             "clamp(i0 + shift + band.right + 1",
             "clamp(i0 + tile.columns",
         ),
         "cut tiles taken for whole": (
-            "_whole_tiles",
+            "whole_tiles",
             "i0 + tile.rows - 1 + shift - band.left",
             "i0 + shift - band.left",
         ),
         "queries of the band in dk": (
             "_queries_of_keys",
-            "tl.maximum(n0 - shift",
-            "tl.maximum(n0 + tile.rows",
+            "lo = tl.maximum(n0 - shift",
+            "lo = tl.maximum(n0 + tile.rows",
         ),
         "last queries of the window": (
             "_queries_of_keys",
@@ -96,7 +96,7 @@ PLANTED = {
             "dv = dv",
         ),
         "dropout in dp not rescaled": (
-            "_dkdv_of_head",
+            "_dkdv_tiles",
             "tl.where(keep, dp, 0.0) * inv_keep",
             "tl.where(keep, dp, 0.0)",
         ),
@@ -116,7 +116,7 @@ PLANTED = {
             "acc = acc * rescale[:, None]",
             "acc = acc",
         ),
-        "wrong delta": ("_dkdv_of_head", "dp - delta[None, :]", "dp"),
+        "wrong delta": ("_dkdv_tiles", "dp - delta[None, :]", "dp"),
         "dlse forgotten": ("delta_kernel", "delta -= tl.load(", "delta -= 0 * tl.load("),
         "lse in base 2": ("forward_kernel", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
         "a key lost at the edge": (
@@ -137,7 +137,7 @@ PLANTED = {
             'float("-inf"), 0.0, 0.0)',
         ),
         "maximum forgotten": ("_probabilities", "s -= statistics.peak[:, None]", "s = s"),
-        "maximum forgotten in dk": ("_dkdv_of_head", "s -= peak[None, :]", "s = s"),
+        "maximum forgotten in dk": ("_dkdv_tiles", "s -= peak[None, :]", "s = s"),
         "bias of another head": (
             "locate_head",
             "b * strides.bias_batch + h * strides.bias_head",
@@ -164,10 +164,10 @@ PLANTED = {
             "tl.where((n0 >= lo) & (n0 < hi), members, 0)",
             "1",
         ),
-        "key bias gradient overwritten": ("_dkdv_of_head", "dbias += tl.sum", "dbias = tl.sum"),
-        "softcap's derivative": ("_dkdv_of_head", "1.0 - tanh * tanh", "1.0 - tanh"),
+        "key bias gradient overwritten": ("_dkdv_tiles", "dbias += tl.sum", "dbias = tl.sum"),
+        "softcap's derivative": ("_dkdv_tiles", "1.0 - tanh * tanh", "1.0 - tanh"),
         "softcap's derivative in dq": (
-            "backward_dq_kernel",
+            "_dq_tiles",
             "ds = ds * (1.0 - tanh * tanh)",
             "ds = ds",
         ),
@@ -365,8 +365,8 @@ MORE = {
         ),
         "gradient of a sink beside a bias": (
             "_Backward.moved",
-            "sink * LOG2E.value - peak - total",
-            "sink - peak - total",
+            "sink * LOG2E.value - peak + offset",
+            "sink - peak + offset",
         ),
         "bias of rows beside a sink": ("_Backward.run", "else dbias + moved", "else dbias"),
         "sign of the sinks' gradient": ("_Backward.run", "-moved.sum(", "moved.sum("),
@@ -382,8 +382,8 @@ MORE = {
         ),
         "a row of delta not written": (
             "delta_kernel",
-            "delta, mask=ok)",
-            "delta, mask=i < Sq - 1)",
+            "delta), mask=ok)",
+            "delta), mask=i < Sq - 1)",
         ),
         "a row of the output not written": (
             "forward_kernel",
@@ -402,9 +402,9 @@ MORE = {
             "tl.where(empty, 0.0, (m +",
         ),
         "statistics of a hidden row": (
-            "_row_statistics",
-            'tl.where(empty, float("inf"), lse * LOG2E)',
-            "lse * LOG2E",
+            "delta_kernel",
+            'tl.where(empty, float("-inf"), lse * -LOG2E)',
+            "lse * -LOG2E",
         ),
         "float16 sums of the output": (
             "_forward_tiles",
@@ -412,7 +412,7 @@ MORE = {
             "v, acc, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
         "float16 sums of dv": (
-            "_dkdv_of_head",
+            "_dkdv_tiles",
             "do, dv, tile.precision, out_dtype=tile.acc)",
             "do, dv, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
@@ -428,12 +428,12 @@ MORE = {
         ),
         "stale maximum": ("_forward_tiles", "        m = m_new\n", "        m = m\n"),
         "dq of the last tile alone": (
-            "backward_dq_kernel",
+            "_dq_tiles",
             "k, dq, tile.precision",
             "k, dq * 0.0, tile.precision",
         ),
         "dk of the last tile alone": (
-            "_dkdv_of_head",
+            "_dkdv_tiles",
             "q, dk, tile.precision",
             "q, dk * 0.0, tile.precision",
         ),
@@ -443,24 +443,63 @@ MORE = {
             "if EDGE or has.mask > 0:",
         ),
         "a hidden value reaches the output": (
+            "_forward_keys",
+            "if MASKED and tile.again:",
+            "if False:",
+        ),
+        "a hidden key reaches dq": ("backward_dq_kernel", "if MASKED and tile.again:", "if False:"),
+        "a hidden key is read again": ("_dq_tiles", "keys.ok if SKIP else inside", "inside"),
+        "a hidden value is read again": (
             "_forward_tiles",
-            "tl.where(key_ok[:, None], v, 0.0).to(v.dtype)",
-            "v",
+            "keys.ok if SKIP else inside",
+            "inside",
         ),
-        "a hidden key reaches dq": (
-            "backward_dq_kernel",
-            "tl.where(keys.ok[:, None], k, 0.0).to(k.dtype)",
-            "k",
+        "a hidden value reaches dk": (
+            "backward_dkdv_kernel",
+            "c, strides.value_row, own_keys.ok,",
+            "c, strides.value_row, inside,",
         ),
-        "a hidden value reaches dq": (
-            "_score_gradient",
-            "tl.where(key_ok[None, :], dp, 0.0)",
+        "a hidden value reaches the gradient of its bias": (
+            "backward_dbias_kernel",
+            "tl.where(keys.ok[None, :], dp, 0.0)",
             "dp",
         ),
-        "a hidden value reaches dk": ("_dkdv_of_head", "tl.where(own.ok[:, None], dp, 0.0)", "dp"),
+        "masked keys of wide heads": (
+            "backward_dq_kernel",
+            "MASKED and not tile.again",
+            "False",
+        ),
+        "maximum without the factor": ("forward_kernel", "m = m * call.scale", "m = m"),
+        "sink times the factor": ("forward_kernel", "m = m / call.scale", "m = m"),
+        "a negative factor folded": ("_Plan", "attention.scale > 2.0**-100", "True"),
+        "rows past the end in dk": (
+            "_dkdv_tiles",
+            "q_stride, ok, tile.dim, tile.dim_block, True",
+            "q_stride, None, tile.dim, tile.dim_block, False",
+        ),
+        "rows past the end in dv": (
+            "_dkdv_tiles",
+            "rows.grad_stride, ok, tile.value_dim, tile.value_block, True",
+            "rows.grad_stride, None, tile.value_dim, tile.value_block, False",
+        ),
+        "cut tiles of dk taken for whole": (
+            "_queries_of_keys",
+            "inner = tl.maximum(n0 + tile.columns - 1",
+            "inner = tl.maximum(n0",
+        ),
+        "cut tiles of dk taken for whole at the left": (
+            "_queries_of_keys",
+            "full = tl.maximum(n0 -",
+            "full = tl.maximum(n0 + tile.rows -",
+        ),
+        "keys past the length in a whole tile of dk": (
+            "_queries_of_keys",
+            "tl.where(n0 + tile.columns > sequence.length, hi, clamp(inner, lo, hi))",
+            "clamp(inner, lo, hi)",
+        ),
         "a hidden key under a softcap": ("scores", "tl.where(ok, tanh, 0.0)", "tanh"),
         "cut tile taken for whole at the end": (
-            "_whole_tiles",
+            "whole_tiles",
             "full = full // tile.columns * tile.columns",
             "full = full",
         ),
@@ -585,8 +624,8 @@ MORE = {
         ),
         "keys past the length walked": (
             "_queries_of_keys",
-            "hi = tl.where(n0 < sequence.length, hi, 0)",
-            "hi = hi",
+            "tl.where(n0 < sequence.length, tl.maximum(lo, hi), lo)",
+            "tl.maximum(lo, hi)",
         ),
         "the next sequence's packed keys": (
             "locate_sequence",

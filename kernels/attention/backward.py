@@ -10,8 +10,10 @@ import triton.language as tl
 from ..common import LOG2E, dropout_keep
 from .scores import (
     Indices,
-    Keys,
+    clamp,
     first_row,
+    in_columns,
+    in_rows,
     key_row,
     keys_of_rows,
     load_rows,
@@ -19,15 +21,19 @@ from .scores import (
     locate_sequence,
     prepare_call,
     scores,
+    shifted,
     store_rows,
+    whole_tiles,
 )
 
 
 class _Statistics(NamedTuple):
-    """Of rows of S: P = 2^(s - peak - lse), and dS = P (dP - delta). [BM] each; peak may be 0."""
+    """Of rows of S: P = 2^(s - peak + offset), and dS = P (dP - delta). [BM] each; peak may be 0,
+    and the offset is -inf, so that P is zero, for rows that see nothing.
+    """
 
     peak: Any
-    lse: Any
+    offset: Any
     delta: Any
 
 
@@ -38,8 +44,7 @@ class _OwnKeys(NamedTuple):
     v: Any  # [BN, BDV]
     start: Any  # the first of them, n0
     columns: Any  # [BN]
-    ok: Any  # [BN], as in `Keys`
-    bias: Any  # [BN, 1]
+    keys: Any  # `Keys`, [BN, 1] each
 
 
 class _HeadRows(NamedTuple):
@@ -48,7 +53,7 @@ class _HeadRows(NamedTuple):
     query: Any
     grad_output: Any
     grad_stride: Any
-    lse: Any
+    offset: Any
     delta: Any
     first: Any  # where the rows of the head begin in lse and delta
 
@@ -58,6 +63,19 @@ class Over(NamedTuple):
 
     batches: Any
     heads: Any
+
+
+class _OwnQueries(NamedTuple):
+    """The queries that a program of dQ owns."""
+
+    q: Any  # [BM, BD]
+    do: Any  # [BM, BDV]
+    start: Any  # the first of them, i0
+    i: Any  # [BM]
+    r: Any  # [BM], clamped, counted from i0
+    statistics: Any
+    key: Any  # pointers to the first key and value of the sequence
+    value: Any
 
 
 class _Rows(NamedTuple):
@@ -77,15 +95,20 @@ def delta_kernel(
     O,
     DO,
     DLSE,
+    LSE,
     DELTA,
+    OFFSET,
     output_strides,
     grad_strides,
     H,
     Sq,
     tile: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    APART: tl.constexpr,
 ):
-    """Compute delta_i = do_i . o_i - dlse_i, [B, H, Sq] as DLSE, from O and DO [B, H, Sq, DV].
+    """Compute delta_i = do_i . o_i - dlse_i from O and DO [B, H, Sq, DV] and, unless APART, OFFSET,
+    -lse in base 2. For a row that sees nothing they are 0 and -inf. DLSE, LSE, DELTA and OFFSET are
+    [B, H, Sq].
 
     One program owns BM queries of one (batch, head); a packed batch is one batch of Tq queries.
     """
@@ -108,55 +131,68 @@ def delta_kernel(
     row = plane.to(tl.int64) * Sq
     if HAS_DLSE:
         delta -= tl.load(DLSE + row + i, mask=ok, other=0.0)
-    tl.store(DELTA + row + i, delta, mask=ok)
+    lse = tl.load(LSE + row + i, mask=ok, other=0.0)
+    empty = lse == float("-inf")
+    tl.store(DELTA + row + i, tl.where(empty, 0.0, delta), mask=ok)
+    if not APART:
+        tl.store(OFFSET + row + i, tl.where(empty, float("-inf"), lse * -LOG2E), mask=ok)
 
 
 # --------------------------------------------------------------------------------------- dK and dV
 
 
 @triton.jit
-def _row_statistics(LSE, DELTA, row, i, ok, has: tl.constexpr):
-    """Load the statistics of the rows. lse is +inf, so that P is zero, for rows past the end and
-    for those that see nothing.
+def _row_statistics(OFFSET, DELTA, row, i, ok, has: tl.constexpr):
+    """Load the statistics of the rows, in base 2; those of rows past the end are zero, except that
+    the offset is -inf beside a bias.
 
-    Beside a bias or ALiBi, LSE holds pairs, the maximum and the log-sum; else lse alone, and the
-    peak is 0.
+    Beside a bias or ALiBi, OFFSET holds pairs, the maximum and minus the log-sum; else minus lse
+    alone, and the peak is 0.
     """
     delta = tl.load(DELTA + row + i, mask=ok, other=0.0)
     if has.bias > 0 or has.alibi:
-        peak = tl.load(LSE + (row + i) * 2, mask=ok, other=0.0)
-        lse = tl.load(LSE + (row + i) * 2 + 1, mask=ok, other=float("inf"))
-        return _Statistics(peak, lse, tl.where(lse == float("inf"), 0.0, delta))
+        peak = tl.load(OFFSET + (row + i) * 2, mask=ok, other=0.0)
+        offset = tl.load(OFFSET + (row + i) * 2 + 1, mask=ok, other=float("-inf"))
+        return _Statistics(peak, offset, delta)
     else:
-        lse = tl.load(LSE + row + i, mask=ok, other=float("-inf"))
-        empty = lse == float("-inf")
-        lse = tl.where(empty, float("inf"), lse * LOG2E)
-        return _Statistics(0.0, lse, tl.where(empty, 0.0, delta))
+        return _Statistics(0.0, tl.load(OFFSET + row + i, mask=ok, other=0.0), delta)
 
 
 @triton.jit
 def _queries_of_keys(n0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
     """Bound the queries lo <= i < hi that may see any of the keys n0 .. n0 + BN - 1 by length and
-    band; lo is a multiple of BM.
+    band, and those, inner <= i < full, of the tiles whose queries all see all of the keys. All are
+    multiples of BM, or hi.
     """
     shift = sequence.shift
     lo = 0
+    inner = 0
     if has.right:
         lo = tl.maximum(n0 - shift - band.right, 0) // tile.rows * tile.rows
+        inner = tl.maximum(n0 + tile.columns - 1 - shift - band.right, 0)
+        inner = tl.cdiv(inner, tile.rows) * tile.rows
     hi = sequence.queries
     if has.left:
         hi = tl.minimum(hi, n0 + tile.columns - shift + band.left)
-    if has.lengths:
-        hi = tl.where(n0 < sequence.length, hi, 0)
-    return lo, hi
+    hi = tl.where(n0 < sequence.length, tl.maximum(lo, hi), lo)
+    inner = tl.where(n0 + tile.columns > sequence.length, hi, clamp(inner, lo, hi))
+    full = hi
+    if has.left:
+        full = tl.maximum(n0 - shift + band.left + 1, 0) // tile.rows * tile.rows
+        full = clamp(full, inner, hi)
+    return lo, inner, full, hi
 
 
 @triton.jit
-def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
-    """Add what the queries lo <= i < hi of a head give to dK [BN, BD], dV [BN, BDV] and sum_i dS
-    [BN], the `state`.
+def _dkdv_tiles(
+    state, span, own, rows, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
+):
+    """Add what the queries lo <= i < hi, (lo, hi) = span, of a head give to dK [BN, BD],
+    dV [BN, BDV] and sum_i dS [BN], the `state`. Rows past the end are zero, and so is what they
+    give.
     """
     dk, dv, dbias = state
+    lo, hi = span
     call, queries = head.call, head.sequence.queries
     inv_keep, q_stride = call.factors.inv_keep, call.strides.query_row
     for i0 in tl.range(lo, hi, tile.rows):
@@ -165,16 +201,17 @@ def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.co
         r = tl.minimum(i, queries - 1)
         if tile.wide:
             r = r.to(tl.int64)
-        q = load_rows(rows.query, r, q_stride, None, tile.dim, tile.dim_block, False)
-        peak, lse, delta = _row_statistics(rows.lse, rows.delta, rows.first, i, i < queries, has)
+        ok = i < queries
+        q = load_rows(rows.query, r, q_stride, ok, tile.dim, tile.dim_block, True)
+        peak, offset, delta = _row_statistics(rows.offset, rows.delta, rows.first, i, ok, has)
         s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
         at = Indices(i[None, :], own.columns[:, None], r[None, :])
-        s, tanh = scores(s, at, Keys(own.ok[:, None], own.bias), head, tile, has, True)
+        s, tanh = scores(s, at, own.keys, head, tile, has, EDGE)
         if has.bias > 0 or has.alibi:
             s -= peak[None, :]
-        p = tl.math.exp2(s - lse[None, :])
+        p = tl.math.exp2(shifted(s, offset[None, :], head, has))
         do = load_rows(
-            rows.grad_output, r, rows.grad_stride, None, tile.value_dim, tile.value_block, False
+            rows.grad_output, r, rows.grad_stride, ok, tile.value_dim, tile.value_block, True
         )
         dp = tl.dot(own.v, tl.trans(do), input_precision=tile.precision)
         z = p
@@ -187,8 +224,6 @@ def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.co
             z = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp, 0.0) * inv_keep
         dv = tl.dot(z.to(do.dtype), do, dv, tile.precision, out_dtype=tile.acc)
-        if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
-            dp = tl.where(own.ok[:, None], dp, 0.0)
         ds = p * (dp - delta[None, :])
         if has.key_grad:
             dbias += tl.sum(ds, 1)
@@ -199,12 +234,26 @@ def _dkdv_of_head(state, lo, hi, own, rows, head, tile: tl.constexpr, has: tl.co
 
 
 @triton.jit
+def _dkdv_of_head(state, bounds, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
+    """Add to the `state` what all queries of a head give; `_queries_of_keys` gives the bounds."""
+    lo, inner, full, hi = bounds
+    if tile.split:
+        state = _dkdv_tiles(state, (inner, full), own, rows, head, tile, has, False)
+        state = _dkdv_tiles(state, (lo, inner), own, rows, head, tile, has, True)
+        if has.left:
+            state = _dkdv_tiles(state, (full, hi), own, rows, head, tile, has, True)
+        return state
+    else:
+        return _dkdv_tiles(state, (lo, hi), own, rows, head, tile, has, True)
+
+
+@triton.jit
 def backward_dkdv_kernel(
     inputs,
     DK,
     DV,
     DBIAS,
-    LSE,
+    OFFSET,
     DELTA,
     extras,
     dk_strides,
@@ -217,8 +266,8 @@ def backward_dkdv_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DK [B, G, Sk, D] and DV [B, G, Sk, DV] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or
-    [B, H, Sq, 2] with the maximum apart.
+    """Compute DK [B, G, Sk, D] and DV [B, G, Sk, DV] from DELTA [B, H, Sq] and OFFSET, [B, H, Sq],
+    or [B, H, Sq, 2] with the maximum apart.
 
     One program owns BN keys of one (batch, key-value head) and walks the queries of its heads, in
     S^T = k q^T. With `has.key_grad` it also writes DBIAS, sum_i dS of each head, [B, H, Sk].
@@ -242,16 +291,15 @@ def backward_dkdv_kernel(
     c = tl.arange(0, tile.columns)
     columns = j
     if tile.wide:
-        c = c.to(tl.int64)
-        columns = j.to(tl.int64)
+        c, columns = c.to(tl.int64), j.to(tl.int64)
     inside = j < length
     base = inputs.key + b * strides.key_batch + g * strides.key_head + first * strides.key_row
     k = load_rows(base, c, strides.key_row, inside, tile.dim, tile.dim_block, True)
-    base = inputs.value + b * strides.value_batch + g * strides.value_head
-    base += first * strides.value_row
-    v = load_rows(base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
+    v_base = inputs.value + b * strides.value_batch + g * strides.value_head
+    v_base += first * strides.value_row
+    v = load_rows(v_base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
     call = prepare_call(extras, strides, sizes, band, factors, has)
-    lo, hi = _queries_of_keys(n0, sequence, band, tile, has)
+    bounds = _queries_of_keys(n0, sequence, band, tile, has)
 
     dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
     dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
@@ -264,13 +312,16 @@ def backward_dkdv_kernel(
         do_base += sequence.first_query * do_strides.row
         head = locate_head(call, sequence, plane, b, h, 0, tile, has)
         row = first_row(plane, h, sequence, sizes, has)
-        key_ok, key_bias = key_row(head, columns, inside, tile, has, True)
-        if has.bias == 1:
-            key_bias = key_bias[:, None]
-        own = _OwnKeys(k, v, n0, columns, key_ok, key_bias)
-        rows = _HeadRows(q_base, do_base, do_strides.row, LSE, DELTA, row)
+        own_keys = key_row(head, columns, inside, tile, has, True)
+        seen = v
+        if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked value may hold anything
+            seen = load_rows(
+                v_base, c, strides.value_row, own_keys.ok, tile.value_dim, tile.value_block, True
+            )
+        own = _OwnKeys(k, seen, n0, columns, in_columns(own_keys, has))
+        rows = _HeadRows(q_base, do_base, do_strides.row, OFFSET, DELTA, row)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
-        dk, dv, dbias = _dkdv_of_head(state, lo, hi, own, rows, head, tile, has)
+        dk, dv, dbias = _dkdv_of_head(state, bounds, own, rows, head, tile, has)
         if has.key_grad:
             tl.store(DBIAS + plane.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
     dk = dk * factors.scale
@@ -287,22 +338,21 @@ def backward_dkdv_kernel(
 
 
 @triton.jit
-def _probabilities(s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr):
+def _probabilities(
+    s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
+):
     """Compute P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN] and
     `statistics` [BM].
     """
-    key_ok, key_bias = keys
-    if has.bias == 1:
-        key_bias = key_bias[None, :]
     at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
-    s, tanh = scores(s, at, Keys(key_ok[None, :], key_bias), head, tile, has, True)
+    s, tanh = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
     if has.bias > 0 or has.alibi:
         s -= statistics.peak[:, None]
-    return tl.math.exp2(s - statistics.lse[:, None]), tanh
+    return tl.math.exp2(shifted(s, statistics.offset[:, None], head, has)), tanh
 
 
 @triton.jit
-def _score_gradient(p, dp, delta, key_ok, corner, head, tile: tl.constexpr, has: tl.constexpr):
+def _score_gradient(p, dp, delta, corner, head, tile: tl.constexpr, has: tl.constexpr):
     """Compute dS of the tile at (i0, n0) = corner from P and dp = do . v: [BM, BN]."""
     factors = head.call.factors
     if has.dropout:
@@ -311,16 +361,56 @@ def _score_gradient(p, dp, delta, key_ok, corner, head, tile: tl.constexpr, has:
             head.call.seed, head.plane, i0, n0, factors.threshold, tile.rows, tile.columns
         )
         dp = tl.where(keep, dp, 0.0) * factors.inv_keep
-    if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked key or value may hold anything
-        dp = tl.where(key_ok[None, :], dp, 0.0)
     return p * (dp - delta[:, None])
+
+
+@triton.jit
+def _dq_tiles(
+    dq,
+    span,
+    own,
+    head,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+    EDGE: tl.constexpr,
+    SKIP: tl.constexpr,
+):
+    """Add what the key tiles lo, lo + BN, .. < hi, (lo, hi) = span, give to dQ [BM, BD]. With SKIP
+    masked keys and values count as zero.
+    """
+    lo, hi = span
+    strides = head.call.strides
+    STAGES: tl.constexpr = 1 if SKIP and tile.again else None
+    GUARD: tl.constexpr = EDGE or SKIP
+    for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
+        n0 = tl.multiple_of(n0, tile.columns)
+        j = n0 + tl.arange(0, tile.columns)
+        rows = j
+        if tile.wide:
+            rows = j.to(tl.int64)
+        inside = j < head.sequence.length
+        keys = key_row(head, rows, inside, tile, has, EDGE)
+        exists = keys.ok if SKIP else inside
+        k = load_rows(own.key, rows, strides.key_row, exists, tile.dim, tile.dim_block, GUARD)
+        v = load_rows(
+            own.value, rows, strides.value_row, exists, tile.value_dim, tile.value_block, GUARD
+        )
+        s = tl.dot(own.q, tl.trans(k), input_precision=tile.precision)
+        at = Indices(own.i, rows, own.r)
+        p, tanh = _probabilities(s, at, keys, own.statistics, head, tile, has, EDGE)
+        dp = tl.dot(own.do, tl.trans(v), input_precision=tile.precision)
+        ds = _score_gradient(p, dp, own.statistics.delta, (own.start, n0), head, tile, has)
+        if has.softcap:
+            ds = ds * (1.0 - tanh * tanh)
+        dq = tl.dot(ds.to(k.dtype), k, dq, tile.precision, out_dtype=tile.acc)
+    return dq
 
 
 @triton.jit
 def backward_dq_kernel(
     inputs,
     DQ,
-    LSE,
+    OFFSET,
     DELTA,
     extras,
     dq_strides,
@@ -332,8 +422,8 @@ def backward_dq_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and LSE, [B, H, Sq], or [B, H, Sq, 2] with the
-    maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
+    """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and OFFSET, [B, H, Sq], or [B, H, Sq, 2] with
+    the maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
     """
     blocks = tl.cdiv(sizes.queries, tile.rows)
     plane = tl.program_id(0) // blocks
@@ -342,7 +432,7 @@ def backward_dq_kernel(
     h = (plane % sizes.heads).to(tl.int64)
     g = h // sizes.group
     sequence = locate_sequence(extras, sizes, b, has)
-    queries, length = sequence.queries, sequence.length
+    queries = sequence.queries
     if has.packed:
         if i0 >= queries:
             return
@@ -359,37 +449,29 @@ def backward_dq_kernel(
     base = inputs.grad_output + b * do_strides.batch + h * do_strides.head + first * do_strides.row
     do = load_rows(base, r, do_strides.row, None, tile.value_dim, tile.value_block, False)
     row = first_row(plane, h, sequence, sizes, has)
-    statistics = _row_statistics(LSE, DELTA, row, i, ok, has)
+    statistics = _row_statistics(OFFSET, DELTA, row, i, ok, has)
     k_base = inputs.key + b * strides.key_batch + g * strides.key_head
     k_base += sequence.first_key * strides.key_row
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
     v_base += sequence.first_key * strides.value_row
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
+    own = _OwnQueries(q, do, i0, i, r, statistics, k_base, v_base)
 
-    dq = tl.zeros([tile.rows, tile.dim_block], tile.acc)
-    lo, hi = keys_of_rows(i0, length, sequence.shift, band, tile, has)
-    for n0 in tl.range(lo, hi, tile.columns):
-        n0 = tl.multiple_of(n0, tile.columns)
-        j = n0 + tl.arange(0, tile.columns)
-        rows = j
-        if tile.wide:
-            rows = j.to(tl.int64)
-        inside = j < length
-        k = load_rows(k_base, rows, strides.key_row, inside, tile.dim, tile.dim_block, True)
-        v = load_rows(
-            v_base, rows, strides.value_row, inside, tile.value_dim, tile.value_block, True
-        )
-        keys = key_row(head, rows, inside, tile, has, True)
-        s = tl.dot(q, tl.trans(k), input_precision=tile.precision)
-        p, tanh = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has)
-        dp = tl.dot(do, tl.trans(v), input_precision=tile.precision)
-        ds = _score_gradient(p, dp, statistics.delta, keys.ok, (i0, n0), head, tile, has)
-        if has.softcap:
-            ds = ds * (1.0 - tanh * tanh)
-        if has.mask == 1 or has.bias == 1:
-            k = tl.where(keys.ok[:, None], k, 0.0).to(k.dtype)
-        dq = tl.dot(ds.to(k.dtype), k, dq, tile.precision, out_dtype=tile.acc)
+    MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
+    SKIP: tl.constexpr = MASKED and not tile.again
+    start = tl.zeros([tile.rows, tile.dim_block], tile.acc)
+    dq = start
+    lo, hi = keys_of_rows(i0, sequence.length, sequence.shift, band, tile, has)
+    inner, full = whole_tiles(i0, sequence, band, tile, has)
+    if has.left:
+        dq = _dq_tiles(dq, (lo, tl.minimum(inner, hi)), own, head, tile, has, True, SKIP)
+    dq = _dq_tiles(dq, (inner, full), own, head, tile, has, False, SKIP)
+    dq = _dq_tiles(dq, (full, hi), own, head, tile, has, True, SKIP)
+    if MASKED and tile.again:  # a masked key or value may hold anything: 0 * NaN
+        total = tl.sum(dq)
+        if total != total:
+            dq = _dq_tiles(start, (lo, hi), own, head, tile, has, True, True)
     dq = dq * factors.scale
     base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
     store_rows(base, r, dq_strides.row, ok, dq, tile.dim, tile.dim_block)
@@ -419,7 +501,7 @@ def _product(x, y, D: tl.constexpr, BD: tl.constexpr, tile: tl.constexpr):
 def backward_dbias_kernel(
     inputs,
     DBIAS,
-    LSE,
+    OFFSET,
     DELTA,
     extras,
     dbias_strides,
@@ -432,7 +514,7 @@ def backward_dbias_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DBIAS, [B or 1, H or 1, Sq, Sk], from DELTA [B, H, Sq] and LSE [B, H, Sq, 2].
+    """Compute DBIAS, [B or 1, H or 1, Sq, Sk], from DELTA [B, H, Sq] and OFFSET [B, H, Sq, 2].
 
     One program owns BM x BN of it and walks the `over.batches` batches and `over.heads` heads that
     share it, 1 or all of them.
@@ -485,11 +567,14 @@ def backward_dbias_kernel(
         do = _Rows(do_base, r, do_strides.row, ok)
         v = _Rows(v_base, c, strides.value_row, inside)
         dp = _product(do, v, tile.value_dim, tile.value_block, tile)
-        statistics = _row_statistics(LSE, DELTA, plane.to(tl.int64) * sizes.queries, i, ok, has)
+        row = first_row(plane, h, sequence, sizes, has)
+        statistics = _row_statistics(OFFSET, DELTA, row, i, ok, has)
         head = locate_head(call, sequence, plane, b, h, first, tile, has)
         keys = key_row(head, rows, inside, tile, has, True)
-        p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has)
-        dbias += _score_gradient(p, dp, statistics.delta, keys.ok, (i0, n0), head, tile, has)
+        if has.mask == 1:  # 0 * NaN: a masked value may hold anything
+            dp = tl.where(keys.ok[None, :], dp, 0.0)
+        p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has, True)
+        dbias += _score_gradient(p, dp, statistics.delta, (i0, n0), head, tile, has)
     base = DBIAS + own_b * dbias_strides.batch + own_h * dbias_strides.head
     base = base + first * dbias_strides.row + column
     index = tl.arange(0, tile.rows)[:, None].to(tl.int64)

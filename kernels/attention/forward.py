@@ -10,9 +10,8 @@ import triton.language as tl
 from ..common import LN2, LOG2E, dropout_keep
 from .scores import (
     Indices,
-    Keys,
-    clamp,
     first_row,
+    in_rows,
     key_row,
     keys_of_rows,
     load_rows,
@@ -20,7 +19,9 @@ from .scores import (
     locate_sequence,
     prepare_call,
     scores,
+    shifted,
     store_rows,
+    whole_tiles,
 )
 
 
@@ -36,52 +37,43 @@ class _Work(NamedTuple):
 
 
 @triton.jit
-def _whole_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
-    """Bound the key tiles inner <= n0 < full that lie inside the length and, for all of the queries
-    i0 .. i0 + BM - 1, inside the band.
-    """
-    shift = sequence.shift
-    full = sequence.length
-    if has.right:
-        full = clamp(i0 + shift + band.right + 1, 0, sequence.length)
-    full = full // tile.columns * tile.columns
-    inner = 0
-    if has.left:
-        inner = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
-        inner = (inner + tile.columns - 1) // tile.columns * tile.columns
-        full = tl.maximum(full, inner)
-    return inner, full
-
-
-@triton.jit
 def _forward_tiles(
-    state, lo, hi, work, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
+    state,
+    span,
+    work,
+    head,
+    tile: tl.constexpr,
+    has: tl.constexpr,
+    EDGE: tl.constexpr,
+    SKIP: tl.constexpr,
 ):
-    """Carry the online softmax over the key tiles lo, lo + BN, .. < hi. `state` is the weighted sum
-    of the values [BM, BDV], the sum of the weights [BM] and the maximum of the scores [BM].
+    """Carry the online softmax over the key tiles lo, lo + BN, .. < hi, (lo, hi) = span. `state` is
+    the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the maximum of what
+    `scores` returns [BM]. With SKIP the values of masked keys count as zero.
     """
     acc, l, m = state
+    lo, hi = span
     strides = head.call.strides
-    for n0 in tl.range(lo, hi, tile.columns):
+    STAGES: tl.constexpr = 1 if SKIP and tile.again else None
+    for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
         rows = j
         if tile.wide:
             rows = j.to(tl.int64)
         inside = j < head.sequence.length
-        key_ok, key_bias = key_row(head, rows, inside, tile, has, EDGE)
+        keys = key_row(head, rows, inside, tile, has, EDGE)
         k = load_rows(work.key, rows, strides.key_row, inside, tile.dim, tile.dim_block, EDGE)
         s = tl.dot(work.q, tl.trans(k), input_precision=tile.precision)  # [BM, BN]
-        if has.bias == 1:
-            key_bias = key_bias[None, :]
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
-        s, _ = scores(s, at, Keys(key_ok[None, :], key_bias), head, tile, has, EDGE)
+        s, _ = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
         if EDGE or has.mask > 0 or has.bias > 0:  # rows that have seen nothing yet
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - base[:, None])
-        rescale = tl.math.exp2(m - base)
+        offset = base * -head.call.scale if has.fold else -base
+        p = tl.math.exp2(shifted(s, offset[:, None], head, has))
+        rescale = tl.math.exp2(shifted(m, offset, head, has))
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if has.dropout:
@@ -91,14 +83,35 @@ def _forward_tiles(
                 seed, head.plane, work.start, n0, threshold, tile.rows, tile.columns
             )
             p = tl.where(keep, p, 0.0)
+        exists = keys.ok if SKIP else inside
+        GUARD: tl.constexpr = EDGE or SKIP
         v = load_rows(
-            work.value, rows, strides.value_row, inside, tile.value_dim, tile.value_block, EDGE
+            work.value, rows, strides.value_row, exists, tile.value_dim, tile.value_block, GUARD
         )
-        if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked value may hold anything
-            v = tl.where(key_ok[:, None], v, 0.0).to(v.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc, tile.precision, out_dtype=tile.acc)
         m = m_new
     return acc, l, m
+
+
+@triton.jit
+def _forward_keys(start, work, head, tile: tl.constexpr, has: tl.constexpr):
+    """Carry the online softmax, from the state `start`, over all keys that the queries may see."""
+    sequence, band = head.sequence, head.call.band
+    lo, hi = keys_of_rows(work.start, sequence.length, sequence.shift, band, tile, has)
+    inner, full = whole_tiles(work.start, sequence, band, tile, has)
+    MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
+    SKIP: tl.constexpr = MASKED and not tile.again
+    state = start
+    if has.left:
+        edge = lo, tl.minimum(inner, hi)
+        state = _forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+    state = _forward_tiles(state, (inner, full), work, head, tile, has, False, SKIP)
+    state = _forward_tiles(state, (full, hi), work, head, tile, has, True, SKIP)
+    if MASKED and tile.again:  # a masked value may hold anything: 0 * NaN
+        total = tl.sum(state[0])
+        if total != total:
+            state = _forward_tiles(start, (lo, hi), work, head, tile, has, True, True)
+    return state
 
 
 @triton.jit
@@ -148,20 +161,17 @@ def forward_kernel(
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
     work = _Work(q, i0, i, r, k_base, v_base)
-    lo, hi = keys_of_rows(i0, sequence.length, sequence.shift, band, tile, has)
-    inner, full = _whole_tiles(i0, sequence, band, tile, has)
-
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)
     m = tl.full([tile.rows], float("-inf"), tile.acc)
     if has.sink:  # as if a first key had been seen, whose value is zero
         m = tl.zeros([tile.rows], tile.acc) + tl.load(SINKS + h).to(tile.acc) * LOG2E
+        if has.fold:
+            m = m / call.scale
         l += tl.where(m == float("-inf"), 0.0, 1.0)
-    state = acc, l, m
-    if has.left:
-        state = _forward_tiles(state, lo, tl.minimum(inner, hi), work, head, tile, has, True)
-    state = _forward_tiles(state, inner, full, work, head, tile, has, False)
-    acc, l, m = _forward_tiles(state, full, hi, work, head, tile, has, True)
+    acc, l, m = _forward_keys((acc, l, m), work, head, tile, has)
+    if has.fold:
+        m = m * call.scale
 
     empty = l == 0.0
     sums = tl.where(empty, 1.0, l)
@@ -171,8 +181,8 @@ def forward_kernel(
     if has.bias > 0 or has.alibi:
         pair = STATISTICS + (row + i) * 2
         tl.store(pair, tl.where(empty, 0.0, m), mask=i < queries)
-        total = tl.where(empty, float("inf"), tl.math.log2(sums))
-        tl.store(pair + 1, total, mask=i < queries)
+        offset = tl.where(empty, float("-inf"), -tl.math.log2(sums))
+        tl.store(pair + 1, offset, mask=i < queries)
     acc = acc * (factors.inv_keep / sums)[:, None]
     base = O + b * output_strides.batch + h * output_strides.head + first * output_strides.row
     store_rows(base, r, output_strides.row, i < queries, acc, tile.value_dim, tile.value_block)

@@ -105,6 +105,8 @@ class _Plan:
         self.dtype = query.dtype
         self.apart = attention.bias is not None or attention.alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
+        half = query.element_size() == 2 or self.arch == "interpreter"
+        narrow = half and self.head_block <= 128  # else a second loop takes too many registers
         full = (batch, self.heads, q_rows, k_rows)
         kinds, strides, wide = [], [], _spans_int32(query, key, value)
         for x in (attention.attn_mask, attention.bias):
@@ -127,6 +129,8 @@ class _Plan:
             value_dim=width,
             value_block=max(16, next_power_of_2(width)),
             wide=wide,
+            split=narrow and self.arch in ("sm_90", "sm_100", "interpreter"),
+            again=half and self.arch in ("sm_90", "interpreter"),
             precision=dot_precision(self.arch),
             acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )
@@ -141,6 +145,7 @@ class _Plan:
             lengths=attention.key_lengths is not None,
             packed=self.packed,
             dropout=attention.dropout_p > 0,
+            fold=attention.scale > 2.0**-100 and attention.softcap is None and not self.apart,
         )
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
@@ -159,7 +164,8 @@ class _Plan:
         that no other kernel takes.
         """
         tiles = self.tiles(name)
-        tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN)
+        again = self.tile.again and (name == "forward" or self.head_block <= 128)
+        tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN, again=again)
         self.launch[name] = Launch(
             kernel,
             (blocks(tiles),),
@@ -288,6 +294,7 @@ class _Backward(_Plan):
                 Sq=rows,
                 tile=constants(self.tile._replace(rows=tiles.BM)),
                 HAS_DLSE=grad_lse is not None,
+                APART=self.apart,
             ),
             tiles.warps,
             tiles.stages,
@@ -321,18 +328,19 @@ class _Backward(_Plan):
         launch = self.launch
         if len(launch) > 1 or self.sink_weight:
             dlse = lse if grad_lse is None else grad_lse.contiguous()
-            launch["delta"](output, grad_output, dlse, delta)
+            if not self.apart:
+                statistics = torch.empty_like(lse)
+            launch["delta"](output, grad_output, dlse, lse, delta, statistics)
         dbias = query.new_empty(0)
         if self.bias_grad == "key":
             dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
-        saved = statistics if self.apart else lse
         if "dkdv" in launch:
-            launch["dkdv"](inputs, dk, dv, dbias, saved, delta, extras)
+            launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, extras)
         if "dq" in launch:
-            launch["dq"](inputs, dq, saved, delta, extras)
+            launch["dq"](inputs, dq, statistics, delta, extras)
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
-            launch["dbias"](inputs, dbias, saved, delta, extras)
+            launch["dbias"](inputs, dbias, statistics, delta, extras)
         dsinks, moved = query.new_empty(0), None
         if self.sink_weight:
             moved = self.moved(attention.sinks, lse, statistics, delta)
@@ -350,8 +358,8 @@ class _Backward(_Plan):
         """Compute what the gradient of each row moves to its sink, [B, H, Sq]."""
         sink = sinks.view(-1, 1).to(lse.dtype)
         if self.apart:
-            peak, total = statistics.unbind(-1)
-            return torch.exp2(sink * LOG2E.value - peak - total) * delta
+            peak, offset = statistics.unbind(-1)
+            return torch.exp2(sink * LOG2E.value - peak + offset) * delta
         # A row whose lse is -inf has a sink of -inf, which has no weight.
         return torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
 

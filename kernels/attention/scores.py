@@ -116,6 +116,8 @@ class Tile(NamedTuple):
     value_dim: Any  # DV
     value_block: Any
     wide: Any  # whether offsets inside a head need 64 bits
+    split: Any  # whether dK and dV have a loop of their own for whole tiles
+    again: Any  # whether a result that masked keys have made NaN is computed again, without them
     precision: Any  # of products of float32
     acc: Any  # the dtype of sums
 
@@ -133,6 +135,7 @@ class Has(NamedTuple):
     lengths: Any
     packed: Any
     dropout: Any
+    fold: Any  # whether `scores` leaves the factor of the scores to `shifted`
     sink: Any = False
     key_grad: Any = False  # whether a bias that is constant over the queries needs its gradient
 
@@ -182,8 +185,8 @@ class Indices(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Which keys of a tile a mask and a bias leave that are constant over the queries, and that
-    bias in base 2: [BN] each, or 0 where there is no such bias.
+    """Which keys of a tile exist and are left by a mask and a bias that are constant over the
+    queries, and that bias in base 2: [BN] each, or 0 where there is no such bias.
     """
 
     ok: Any
@@ -307,6 +310,24 @@ def first_row(plane, h, sequence, sizes, has: tl.constexpr):
 
 
 @triton.jit
+def whole_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
+    """Bound the key tiles inner <= n0 < full that lie inside the length and, for all of the queries
+    i0 .. i0 + BM - 1, inside the band.
+    """
+    shift = sequence.shift
+    full = sequence.length
+    if has.right:
+        full = clamp(i0 + shift + band.right + 1, 0, sequence.length)
+    full = full // tile.columns * tile.columns
+    inner = 0
+    if has.left:
+        inner = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
+        inner = (inner + tile.columns - 1) // tile.columns * tile.columns
+        full = tl.maximum(full, inner)
+    return inner, full
+
+
+@triton.jit
 def keys_of_rows(i0, length, shift, band, tile: tl.constexpr, has: tl.constexpr):
     """Bound the keys lo <= j < hi that any of the queries i0 .. i0 + BM - 1 may see by length and
     band; lo is a multiple of BN.
@@ -343,18 +364,34 @@ def key_row(head, j, ok, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constex
     strides, exists = head.call.strides, j < head.call.sizes.keys
     bias = 0.0
     if has.mask == 1:
-        ok = ok & (load_where(head.mask + j * strides.mask_column, exists, EDGE) != 0)
+        seen = load_where(head.mask + j * strides.mask_column, exists, EDGE) != 0
+        ok = ok & seen if EDGE else seen
     if has.bias == 1:
-        bias = load_where(head.bias + j * strides.bias_column, exists, EDGE)
+        pointers = tl.max_contiguous(head.bias + j * strides.bias_column, 1)
+        bias = load_where(pointers, exists, EDGE)
         bias = in_base_2(bias, tile.acc)
-        ok = ok & (bias != float("-inf"))
+        seen = bias != float("-inf")
+        ok = ok & seen if EDGE or has.mask == 1 else seen
     return Keys(ok, bias)
+
+
+@triton.jit
+def in_rows(keys, has: tl.constexpr):
+    """Broadcast keys [BN] over the rows of S."""
+    return Keys(keys.ok[None, :], keys.bias[None, :] if has.bias == 1 else keys.bias)
+
+
+@triton.jit
+def in_columns(keys, has: tl.constexpr):
+    """Broadcast keys [BN] over the columns of the transpose of S."""
+    return Keys(keys.ok[:, None], keys.bias[:, None] if has.bias == 1 else keys.bias)
 
 
 @triton.jit
 def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr):
     """Compute the scores in base 2, -inf where a query may not see a key, and the tanh of the
-    softcap, from s = q . k [BM, BN], or from its transpose.
+    softcap, from s = q . k [BM, BN], or from its transpose. With `has.fold` they still lack the
+    factor, which `shifted` applies.
 
     `at` and `keys` are broadcast against s. Without EDGE the whole tile lies inside the length and
     the band. The summands may be large, so that a score keeps few digits: each kernel has to round
@@ -371,7 +408,7 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
         tanh = s
         scale = head.call.factors.softcap * LOG2E
     if has.bias == 0:
-        s = s * scale
+        s = s if has.fold else s * scale
     elif has.bias == 1:
         s = tl.fma(s, scale, keys.bias)
     else:
@@ -380,18 +417,12 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
     if has.alibi:
         s = tl.fma(tl.abs(i + shift - j).to(tile.acc), -head.slope, s)
     if EDGE or has.mask > 0 or has.bias == 1:
-        ok = j < head.sequence.length
-        if has.mask == 1 or has.bias == 1:
-            ok = ok & keys.ok
+        ok = keys.ok
         if has.mask == 2:
             pointers = head.mask + (r * strides.mask_row + j * strides.mask_column)
             seen = load_where(pointers, exists, EDGE) != 0
-            if EDGE:
-                ok = ok & seen
-            else:
-                ok = seen
-                if has.bias == 1:
-                    ok = ok & keys.ok
+            TRANSPOSED: tl.constexpr = keys.ok.shape[1] == 1
+            ok = ok & seen if EDGE or has.bias == 1 or TRANSPOSED else seen
         if EDGE and has.right:
             ok = ok & (j <= i + (shift + band.right))
         if EDGE and has.left:
@@ -400,3 +431,12 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
         if has.softcap and (has.mask == 1 or has.bias == 1):  # a masked key may hold anything
             tanh = tl.where(ok, tanh, 0.0)
     return s, tanh
+
+
+@triton.jit
+def shifted(s, offset, head, has: tl.constexpr):
+    """Add an offset, which is broadcast, to the scores s."""
+    if has.fold:
+        return tl.fma(s, head.call.scale, offset)
+    else:
+        return s + offset

@@ -505,9 +505,28 @@ def test_large_logits(backend, device, against_oracle):
     against_oracle(functional.scaled_dot_product_attention, x, is_causal=True)
 
 
-def test_scale(backend, device, against_oracle):
+@pytest.mark.parametrize("scale", [0.7, -0.7, 0.0, 1e-40])
+def test_scale(backend, device, against_oracle, scale):
     x = qkv(b=1, h=1, sq=20, sk=30, d=16, device=device, logits=0.5)
-    against_oracle(functional.scaled_dot_product_attention, x, scale=0.7)
+    against_oracle(functional.scaled_dot_product_attention, x, scale=scale, is_causal=True)
+
+
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_hidden_keys_of_wide_heads_may_hold_anything(backend, device, by):
+    x = qkv(b=1, h=1, sq=20, sk=40, d=144, device=device)
+    seen = torch.ones(40, dtype=torch.bool, device=device)
+    seen[[5, 39]] = False
+    options = {"attn_mask": seen[None]}
+    if by == "bias":
+        options = {"bias": torch.where(seen, 0.5, -torch.inf)}
+    found = []
+    for fill in (0.0, float("nan")):
+        hidden = (x[name].masked_fill(~seen[:, None], fill) for name in ("key", "value"))
+        leaves = [t.requires_grad_() for t in (x["query"].clone(), *hidden)]
+        out = functional.scaled_dot_product_attention(*leaves, **options)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for clean, poisoned in zip(*found):
+        assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16), (64, 64)], ids=str)
@@ -758,10 +777,12 @@ def features(device):
         ),
         "mask of keys": (dict(attn_mask=mask[:1]), dict(mask=1)),
         "mask": (dict(attn_mask=mask), dict(mask=2)),
-        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1)),
-        "bias": (dict(bias=mask.float()), dict(bias=2)),
-        "alibi": (dict(alibi_slopes=two), dict(alibi=True)),
-        "softcap": (dict(softcap=2.0), dict(softcap=True)),
+        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1, fold=False)),
+        "bias": (dict(bias=mask.float()), dict(bias=2, fold=False)),
+        "alibi": (dict(alibi_slopes=two), dict(alibi=True, fold=False)),
+        "softcap": (dict(softcap=2.0), dict(softcap=True, fold=False)),
+        "negative scale": (dict(scale=-1.0), dict(fold=False)),
+        "no scale": (dict(scale=0.0), dict(fold=False)),
         "lengths": (dict(key_lengths=lengths), dict(lengths=True)),
         "dropout": (dict(dropout_p=0.5, **seed), dict(dropout=True)),
         "sinks": (dict(sinks=two), {}),  # for the forward alone
@@ -789,6 +810,7 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     options, expected = features(device)[name]
     off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
     off |= dict(mask=0, bias=0, packed=False, dropout=False, sink=False, key_grad=False)
+    off["fold"] = True
     x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):
         functional.scaled_dot_product_attention(**x, **options).sum().backward()

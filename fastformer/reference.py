@@ -420,6 +420,8 @@ def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
         return False
     if attention.softcap is not None or attention.sinks is not None or _formula.always:
         return False
+    if attention.is_causal and not attention.scale > 0.0:  # torch masks out before it multiplies
+        return False
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return False
     return query.numel() > 0 and value.numel() > 0

@@ -6,6 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
 from fastformer import functional, use_backend
@@ -29,10 +30,14 @@ def at(place, *shape, dtype=torch.float32, step=None):
 @pytest.fixture
 def keys(monkeypatch):
     """keys(function, gradient, **arguments): those of a call and its backward, by kernel. Nothing
-    is launched.
+    is launched; each pointer would be one, for a tensor that a call leaves out as well.
     """
     launch = pytest.importorskip("fastformer.kernels.launch")
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *_: None)
+
+    def idle(self, *pointers):
+        assert all(isinstance(x, torch.Tensor) for x in tree_leaves(pointers))
+
+    monkeypatch.setattr(launch.Launch, "__call__", idle)
     launch.plans.clear()
 
     def keys(function, gradient=None, wanted=None, **arguments):

@@ -279,6 +279,8 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.pad(ff.unpad(x.bool(), p)[0], p, 2), ValueError, "value is 2; .*bool"),
         (lambda x, n, p: ff.pad(ff.unpad(x.byte(), p)[0], p, -1), ValueError, "value is -1"),
         (lambda x, n, p: ff.pad(ff.unpad(x, p)[0], p, None), TypeError, "value is a NoneType"),
+        (lambda x, n, p: ff.pad(ff.unpad(x, p)[0], p, 1j), TypeError, "value is a complex"),
+        (lambda x, n, p: ff.pad(ff.unpad(x + 0j, p)[0], p, "1"), TypeError, "value is a str"),
     ],
 )
 def test_bad_padding(call, error, words):

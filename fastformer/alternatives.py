@@ -1,23 +1,23 @@
 """torch's own ops where they compute what a kernel computes: candidates of a measurement.
 
-Each takes the arguments of the registered op `fastformer::<op>` and returns its outputs, so that
-the backward is that of the kernel. There is none where torch's result differs by more than
-rounding: a query that sees no key, a dropout mask that is not ours, an order of memory that the
-caller does not expect. Nor is there one for a backward: those of torch's attention add in an order
-that changes from run to run.
+A forward takes the arguments of the registered op `fastformer::<op>` and returns its outputs, and a
+backward those of `fastformer::<op>_backward`; so either goes with the kernel of the other. There is
+none where torch's result differs by more than rounding: a query that sees no key, a dropout mask
+that is not ours, an order of memory that the caller does not expect; nor for the backward of
+attention, where torch's own add in an order that changes from run to run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastformer.description import Attention, unpack
 
-Forward = Callable[..., tuple[Tensor, ...]]
+Function = Callable[..., tuple[Any, ...]]
 _aten = torch.ops.aten
 
 
@@ -28,7 +28,7 @@ def _ordered(x: Tensor, like: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _attention(op: Callable[..., Any]) -> Forward:
+def _attention(op: Callable[..., Any]) -> Function:
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         attention = unpack(rest[:-1])
         output, lse, *_ = op(query, key, value, attention.is_causal, attention.scale)
@@ -71,6 +71,25 @@ def _rms_norm(
     return y, r.view(-1)
 
 
+def _layer_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    mean: Tensor,
+    r: Tensor,
+    needs: list[bool],
+) -> tuple[Any, ...]:
+    n = len(normalized_shape)
+    shape = [*input.shape[: input.dim() - n], *[1] * n]  # torch's, of a number for each row
+    statistics = mean.view(shape), r.view(shape)
+    op = _aten.native_layer_norm_backward
+    return op(grad, input, normalized_shape, *statistics, weight, bias, needs)
+
+
 def _sum_and_norm(
     input: Tensor,
     residual: Tensor,
@@ -86,16 +105,26 @@ def _sum_and_norm(
     return y, total, mean.view(-1), r.view(-1)
 
 
+class Alternative(NamedTuple):
+    """What takes the place of a kernel; where it has no backward, that is the kernel's."""
+
+    forward: Function
+    backward: Function | None = None
+
+
 # The candidates of each op, by the name that `explain` prints.
-FORWARDS: dict[str, dict[str, Forward]] = {
+ALTERNATIVES: dict[str, dict[str, Alternative]] = {
     "scaled_dot_product_attention": {
-        "torch (cuDNN)": _attention(_cudnn),
-        "torch (flash)": _attention(_flash),
-        "torch (efficient)": _attention(_efficient),
+        "torch (cuDNN)": Alternative(_attention(_cudnn)),
+        "torch (flash)": Alternative(_attention(_flash)),
+        "torch (efficient)": Alternative(_attention(_efficient)),
     },
-    "layer_norm": {"torch (layer_norm)": _layer_norm},
-    "rms_norm": {"torch (rms_norm)": _rms_norm},
-    "dropout_add_layer_norm": {"torch (add, layer_norm)": _sum_and_norm},
+    "layer_norm": {
+        "torch (layer_norm)": Alternative(_layer_norm),
+        "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
+    },
+    "rms_norm": {"torch (rms_norm)": Alternative(_rms_norm)},
+    "dropout_add_layer_norm": {"torch (add, layer_norm)": Alternative(_sum_and_norm)},
 }
 
 
@@ -103,13 +132,14 @@ def signature(op: str, arguments: Mapping[str, Any]) -> Hashable | None:
     """Return what the choice depends on, for a call that torch's op computes; None for others."""
     if op == "scaled_dot_product_attention":
         return _of_attention(*list(arguments.values())[:4])
-    if op not in FORWARDS or arguments.get("dropout_p") or arguments.get("unbiased"):
+    if op not in ALTERNATIVES or arguments.get("dropout_p") or arguments.get("unbiased"):
         return None
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     dtype = tensors[0].dtype
     if any(x.dtype != dtype or not x.numel() or not x.is_contiguous() for x in tensors):
         return None
-    return op, dtype, tensors[0].shape, tensors[-1].shape, len(tensors)
+    rows = tuple(arguments.get("normalized_shape", ()))
+    return op, dtype, tensors[0].shape, rows, len(tensors)
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Any:

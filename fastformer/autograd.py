@@ -27,7 +27,7 @@ reference where an input carries a forward-mode tangent.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer import reference
+from fastformer.alternatives import Alternative
 from fastformer.description import Attention, pack, unpack
 
 
@@ -81,28 +82,26 @@ def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 _pairs: dict[str, _Pair] = {}
 
 
-def pair(op: str, forwards: Mapping[str, Callable[..., Any]]) -> None:
-    """Read the schemas of an op, once it is registered. `forwards`: others that have its arguments
-    and its outputs, by name, and share its backward.
-    """
+def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
+    """Read the schemas of an op, once it is registered. The alternatives may take its place."""
     _pairs[op] = _Pair(op)
-    for name, forward in forwards.items():
+    for name, (forward, backward) in alternatives.items():
         _pairs[_named(op, name)] = other = copy.copy(_pairs[op])
-        other.forward = forward
+        other.forward, other.backward = forward, backward or other.backward
 
 
 @contextmanager
-def replaced(op: str, forward: str) -> Iterator[None]:
-    """A context in which the forward of that name takes the place of an op's own."""
-    before, _pairs[op] = _pairs[op], _pairs[_named(op, forward)]
+def replaced(op: str, alternative: str) -> Iterator[None]:
+    """A context in which the alternative of that name takes the place of an op's kernels."""
+    before, _pairs[op] = _pairs[op], _pairs[_named(op, alternative)]
     try:
         yield
     finally:
         _pairs[op] = before
 
 
-def _named(op: str, forward: str) -> str:
-    return f"{op}: {forward}"
+def _named(op: str, alternative: str) -> str:
+    return f"{op}: {alternative}"
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -196,12 +195,12 @@ def _has_tangent(values: Sequence[object]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def apply(op: str, arguments: dict[str, Any], forward: str = "") -> Any:
-    """Run a kernel with its gradient, or in its place the forward of that name.
+def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
+    """Run a kernel with its gradient, or in its place the alternative of that name.
 
     The arguments have the names and the order of the reference, which are those of the schema.
     """
-    name = _named(op, forward) if forward else op
+    name = _named(op, alternative) if alternative else op
     pair = _pairs[name]
     values = pack(arguments.values())
     if _has_tangent(values):

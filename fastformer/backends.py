@@ -158,7 +158,7 @@ def _import(op: str) -> bool:
     """Import the kernels of an op, once. Dynamo calls this function and does not trace it."""
     if op not in _kernels:
         module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
-        autograd.pair(op, alternatives.FORWARDS.get(op, {}))
+        autograd.pair(op, alternatives.ALTERNATIVES.get(op, {}))
         setattr(importlib.import_module(_TUNED), "source", tuning.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
@@ -210,28 +210,28 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
         return Choice(op, "triton", "it was chosen")
     if torch.compiler.is_compiling():
         return Choice(op, "triton", "the tensors are on a GPU")
-    measured = _measured_forward(op, arguments, first)
+    measured = _measured(op, arguments, first)
     if measured is not None:
         return Choice(op, measured, "it was measured to be the fastest")
     return Choice(op, "triton", "the tensors are on a GPU" + _caveat(first.device))
 
 
-def _measured_forward(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
+def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return torch's own op for this call, where it was measured to be faster than the kernel."""
     chosen = tuning.choices(first.device)
-    if not chosen or op not in alternatives.FORWARDS or not reference.eager(first):
+    if not chosen or op not in alternatives.ALTERNATIVES or not reference.eager(first):
         return None
     signature = alternatives.signature(op, arguments)
     if signature is None:
         return None
     key = op, first.device, cases.differentiated(arguments), signature
-    if key not in _forwards:
+    if key not in _alternatives:
         case = cases.of(op, arguments)
         name = None if case is None else chosen.get((op, case.key))
-        if len(_forwards) >= MOST_FORWARDS:
-            _forwards.clear()
-        _forwards[key] = name if name in alternatives.FORWARDS[op] else None
-    return _forwards[key]
+        if len(_alternatives) >= MOST_ALTERNATIVES:
+            _alternatives.clear()
+        _alternatives[key] = name if name in alternatives.ALTERNATIVES[op] else None
+    return _alternatives[key]
 
 
 def forced(op: str, options: Mapping[str, Any]) -> Any:
@@ -247,14 +247,14 @@ def label(option: Any) -> str:
     return sys.modules[_TUNED].label(option)
 
 
-MOST_FORWARDS = 4096
-_forwards: dict[Any, str | None] = {}
+MOST_ALTERNATIVES = 4096
+_alternatives: dict[Any, str | None] = {}
 
 
 def measure_again() -> None:
     """Read the measurements again, for the calls to come."""
     tuning.forget()
-    _forwards.clear()
+    _alternatives.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 

@@ -287,7 +287,7 @@ def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
     assert forward.us.keys() == {"32 32 4 1", "16 32 4 1"}
     (last,) = (entry for (kind, case), entry in done.items() if kind == OP)
     assert last.choice == "triton" and last.us.keys() == {"triton", "reference"}
-    assert set(alternatives.FORWARDS[OP]) == set(last.dropped)  # they need a GPU
+    assert set(alternatives.ALTERNATIVES[OP]) == set(last.dropped)  # they need a GPU
     assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
 
 
@@ -328,11 +328,10 @@ def ways(one_row, monkeypatch):
 
     def ways(**forwards):
         backends._load(op)
-        monkeypatch.setitem(alternatives.FORWARDS, op, forwards)
-        before = dict(autograd._pairs)
-        autograd.pair(op, forwards)
-        monkeypatch.setattr(autograd, "_pairs", autograd._pairs)
-        autograd._pairs.update({op: before[op]})
+        others = {name: alternatives.Alternative(one) for name, one in forwards.items()}
+        monkeypatch.setitem(alternatives.ALTERNATIVES, op, others)
+        monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
+        autograd.pair(op, others)
 
     return ways
 

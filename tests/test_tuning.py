@@ -396,7 +396,7 @@ def on_a_gpu(monkeypatch):
     def choose(op, arguments, backend):
         if backend == "auto":
             first = next(iter(arguments.values()))
-            name = backends._measured_forward(op, arguments, first) or "triton"
+            name = backends._measured(op, arguments, first) or "triton"
             return backends.Choice(op, name, "the tensors are on a GPU")
         return former(op, arguments, backend)
 
@@ -471,9 +471,9 @@ def test_an_unknown_op_of_torch_is_no_choice(file, flash):
     assert flash == []
 
 
-@pytest.mark.parametrize("op", [op for op in alternatives.FORWARDS if op != OP])
+@pytest.mark.parametrize("op", [op for op in alternatives.ALTERNATIVES if op != OP])
 def test_torchs_norms_compute_the_same_as_ours(op):
-    """Output by output, those that the backward reads included."""
+    """Output by output, those that the backward reads included, and gradient by gradient."""
     backends._load(op)
     sizes = dict(M=6, N=16)
     options = dict(weight=True, bias=op != "rms_norm")
@@ -482,10 +482,45 @@ def test_torchs_norms_compute_the_same_as_ours(op):
     with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
         backends.OPERATIONS[op](**given)
     assert alternatives.signature(op, found[0]) is not None
-    (other,) = alternatives.FORWARDS[op].values()
-    ours = autograd._pairs[op].forward(*found[0].values())
-    for x, y in zip(other(*found[0].values()), ours, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
+    values, pair = list(found[0].values()), autograd._pairs[op]
+    grad, needs = torch.randn(6, 16), [True] * len(pair.grads)
+    for other in alternatives.ALTERNATIVES[op].values():
+        results = []
+        for one in (pair, other):
+            outputs = one.forward(*values)
+            if other.backward is not None:
+                saved = [values[i] for i in pair.from_arguments]
+                saved += [outputs[i] for i in pair.from_outputs]
+                outputs = *outputs, *one.backward(grad, *saved, needs)
+            results.append(outputs)
+        for x, y in zip(*results, strict=True):
+            assert x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
+            torch.testing.assert_close(x, y)
+
+
+def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
+    op = "layer_norm"
+    case = cases.case(op, "float32", dict(M=6, N=16), True, weight=True)
+    name = f"torch ({op}, backward)"
+    tuning.write(file, HERE, {(op, case.key): Entry(name, {name: 1.0, "triton": 2.0}, {})})
+    on_a_gpu(monkeypatch)
+    backends._load(op)
+    given, called = case.arguments(CPU), []
+    pair = autograd._pairs[f"{op}: {name}"]
+
+    def backward(*arguments, former=pair.backward):
+        called.append(op)
+        return former(*arguments)
+
+    monkeypatch.setattr(pair, "backward", backward)
+    results = []
+    for backend in ("auto", "triton"):
+        with use_backend(backend):
+            out = backends.OPERATIONS[op](**given)
+            leaves = given["input"], given["weight"]
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert called == [op]
+    for x, y in zip(*results):
         torch.testing.assert_close(x, y)
 
 

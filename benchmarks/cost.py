@@ -3,6 +3,7 @@
     python -m benchmarks.cost                prints the ledger
     python -m benchmarks.cost --only TEXT    only the cases of tests/compile_gate.py with TEXT in
                                              their name
+    python -m benchmarks.cost --write        writes the ledger to tests/cost_table.md
 
 The counts are facts, read from the machine code (benchmarks/sass.py). The times are predictions:
 the number of clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,6 +32,20 @@ sys.path.insert(0, str(ROOT / "tests"))
 import compile_gate
 
 TILE = 128 * 64
+TABLE = ROOT / "tests" / "cost_table.md"
+Place = tuple[str, str, str, int]
+Slots = dict[Place, float]
+
+# Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
+# the kernel.
+#   The gradient of a bias loads the length of each batch in the loop, and what it copies follows
+#   from it; and at D = 256 the tiles of more than one stage do not fit.
+#   dK and dV at D = 256: three stages spill.
+KNOWN_WAITS = (
+    ("lengths", "backward_dbias"),
+    ("D=256", "backward_dbias"),
+    ("sm_90 attention bf16 D=256", "backward_dkdv"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class Entry:
 
     case: str
     kernel: str
-    part: str  # full, edge: the two loops of attention; loop; rest: what is outside
+    part: str  # see `_parts`; rest: what is outside of the loops
     registers: int
     blocks: int  # that a multiprocessor holds at a time
     issue: float
@@ -113,11 +129,11 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         elements = tile.get("rows", 1) * outer
         unit = TILE if attention and record["products"] else 128
         loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
-        for i, loop in enumerate(loops):
+        parts = _parts(loops, record["outstanding"]) if attention else ["loop"] * len(loops)
+        for i, (loop, part) in enumerate(zip(loops, parts)):
             # An unrolled loop computes more than one tile; the code of sm_100 does not say.
             times = loop["product"] / record["products"][i] if loop["product"] else 1
             inner = tile["features"] / 64 if "features" in tile else 1
-            part = ("full", "edge")[i] if attention and len(loops) == 2 else "loop"
             waits = record["outstanding"][i] if record["products"] else None
             factor = unit / (elements * inner * times)
             product = record["products"][i] * times if record["products"] else 0
@@ -128,6 +144,21 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
                 yield _entry(
                     name, kernel, "rest", record, blocks, rest, 0, 128 / elements, None, chip
                 )
+
+
+def _parts(loops: list[dict[str, Any]], outstanding: list[int | None]) -> list[str]:
+    """Name the loops of an attention kernel: `full` walks the tiles that no edge of the band or the
+    length cuts, and issues the fewest instructions; `edge`; and `again`, which copies nothing ahead
+    beside loops that do, walks a result of NaN once more (`Tile.again`).
+    """
+    if len(loops) == 1 or not outstanding:
+        return ["loop"] * len(loops)
+    fewest = min(range(len(loops)), key=lambda i: loops[i]["issue"] / (loops[i]["product"] or 1))
+    names = ["edge"] * len(loops)
+    names[fewest] = "full"
+    if any(n is not None for n in outstanding):
+        names = ["again" if n is None else x for x, n in zip(names, outstanding)]
+    return names
 
 
 def _in_flight(record: dict[str, Any], blocks: int, counts: dict[str, Any], chip: Chip) -> float:
@@ -206,12 +237,64 @@ def written(version: str, found: list[Entry]) -> str:
     return HEADER.format(version=version) + "".join(lines)
 
 
+def committed() -> tuple[str, Slots]:
+    """Return the Triton version and the issue slots of the committed ledger."""
+    text = TABLE.read_text()
+    lines = [line.strip("| ").split(" | ") for line in text.split("|---|\n")[1].splitlines()]
+    places = _numbered((case, kernel, part) for case, kernel, part, *_ in lines)
+    slots = {place: float(line[5]) for place, line in zip(places, lines)}
+    return text.split("Triton ")[1].split(". ")[0], slots
+
+
+def issue_slots(found: list[Entry]) -> Slots:
+    """Return the issue slots of each entry by its case, kernel, part and number among these."""
+    places = _numbered((e.case, e.kernel, e.part) for e in found)
+    return {place: e.issue for place, e in zip(places, found)}
+
+
+def _numbered(places: Iterable[tuple[str, str, str]]) -> list[Place]:
+    seen: Counter[tuple[str, str, str]] = Counter()
+    numbered = []
+    for place in places:
+        numbered.append((*place, seen[place]))
+        seen[place] += 1
+    return numbered
+
+
+def grown(new: Slots, old: Slots) -> list[str]:
+    """Say in words where the issue slots of two ledgers differ by more than 3%, or entries do."""
+    found = [
+        f"{' '.join(map(str, place))}: not in {TABLE.name}" for place in new.keys() - old.keys()
+    ]
+    found += [
+        f"{' '.join(map(str, place))}: {new[place]:.0f} issue slots, "
+        f"in {TABLE.name} {old[place]:.0f}"
+        for place in new.keys() & old.keys()
+        if not old[place] / 1.03 - 0.5 <= new[place] <= old[place] * 1.03 + 0.5
+    ]
+    return sorted(found)
+
+
+def waits(found: list[Entry]) -> list[str]:
+    """Say in words which loops of 16-bit attention wait for all copies before they compute."""
+    return [
+        f"{e.case}, {e.kernel} {e.part}: waits for all copies"
+        for e in found
+        if " attention bf16 " in e.case and e.part in ("full", "edge", "loop") and e.tensor
+        if not e.outstanding
+        if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
     options = parser.parse_args()
+    if options.write and options.only:
+        parser.error("--write is for all cases")
     cases = {
         name: {**case, "loops": True}
         for name, case in compile_gate.CASES.items()
@@ -224,7 +307,11 @@ def main() -> None:
         print(f"{answer.get('seconds', 0):5.1f} s  {name}", file=sys.stderr)
 
     answers = compile_gate.compile_all(cases, progress)
-    print(written(metadata.version("triton"), ledger(answers)))
+    table = written(metadata.version("triton"), ledger(answers))
+    if options.write:
+        TABLE.write_text(table)
+    else:
+        print(table)
     errors = [f"{name}: {a['error']}" for name, a in answers.items() if "error" in a]
     raise SystemExit("\n".join(errors) or 0)
 

@@ -7,6 +7,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks import cost
+
+
+def weighed(request):
+    """The cases whose loops are compared with the cost ledger: with --slow all that it has."""
+    archs = list(cost.CHIPS) if request.config.getoption("--slow") else ["sm_90"]
+    return {n for n, c in compile_gate.CASES.items() if c["arch"] in archs}
+
 
 @pytest.fixture(scope="module")
 def answers(request):
@@ -14,8 +22,13 @@ def answers(request):
     asking = [item for item in request.session.items if item.module is request.module]
     names = {item.callspec.params["name"] for item in asking if hasattr(item, "callspec")}
     every = any(not hasattr(item, "callspec") for item in asking)
+    loops = weighed(request) if every else ()
     return compile_gate.compile_all(
-        {n: c for n, c in compile_gate.CASES.items() if every or n in names}
+        {
+            n: {**c, "loops": n in loops}
+            for n, c in compile_gate.CASES.items()
+            if every or n in names
+        }
     )
 
 
@@ -34,3 +47,14 @@ def test_committed_table(answers):
     assert not differences, "\n".join(
         [*differences, "if that is meant: python tests/compile_gate.py --write"]
     )
+
+
+def test_cost_ledger(answers, request):
+    """No loop of 16-bit attention waits for all of its copies, and none has grown by 3%."""
+    found = cost.ledger({n: answers[n] for n in answers if n in weighed(request)})
+    assert not cost.waits(found)
+    version, committed = cost.committed()
+    if version != metadata.version("triton"):
+        pytest.skip(f"the ledger is of Triton {version}")
+    grown = cost.grown(cost.issue_slots(found), committed)
+    assert not grown, "\n".join([*grown, "if that is meant: python -m benchmarks.cost --write"])

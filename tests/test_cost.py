@@ -123,6 +123,44 @@ def test_entries():
     assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | - | issue, 0.79 |")
 
 
+def test_loops_of_attention():
+    """The loop of whole tiles issues the fewest instructions; one may walk the keys once more."""
+    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
+    product = 2 * 128 * 64 * 64
+
+    def parts(issue, outstanding):
+        loops = [dict.fromkeys(names, 1) | dict(issue=n, product=product) for n in issue]
+        whole = dict.fromkeys(names, 9)
+        record = dict(products=[product] * len(issue), outstanding=outstanding, loops=loops)
+        records = [{**RECORD, **record, "whole": whole}]
+        return [e.part for e in cost.entries("sm_90 attention bf16 D=64 plain", records)]
+
+    assert parts([300], [2]) == ["loop"]
+    assert parts([400, 300, 500], [2, 2, 2]) == ["edge", "full", "edge"]
+    assert parts([300, 400, 350], [2, 2, None]) == ["full", "edge", "again"]
+    assert parts([300, 400], [None, None]) == ["full", "edge"]
+
+
+def test_loops_that_wait_or_grow(monkeypatch, tmp_path):
+    monkeypatch.setattr(cost, "TABLE", tmp_path / "table.md")
+    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
+
+    def ledger(issue, waits):
+        loop = dict.fromkeys(names, 0) | dict(issue=issue, tensor=8, product=2 * 128 * 64 * 64)
+        record = {**RECORD, "outstanding": waits, "loops": [loop, loop], "whole": loop}
+        return cost.ledger({"sm_90 attention bf16 D=64 plain": dict(records=[record])})
+
+    assert cost.waits(ledger(300, [2, 4])) == []
+    assert len(cost.waits(ledger(300, [2, 0]))) == len(cost.waits(ledger(300, [2, None]))) == 1
+    cost.TABLE.write_text(cost.written("3.7.1", ledger(300, [2, 2])))
+    version, slots = cost.committed()
+    assert version == "3.7.1" and list(slots.values()) == [600, 600]
+    assert cost.grown(cost.issue_slots(ledger(305, [2, 2])), slots) == []
+    assert len(cost.grown(cost.issue_slots(ledger(312, [2, 2])), slots)) == 2
+    assert len(cost.grown(cost.issue_slots(ledger(280, [2, 2])), slots)) == 2
+    assert "not in" in cost.grown(cost.issue_slots(ledger(300, [2, 2])), {})[0]
+
+
 def test_bytes_in_flight_of_a_multiprocessor():
     """Of all blocks that fit, or of those that the grid has for it."""
     names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")

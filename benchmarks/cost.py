@@ -129,7 +129,7 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         elements = tile.get("rows", 1) * outer
         unit = TILE if attention and record["products"] else 128
         loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
-        parts = _parts(loops, record["outstanding"]) if attention else ["loop"] * len(loops)
+        parts = _parts(case, loops, record["outstanding"])
         for i, (loop, part) in enumerate(zip(loops, parts)):
             # An unrolled loop computes more than one tile; the code of sm_100 does not say.
             times = loop["product"] / record["products"][i] if loop["product"] else 1
@@ -146,18 +146,20 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
                 )
 
 
-def _parts(loops: list[dict[str, Any]], outstanding: list[int | None]) -> list[str]:
+def _parts(
+    case: dict[str, Any], loops: list[dict[str, Any]], outstanding: list[int | None]
+) -> list[str]:
     """Name the loops of an attention kernel: `full` walks the tiles that no edge of the band or the
-    length cuts, and issues the fewest instructions; `edge`; and `again`, which copies nothing ahead
-    beside loops that do, walks a result of NaN once more (`Tile.again`).
+    length cuts, and issues the fewest instructions; `edge`; and `again`, the last beside masked
+    keys, walks a result of NaN once more, with one stage (`Tile.again`).
     """
-    if len(loops) == 1 or not outstanding:
+    if case["op"] != "attention" or len(loops) == 1 or not outstanding:
         return ["loop"] * len(loops)
     fewest = min(range(len(loops)), key=lambda i: loops[i]["issue"] / (loops[i]["product"] or 1))
     names = ["edge"] * len(loops)
     names[fewest] = "full"
-    if any(n is not None for n in outstanding):
-        names = ["again" if n is None else x for x, n in zip(names, outstanding)]
+    if (case["mask"] + case["bias"]).startswith("key") and outstanding[-1] is None:
+        names[-1] = "again"
     return names
 
 

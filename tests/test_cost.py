@@ -128,16 +128,17 @@ def test_loops_of_attention():
     names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
     product = 2 * 128 * 64 * 64
 
-    def parts(issue, outstanding):
+    def parts(issue, outstanding, kind="plain"):
         loops = [dict.fromkeys(names, 1) | dict(issue=n, product=product) for n in issue]
         whole = dict.fromkeys(names, 9)
         record = dict(products=[product] * len(issue), outstanding=outstanding, loops=loops)
         records = [{**RECORD, **record, "whole": whole}]
-        return [e.part for e in cost.entries("sm_90 attention bf16 D=64 plain", records)]
+        return [e.part for e in cost.entries(f"sm_90 attention bf16 D=64 {kind}", records)]
 
     assert parts([300], [2]) == ["loop"]
     assert parts([400, 300, 500], [2, 2, 2]) == ["edge", "full", "edge"]
-    assert parts([300, 400, 350], [2, 2, None]) == ["full", "edge", "again"]
+    assert parts([300, 400, 350], [2, 2, None]) == ["full", "edge", "edge"]
+    assert parts([300, 400, 350], [2, 2, None], "key mask") == ["full", "edge", "again"]
     assert parts([300, 400], [None, None]) == ["full", "edge"]
 
 

@@ -2,6 +2,7 @@
 it.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -541,6 +542,22 @@ def test_norms_that_torch_does_not_have(op, options, more):
     with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
         backends.OPERATIONS[op](**given)
     assert alternatives.signature(op, found[0]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_rows_of_all_architectures_are_candidates_on_each(dtype):
+    from fastformer.kernels.attention import configurations
+
+    for kernel, full, D in itertools.product(("forward", "dkdv", "dq"), (0, 1), (32, 64, 128, 256)):
+        options = configurations.rows(kernel, dtype, D)
+        assert len(set(options)) == len(options) <= 24
+        for arch in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "other"):
+            shipped = configurations.configuration(kernel, arch, dtype, D, 512, 512, bool(full))
+            for stages in (shipped.stages, 2, 3):
+                assert shipped._replace(stages=stages) in options
+    wide = configurations.Tiles(128, 128, 8, 3)
+    half = dtype == torch.bfloat16
+    assert (wide in configurations.rows("forward", dtype, 128)) == half
 
 
 def test_the_classes_of_a_kernel_round_sizes_up():

@@ -128,14 +128,17 @@ def configuration(
     return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
+# Rows that no table has: fewer passes over the queries, for more registers.
+WIDE = {("forward", 16): [Tiles(128, 128, 8, 2)]}
+
+
 def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[Tiles]:
     """Return what a measurement may choose from: the rows of every architecture at this head dim
-    and at its neighbours, with the stages of the row, two and three.
+    and at its neighbours, and WIDE, with the stages of the row, two and three.
     """
     bits, i = 32 if dtype == torch.float32 else 16, max(0, (head_block - 1).bit_length() - 5)
-    found: dict[Tiles, None] = {}
+    near = list(WIDE.get((kernel, bits), ()))
     for (name, width, _), table in CONFIGURATIONS.items():
         if width == bits and name.removesuffix(" full") == kernel:
-            for row in table[max(0, i - 1) : i + 2]:
-                found.update((row._replace(stages=n), None) for n in (row.stages, 2, 3))
-    return list(found)
+            near += table[max(0, i - 1) : i + 2]
+    return list({row._replace(stages=n): None for row in near for n in (row.stages, 2, 3)})

@@ -181,6 +181,14 @@ def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
     assert entries["backward"].part == "loop" and entries["backward"].in_flight > 26
 
 
+def test_the_loss_of_an_odd_vocabulary():
+    """Rows that start anywhere are read 16 bytes at a time, with few exponentials."""
+    name = "sm_90 cross_entropy bf16 V=50257"
+    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
+    whole, _ = [entry for entry in cost.ledger(answers) if entry.kernel == "loss"]
+    assert whole.issue <= 13 and whole.exponentials <= 1.2
+
+
 def test_bad_options(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["cost", "--only", "sm_70"])
     with pytest.raises(SystemExit):

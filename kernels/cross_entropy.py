@@ -79,6 +79,13 @@ def blocks(v: int) -> list[tuple[int, int]]:
     return [(block, warps) for block in sizes for warps in (2, 4, 8, 16) if block >= 64 * warps]
 
 
+def group_size(x: Tensor, block: int) -> int:
+    """Choose how many classes make a group: those in 16 bytes; a whole block in the interpreter,
+    where each operation has a fixed cost.
+    """
+    return block if INTERPRETED else 16 // x.element_size()
+
+
 # ----------------------------------------------------------------------------------------- kernels
 
 
@@ -106,7 +113,7 @@ class Case(NamedTuple):
     """What a kernel is compiled for."""
 
     columns: Any  # classes at a time
-    group: Any  # classes that stand in 16 bytes
+    group: Any  # classes of a group
     smooth: Any
     pad: Any  # whether smoothing leaves out a class
     mean: Any
@@ -119,7 +126,8 @@ class Row(NamedTuple):
     """A row in groups of classes, each in 16 aligned bytes if the logits are aligned.
 
     x points to the first whole group, whose first class is `head`; `groups` are whole. What is left
-    at both ends makes two more, at the end. The groups below `full` fill blocks.
+    at both ends makes two more, at the end. The groups below `full` fill blocks. Groups as large as
+    a block start with the row.
     """
 
     x: Any
@@ -130,8 +138,8 @@ class Row(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Of a row: its target, -1 for none; the softmax is part * exp(x - shift); the gradient of the
-    loss.
+    """Of a row: its target, -1 or V for none; the softmax as part * exp(x - shift); the gradient of
+    its loss.
     """
 
     t: Any
@@ -150,6 +158,8 @@ def _aligned(offset, case: tl.constexpr):
 def _row(X, offset, V, case: tl.constexpr):
     """Return the row of V classes that starts at an offset."""
     block: tl.constexpr = case.columns // case.group
+    if block == 1:
+        return Row(X + offset, 0, 0, 0, (V + case.group - 1) // case.group)
     start = _aligned(offset, case)
     head = (start - offset).to(tl.int32)
     groups = tl.maximum(V - head, 0) // case.group
@@ -161,18 +171,22 @@ def _row(X, offset, V, case: tl.constexpr):
 @triton.jit
 def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
     """Return how far from row.x the block of groups from number o on stands, as [groups, 1]."""
+    if case.columns == case.group:
+        return o * case.group
     j = o + tl.arange(0, case.columns // case.group)
     offsets = j * case.group
-    if EDGE:  # the group behind the one that the row ends in: what is before the first
+    if EDGE:  # behind the group that the row ends in: what is before the first
         offsets = tl.where(j == row.groups + 1, -case.group, offsets)
     return offsets[:, None]
 
 
 @triton.jit
-def _classes(row, offsets, k, V):
-    """Return which of the row's classes there are, as [groups, group]."""
-    classes = row.head + offsets + k
-    return (classes >= 0) & (classes < V)
+def _exist(row, classes, V, case: tl.constexpr):
+    """Return which classes, numbered from row.head on, there are."""
+    if case.columns == case.group:
+        return classes < V
+    else:
+        return (classes >= -row.head) & (classes < V - row.head)
 
 
 @triton.jit
@@ -183,11 +197,12 @@ def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
     m, l, total = sums
     offsets = _offsets(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
+    classes = offsets + k  # from row.head on
     if EDGE:
-        ok = _classes(row, offsets, k, labels.V)
-        x = tl.load(row.x + (offsets + k), mask=ok, other=float("-inf")).to(case.acc)
+        ok = _exist(row, classes, labels.V, case)
+        x = tl.load(row.x + classes, mask=ok, other=float("-inf")).to(case.acc)
     else:
-        x = tl.load(row.x + (offsets + k)).to(case.acc)
+        x = tl.load(row.x + classes).to(case.acc)
     m_new = tl.maximum(m, tl.max(x, 1))
     seen = tl.where(m_new == float("-inf"), 0.0, m_new)
     l = l * tl.math.exp2((m - seen) * LOG2E)
@@ -197,7 +212,7 @@ def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
         if EDGE:
             part = tl.where(ok, part, 0.0)
         if case.pad:
-            part = tl.where(k == labels.pad - row.head - offsets, 0.0, part)
+            part = tl.where(k == labels.pad - (row.head + offsets), 0.0, part)
         total += tl.sum(part, 1)
     return m_new, l, total
 
@@ -207,11 +222,12 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
     """Store the gradients of a block of a row; dx points to that of row.head."""
     offsets = _offsets(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
+    classes = offsets + k  # from row.head on
     if EDGE:
-        ok = _classes(row, offsets, k, labels.V)
-        x = tl.load(row.x + (offsets + k), mask=ok, other=0.0).to(case.acc)
+        ok = _exist(row, classes, labels.V, case)
+        x = tl.load(row.x + classes, mask=ok, other=0.0).to(case.acc)
     else:
-        x = tl.load(row.x + (offsets + k)).to(case.acc)
+        x = tl.load(row.x + classes).to(case.acc)
     y = tl.math.exp2((x - target.shift) * LOG2E) * target.part
     first = row.head + offsets  # classes
     if case.pad:
@@ -221,9 +237,9 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
     y -= tl.where(k == target.t - first, labels.on - labels.off, 0.0)
     y = (y * target.g).to(dx.dtype.element_ty)
     if EDGE:
-        tl.store(dx + (offsets + k), y, mask=ok)
+        tl.store(dx + classes, y, mask=ok)
     else:
-        tl.store(dx + (offsets + k), y)
+        tl.store(dx + classes, y)
 
 
 @triton.jit
@@ -246,9 +262,9 @@ def _known(t, labels):
 @triton.jit
 def _target(t, shift, log_sum, g, labels):
     """Return what the gradients of a row take, from g of a loss that is not ignored."""
-    known = tl.where(_known(t, labels), t, -1).to(tl.int32)
+    near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad one is no class
     g = tl.where(t != labels.ignore_index, g, 0.0)
-    return Target(known, shift, tl.math.exp2(-log_sum * LOG2E), g)
+    return Target(near, shift, tl.math.exp2(log_sum * -LOG2E), g)
 
 
 @triton.jit
@@ -367,8 +383,9 @@ class Smoothing(NamedTuple):
 
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
         """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
-        labels, group = self.labels(), 16 // x.element_size()
+        labels = self.labels()
         block, warps = self.block(kernel.fn.__name__.strip("_"), x, labels.off > 0)
+        group = group_size(x, block)
         strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
         arguments: dict[str, Any] = dict(
             strides=strides,
@@ -379,7 +396,7 @@ class Smoothing(NamedTuple):
                     group=group,
                     smooth=labels.off > 0,
                     pad=labels.off > 0 and labels.pad >= 0,
-                    together=(strides.x - strides.dx) % group == 0,
+                    together=group < block and (strides.x - strides.dx) % group == 0,
                     acc=triton_dtype(accumulator(x)),
                     **case,
                 )

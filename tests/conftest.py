@@ -239,6 +239,7 @@ def small_tiles():
             patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
             patch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
+            patch.setattr(cross_entropy, "group_size", lambda *_: 4)
             patch.setattr(cross_entropy, "CHUNK", 4)
             launch.plans.clear()
             yield

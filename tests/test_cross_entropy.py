@@ -354,6 +354,20 @@ def test_large_and_hidden_logits(backend, device):
     torch.testing.assert_close(grad, want)
 
 
+def test_groups_of_hidden_logits(device, monkeypatch):
+    """Whole blocks and groups at -inf, before and behind others."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
+    monkeypatch.setattr(kernels, "group_size", lambda *_: 4)
+    x, target = torch.randn(5, 40, device=device), torch.tensor([16, 17, 25, 26, 39], device=device)
+    x[:, :16] = x[:, 20:24] = x[:, 28:36] = float("-inf")
+    x.requires_grad_()
+    with use_backend("triton"):
+        losses = [ff.cross_entropy(x, target), F.cross_entropy(x, target)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in losses))
+
+
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_some_gradients(backend, device, reduction, needed):
@@ -428,6 +442,7 @@ def test_rows_that_start_anywhere(device, against_oracle, in_bounds, monkeypatch
     """
     kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
+    monkeypatch.setattr(kernels, "group_size", lambda x, _: 16 // x.element_size())
     for place, step in ((0, v), (0, v + 1), (1, v + 3), (5, 8 * v), (8, v + 4)):
         flat = torch.full((place + 7 * step + v,), float("nan"), device=device).to(dtype)
         x = flat.as_strided((7, v), (step, 1), place).copy_(logits(7, v, device=device)["logits"])
@@ -449,12 +464,15 @@ def written_ahead(loss):
     return node.saved_tensors[-1]
 
 
+@pytest.mark.parametrize("group", [64, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", ["uniform", "kl"])
-def test_a_gradient_of_one_is_written_ahead(device, work, dtype, smoothing):
+def test_a_gradient_of_one_is_written_ahead(device, work, monkeypatch, dtype, smoothing, group):
     """One launch computes it with the loss; the backward returns that memory, and its launch reads
     no logits. It has the bits of a gradient that the backward computes.
     """
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    monkeypatch.setattr(kernels, "group_size", lambda *_: group)
     x = logits(9, 37, dtype=dtype, device=device)["logits"].requires_grad_()
     target = targets(9, classes=37, device=device, ignored=(2,))
     options = {"ignore_index": 2, "label_smoothing": 0.1, "smoothing": smoothing}
@@ -566,6 +584,7 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
     from fastformer.kernels import cross_entropy
 
     monkeypatch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
+    monkeypatch.setattr(cross_entropy, "group_size", lambda *_: 4)
 
     def check():
         for case in ("kl", "kl, none", "smoothed, ignored"):

@@ -372,9 +372,9 @@ class Smoothing(NamedTuple):
         _, _, _, on, off = self.labels()
         return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
-    def block(self, kernel: str, x: Tensor, smooth: bool) -> Any:
+    def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool) -> Any:
         """Return the classes at a time, and the warps: those measured, or the shipped ones."""
-        name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth
+        name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
         shipped = configuration(self.v, architecture(x.device))
         question = Question(
             f"cross_entropy {kernel}", name, shipped, functools.partial(blocks, self.v)
@@ -384,7 +384,7 @@ class Smoothing(NamedTuple):
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
         """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
         labels = self.labels()
-        block, warps = self.block(kernel.fn.__name__.strip("_"), x, labels.off > 0)
+        block, warps = self.block(kernel.fn.__name__.strip("_"), x, labels.off > 0, case["ahead"])
         group = group_size(x, block)
         strides = Strides(x.stride(0), g, 0 if dx is None else dx.stride(0))
         arguments: dict[str, Any] = dict(

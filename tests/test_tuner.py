@@ -291,6 +291,27 @@ def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
     assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
 
 
+def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row):
+    from fastformer.kernels import launch
+
+    counted = []
+
+    def count(call):
+        launched = []
+        former = launch.Launch.__call__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch.Launch, "__call__", lambda *x: launched.append(x[0]) or former(*x))
+            call()
+        counted.append(len(launched))
+        return 1.0
+
+    done = all_of(attention(True), count, lambda c: "16" not in c.name and not c.baseline)
+    assert [kind for kind, _ in done] == [f"attention {x}" for x in ("forward", "dkdv", "dq")] + [
+        OP
+    ]
+    assert counted == 3 * [1] + 9 * [4]  # each in three rounds; delta is the fourth
+
+
 def test_the_best_tiles_of_a_kernel_are_measured(one_row):
     one = attention()
 

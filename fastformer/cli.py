@@ -342,8 +342,10 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     if not wanted:
         parser.error(f"--only {only.pattern!r} finds no call")
     if arguments.dry_run:
-        print(tuner.planned(wanted))
-        print(f"{len(wanted)} calls; the results go to {arguments.out or tuning.path()}")
+        *_, last = environment.devices()
+        plan = tuner.planned(wanted, arguments.out or tuning.path(), last)
+        print(plan)
+        print(f"{len(plan.rows)} calls; the results go to {plan.file}")
         return 0
     try:
         device = tuner.gpu()

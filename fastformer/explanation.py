@@ -34,7 +34,8 @@ def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     explain(model, *inputs, **kwargs): runs the model once on the inputs, in the mode and on the
     backend that are set, and returns what each layer ran on: an `Explanation`, with rows of
     (module's name, op, backend, reason) in the order in which they ran. The backend is triton,
-    reference or, if the module's own forward ran, torch. The rows name fastformer's ops, the torch
+    reference, torch's own op where `tune` has measured that it is the fastest ("torch (cuDNN)"),
+    or, if the module's own forward ran, torch. The rows name fastformer's ops, the torch
     modules that `accelerate` would replace, direct calls of F.scaled_dot_product_attention, and the
     attention layers of a Hugging Face model that ran without either, by their class. Of a compiled
     model, the original model runs.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from fastformer import alternatives, autograd, backends, cases, environment, reference, tuning
 from fastformer.cases import Case
@@ -284,8 +285,6 @@ def run(
     progress: bool = True,
 ) -> Tuning:
     """Measure these calls on a GPU, but for those that the file holds, and write the results."""
-    from tqdm import tqdm
-
     here = tuning.machine(device)
     assert here is not None
     work = Work(list(wanted), jobs_on(device), timer, tuning.measured(file, here))
@@ -313,9 +312,12 @@ def run(
     return Tuning(tuple(rows), file, done)
 
 
-def planned(wanted: Sequence[Case]) -> Tuning:
-    """Return the calls that would be measured."""
-    return Tuning(tuple((str(case), "", {}, {}) for case in wanted), tuning.path(), False)
+def planned(wanted: Sequence[Case], file: Path | None, device: torch.device | None) -> Tuning:
+    """Return the calls that would be measured: on a GPU those that the file does not hold."""
+    here = None if device is None else tuning.machine(device)
+    known = {} if here is None or file is None else tuning.measured(file, here)
+    left = (case for case in wanted if (case.op, case.key) not in known)
+    return Tuning(tuple((str(case), "", {}, {}) for case in left), file, False)
 
 
 def tune(
@@ -354,12 +356,12 @@ def tune(
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")
-    calls: dict[tuple[Any, ...], tuple[Case, torch.device]] = {}
+    calls: dict[torch.device, dict[Class, Case]] = {}
 
     def record(op: str, arguments: Mapping[str, Any]) -> None:
         case, device = cases.of(op, arguments), next(iter(arguments.values())).device
         if case is not None:
-            calls.setdefault((device, case.op, case.key), (case, device))
+            calls.setdefault(device, {}).setdefault((op, case.key), case)
 
     with backends.observe(on_call=record):
         getattr(model, "_orig_mod", model)(*inputs, **kwargs)
@@ -368,17 +370,14 @@ def tune(
             "the model calls no op of fastformer that is measured; accelerate(model) replaces "
             "torch's layers by ops"
         )
-    wanted = [case for case, _ in calls.values()]
+    file = tuning.path()
     if dry_run:
-        return planned(wanted)
-    devices = {device for _, device in calls.values()}
-    if any(device.type != NEEDED for device in devices):
+        plans = [planned([*these.values()], file, device) for device, these in calls.items()]
+        return Tuning(sum((plan.rows for plan in plans), ()), file, False)
+    if any(device.type != NEEDED for device in calls):
         raise RuntimeError(NO_GPU.format("the model is not on one"))
     file = writable()
-    results = [
-        run([c for c, on in calls.values() if on == device], device, file, minutes)
-        for device in devices
-    ]
+    results = [run([*these.values()], device, file, minutes) for device, these in calls.items()]
     return Tuning(sum((r.rows for r in results), ()), file, all(r.done for r in results))
 
 
@@ -396,7 +395,6 @@ def writable() -> Path:
 
 def gpu() -> torch.device:
     """Return the current GPU. Raises RuntimeError where there is none."""
-    *_, last = environment.devices()
-    if last.type != NEEDED:
+    if environment.devices()[-1].type != NEEDED:
         raise RuntimeError(NO_GPU.format("there is none on this machine"))
     return torch.device("cuda", torch.cuda.current_device())

@@ -455,6 +455,16 @@ def test_tune_records_a_class_once():
     assert len(ff.tune(twice, torch.randn(3, 8), dry_run=True).rows) == 1
 
 
+def test_a_dry_run_leaves_out_what_is_measured(file):
+    model, x = Model(), torch.randn(2, 5, 16)
+    names = [row[0] for row in ff.tune(model, x, dry_run=True).rows]
+    first = case_of("layer_norm", x.requires_grad_(), 16, model.norm.weight, model.norm.bias)
+    assert names[0] == str(first)
+    entry = tuning.Entry("triton", {"triton": 1.0}, {})
+    tuning.write(file, HERE, {("layer_norm", first.key): entry})
+    assert [row[0] for row in ff.tune(model, x, dry_run=True).rows] == names[1:]
+
+
 def test_tune_measures_what_it_recorded(file, monkeypatch):
     """All but the GPU: the device, and the process that measures."""
     seen = []

@@ -165,9 +165,15 @@ def test_a_file_that_is_named_and_not_there_is_logged(file, logged):
 
 
 def test_without_a_file_nothing_is_logged(file, logged, monkeypatch):
-    monkeypatch.delenv("FASTFORMER_TUNING")
     monkeypatch.setattr(tuning, "default_path", lambda: file)
-    assert tuning.measurements(CPU) == {} and logged() == []
+    for empty in (True, False):
+        if empty:
+            monkeypatch.setenv("FASTFORMER_TUNING", "")
+        else:
+            monkeypatch.delenv("FASTFORMER_TUNING")
+        tuning.forget()
+        assert tuning.path() == file
+        assert tuning.measurements(CPU) == {} and logged() == []
 
 
 def test_unknown_ops_are_ignored_with_one_line(file, logged):

@@ -186,12 +186,12 @@ def test_candidates_that_crash_or_hang_are_dropped_and_the_others_measured():
     groups = ["a, good, crashes, better", "b, good, hangs, better", "no inputs, good"]
     groups += ["dies, good", "c, good, better", "d, good, better"]
     known = {("attention forward", "c"): tuning.Entry("good", {"good": 1.0}, {})}
-    done, kept, work, steps = supervised(groups, silence=5.0, done=known)
+    done, kept, work, steps = supervised(groups, silence=10.0, done=known)
     assert done
     assert {case: entry.choice for case, entry in kept.items()} == dict.fromkeys("abd", "better")
     assert [kept[case].dropped for case in "abd"] == [
         {"crashes": "it crashes: SIGABRT: the kernel is gone"},
-        {"hangs": "it hangs: nothing was heard for 5 s"},
+        {"hangs": "it hangs: nothing was heard for 10 s"},
         {},
     ]
     assert work.skipped == {
@@ -211,6 +211,29 @@ def test_the_time_is_limited(monkeypatch):
     groups = [f"g{i}" for i in range(1000)]
     done, kept, _, _ = supervised(groups, tuning_worker.slow_jobs, keep=keep)
     assert not done and len(kept) == 3
+
+
+def test_a_worker_ends_where_its_result_cannot_be_kept(monkeypatch):
+    messages = [["ready"], ["group", 0], ["entry", "attention forward", "a", "x", {"x": 1.0}, {}]]
+    ended = []
+
+    class Worker:
+        def __init__(self, work):
+            pass
+
+        def next(self, seconds):
+            return messages.pop(0)
+
+        def end(self):
+            ended.append(True)
+
+    def keep(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(measuring, "_Worker", Worker)
+    with pytest.raises(OSError, match="no space left"):
+        supervised(["a, good"], keep=keep)
+    assert ended == [True]
 
 
 def test_a_worker_that_does_not_start_is_an_error(monkeypatch):

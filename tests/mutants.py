@@ -1147,6 +1147,7 @@ FUZZED = {
     "common": ("embed", "dropout_add_layer_norm", "feed_forward", "scaled_dot_product_attention"),
     "launch": ("scaled_dot_product_attention", "layer_norm"),
     "registration": ("embed",),
+    "tuned": (),
     "autograd": (),
     "backends": (),
     "padding": (),

@@ -31,6 +31,7 @@ def test_every_mutant_can_be_planted(mutation):
         assert unknown_names(planted) == set(), mutant  # else any test that calls it fails
     covered = {m.kernel for m in mutation.MUTANTS}
     assert covered <= set(mutation.COVERED_BY)
+    assert set(mutation.COVERED_BY) == set(mutation.FUZZED)
     assert set(mutation.COVERED_BY) == {mutation.kernel_of(f) for f in mutation.DRAWN_FROM}
     files = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*.py")}
     files -= {"kernels/interpreter.py", *(f for f in files if f.endswith("__init__.py"))}

@@ -504,13 +504,13 @@ class Draw:
     def line(self) -> str:
         """State the score in a sentence."""
         found = self.counts(self.verdicts)
-        tried = len(self.verdicts)
+        tried, seen = len(self.verdicts), found["killed"] + found["killed since"]
         return (
             f"Of {self.candidates:,} changes that operators over the syntax tree make in the "
             f"kernels, launchers, autograd and dispatch {self.size} were drawn (seed {self.seed}) "
             f"and {tried} tried: the tests saw {found['killed']} at first "
-            f"({found['killed'] / max(1, tried):.1%}); of the others tests written since see "
-            f"{found['killed since']}, {found['equivalent']} change no result, "
+            f"({found['killed'] / max(1, tried):.1%}), and see {seen} with those written since "
+            f"({seen / max(1, tried):.1%}); {found['equivalent']} change no result, "
             f"{found['open']} are open."
         )
 

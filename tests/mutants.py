@@ -1058,65 +1058,42 @@ NOT_DRAWN = {
 
 # Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw.json.
 DRAWN_EQUIVALENT = {
+    ("attention", "46:51 `0` -> `(-1)`"): "below zero by one, which the division rounds to 0",
+    ("attention", "316:49 `0` -> `1`"): "less than a tile, which the division rounds to 0",
     (
         "attention",
-        "234:25 `tl.load(LENGTHS + b).to(tl.int32)` -> `(tl.load(LENGTHS + b))`",
-    ): "the same numbers; how wide they are shows in the machine code: tests/compile_table.md",
-    ("attention", "261:8 `ALIBI` -> `True`"): "a slope that nobody looks at without ALiBi",
-    ("attention", "292:12 `0.0` -> `1.0`"): "a bias that nobody looks at where there is none",
-    ("attention", "295:73 `0` -> `(-1)`"): "past the keys, which the length hides",
-    (
-        "attention",
-        "297:18 `ok & (tl.load(mask_base` -> `(tl.load(mask_base`",
-    ): "in a whole tile all keys are below the length",
-    ("attention", "300:77 `0.0` -> `1.0`"): "past the keys, which the length hides",
-    (
-        "attention",
-        "384:12 `BIAS == 1` -> `BIAS != 1`",
-    ): "not visible in the interpreter: NumPy broadcasts alike; tests/test_compile.py compiles it",
-    (
-        "attention",
-        "402:12 `MASK == 1 or BIAS == 1` -> `True`",
-    ): "one guard more: values of hidden keys, whose P is 0",
-    ("attention", "745:84 `False` -> `True`"): "one guard more: of rows that are not stored",
-    (
-        "attention",
-        "853:28 `lo) & (n0 < hi)` -> `lo)`",
-    ): "a tile whose P is 0: on a GPU it costs time",
-    ("attention", "873:75 `0` -> `(-1)`"): "the kernel runs where there is a bias",
-    ("attention", "954:32 `0` -> `1`"): "a stride of what is not there",
-    (
-        "attention",
-        "1136:20 `sinks.view(-1, 1).to(lse.dtype)` -> `(sinks.view(-1, 1))`",
-    ): "torch promotes it to the dtype of lse",
-    (
-        "common",
-        "48:37 `threshold.to(tl.uint32, bitcast=True)` -> `(threshold)`",
-    ): "Triton compares uint32 with int32 as unsigned",
-    ("common", "48:69 `True` -> `False`"): "from int32 to uint32 a conversion keeps the bits",
-    (
-        "common",
-        "56:9 `(o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)` -> "
-        "`((o // 4 + tl.arange(0, BLOCK // 4))[None, :])`",
-    ): "tl.philox takes its counter as uint32 itself",
-    ("common", "61:53 `True` -> `False`"): "from int32 to uint32 a conversion keeps the bits",
-    ("cross_entropy", "109:65 `0.0` -> `1.0`"): "past the classes, where nothing is stored",
+        "379:12 `query.stride(), key.shape, key.stride(),` -> `query.stride(), key.stride(),`",
+    ): "the query has its batch and width, the value its heads and rows",
+    ("attention", "515:73 `False` -> `True`"): "one tensor more, which the fake drops",
+    ("backends", "159:12 `True` -> `False`"): "nobody reads it: dynamo takes either for a constant",
+    ("attention", "295:20 `1` -> `2`"): "Triton broadcasts a row, and a number, by itself",
     (
         "cross_entropy",
-        "338:13 `grad_loss.reshape(-1).to(lse.dtype).contiguous()` -> "
-        "`(grad_loss.reshape(-1).to(lse.dtype))`",
-    ): "the kernel is told its stride",
-    ("embedding", "55:42 `0` -> `1`"): "the token of a row past the end, which is not stored",
-    ("feed_forward", "142:66 `0.0` -> `1.0`"): "past K, where x is zero",
+        "150:9 `tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0).to(ACC)` -> "
+        "`(tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0))`",
+    ): "the difference from the shift promotes it",
     (
-        "feed_forward",
-        "202:9 `tl.load(Z + both + N, mask=ok, other=0.0).to(ACC)` -> "
-        "`(tl.load(Z + both + N, mask=ok, other=0.0))`",
-    ): "the product with f(z) promotes it",
-    ("feed_forward", "371:71 `True` -> `False`"): "strict asserts lengths that are the same",
-    ("layer_norm", "321:54 `0.0` -> `1.0`"): "the mean of a row past the end, whose dy is zero",
-    ("layer_norm", "521:90 `False` -> `True`"): "one more gradient, which nobody takes",
-    ("padding", "115:42 `0` -> `(-1)`"): "the only dimension",
+        "cross_entropy",
+        "314:46 `want and x is not None` -> `((want))`",
+    ): "autograd asks for no gradient of a bias that is not there",
+    (
+        "cross_entropy",
+        "423:18 `grad_loss.to(lse.dtype)` -> `(grad_loss)`",
+    ): "the dtype of the loss, which its gradient has",
+    (
+        "cross_entropy",
+        "424:17 `x.to(lse.dtype)` -> `(x)`",
+    ): "the product with the factor promotes it",
+    (
+        "cross_entropy",
+        "429:13 `grad_loss.reshape(-1).to(lse.dtype)` -> `(grad_loss.reshape(-1))`",
+    ): "the dtype of the losses, which their gradient has; the kernel converts it too",
+    ("embedding", "239:20 `1` -> `2`"): "no token is -2 either",
+    ("feed_forward", '200:45 `0.0` -> `float("nan")`'): "past the end, where nothing is stored",
+    (
+        "layer_norm",
+        "620:15 `layouts(grad, grad_sum, x,` -> `layouts(grad_sum, grad, x,`",
+    ): "the same fields in another order: they tell the same calls apart",
 }
 
 # Tests that see most of what an operator changes.

@@ -174,6 +174,20 @@ def test_a_target_past_the_classes(device):
         assert kernels.forward(x, *options, False)[0].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf less -inf
+def test_the_statistics_of_a_row(device):
+    """A finite shift and what remains of the log-sum-exp: -inf, not NaN, of a row of -inf alone."""
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    x = torch.randn(4, 7, device=device) * 5
+    x[1, :3] = x[2] = -torch.inf
+    x[3] += 100.0
+    target, loss = torch.zeros(4, dtype=torch.int64, device=device), x.new_empty(4)
+    statistics = x.new_empty(4, 2)
+    kernels.Smoothing(7, -100, 0.0, "uniform").loss(x, target, loss, statistics)
+    assert statistics[:, 0].isfinite().all()
+    torch.testing.assert_close(statistics.sum(1), x.logsumexp(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -324,7 +324,7 @@ def test_planes_past_int32(places, monkeypatch):
         call, extras = (x, k, k, described), attention._extras(x, described)
         attention._Forward(*call).forward(tensors[:3], *[memory] * 4, extras)
         launch = attention._Backward(x, x, x, (True, False, False, True, False), *call).launch
-        launch["delta"](x, x, memory, memory)
+        launch["delta"](x, x, *[memory] * 4)
         launch["dq"](tensors, memory, *saved, extras)
         if of_keys:
             launch["dkdv"](tensors, *[memory] * 3, *saved, extras)

@@ -424,7 +424,7 @@ def test_first_calls_of_many_threads(device, monkeypatch):
     monkeypatch.setattr(backends, "_kernels", {})
     monkeypatch.setattr(autograd, "_pairs", {})
     pair = autograd.pair
-    monkeypatch.setattr(autograd, "pair", lambda op: (time.sleep(0.2), pair(op)))
+    monkeypatch.setattr(autograd, "pair", lambda *of: (time.sleep(0.2), pair(*of)))
     x = torch.randn(3, 8, device=device)
 
     def work(late):

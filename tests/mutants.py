@@ -456,8 +456,8 @@ MORE = {
         ),
         "a hidden value reaches dk": (
             "backward_dkdv_kernel",
-            "c, strides.value_row, own_keys.ok,",
-            "c, strides.value_row, inside,",
+            "c, stride, ok, tile.value_dim",
+            "c, stride, inside, tile.value_dim",
         ),
         "a hidden value reaches the gradient of its bias": (
             "backward_dbias_kernel",
@@ -473,9 +473,9 @@ MORE = {
         "sink times the factor": ("forward_kernel", "m = m / call.scale", "m = m"),
         "a negative factor folded": ("_Plan", "attention.scale > 2.0**-100", "True"),
         "rows past the end in dk": (
-            "_dkdv_tiles",
-            "q_stride, ok, tile.dim, tile.dim_block, True",
-            "q_stride, None, tile.dim, tile.dim_block, False",
+            "_row_statistics",
+            "tl.load(pointers.delta + i, mask=ok, other=0.0)",
+            "tl.load(pointers.delta + tl.minimum(i, queries - 1))",
         ),
         "rows past the end in dv": (
             "_dkdv_tiles",

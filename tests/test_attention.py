@@ -965,6 +965,24 @@ def test_gradients_beside_a_key_whose_scores_are_infinite(backend, device):
         torch.testing.assert_close(have, want)
 
 
+def test_values_beside_a_key_whose_scores_are_infinite(device):
+    """A key that queries may see, and whose scores are -inf: no query weighs its value. The last
+    tile of queries is a part of one.
+    """
+    x = qkv(b=1, h=1, sq=20, sk=20, d=16, device=device)
+    x["query"].abs_()
+    x["key"][:, :, 3] = -torch.inf
+    value = x["value"].requires_grad_()
+    found = []
+    for backend in ("reference", "triton"):
+        with use_backend(backend):
+            out = functional.scaled_dot_product_attention(**x)
+            found.append([out, *torch.autograd.grad(out.square().sum(), value)])
+    for want, have in zip(*found):
+        assert want.isfinite().all()
+        torch.testing.assert_close(have, want)
+
+
 def test_short_rows_after_a_fake_call(against_oracle):
     """The masks that the reference keeps for short rows are none of a FakeTensorMode."""
     from torch._subclasses.fake_tensor import FakeTensorMode

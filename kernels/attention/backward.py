@@ -53,9 +53,14 @@ class _HeadRows(NamedTuple):
     query: Any
     grad_output: Any
     grad_stride: Any
+    statistics: Any  # `_Pointers`
+
+
+class _Pointers(NamedTuple):
+    """Pointers to the statistics of the first row of a head."""
+
     offset: Any
     delta: Any
-    first: Any  # where the rows of the head begin in lse and delta
 
 
 class Over(NamedTuple):
@@ -142,20 +147,27 @@ def delta_kernel(
 
 
 @triton.jit
-def _row_statistics(OFFSET, DELTA, row, i, ok, has: tl.constexpr):
-    """Load the statistics of the rows, in base 2; those of rows past the end are zero, except that
-    the offset is -inf beside a bias.
-
-    Beside a bias or ALiBi, OFFSET holds pairs, the maximum and minus the log-sum; else minus lse
-    alone, and the peak is 0.
+def _first_statistics(OFFSET, DELTA, row, has: tl.constexpr):
+    """Point to the statistics of a row. Beside a bias or ALiBi, OFFSET holds pairs, the maximum and
+    minus the log-sum; else minus lse alone.
     """
-    delta = tl.load(DELTA + row + i, mask=ok, other=0.0)
+    return _Pointers(OFFSET + (row * 2 if has.bias > 0 or has.alibi else row), DELTA + row)
+
+
+@triton.jit
+def _row_statistics(pointers, i, queries, has: tl.constexpr):
+    """Load the statistics of the rows i, in base 2. For a row past the end delta is 0, and P that of
+    the last row or, beside a bias or ALiBi, which may be large there, 0.
+    """
+    ok = i < queries
+    delta = tl.load(pointers.delta + i, mask=ok, other=0.0)
     if has.bias > 0 or has.alibi:
-        peak = tl.load(OFFSET + (row + i) * 2, mask=ok, other=0.0)
-        offset = tl.load(OFFSET + (row + i) * 2 + 1, mask=ok, other=float("-inf"))
+        peak = tl.load(pointers.offset + i * 2, mask=ok, other=0.0)
+        offset = tl.load(pointers.offset + i * 2 + 1, mask=ok, other=float("-inf"))
         return _Statistics(peak, offset, delta)
     else:
-        return _Statistics(0.0, tl.load(OFFSET + row + i, mask=ok, other=0.0), delta)
+        offset = tl.load(pointers.offset + tl.minimum(i, queries - 1))
+        return _Statistics(0.0, offset, delta)
 
 
 @triton.jit
@@ -188,8 +200,8 @@ def _dkdv_tiles(
     state, span, own, rows, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
     """Add what the queries lo <= i < hi, (lo, hi) = span, of a head give to dK [BN, BD],
-    dV [BN, BDV] and sum_i dS [BN], the `state`. Rows past the end are zero, and so is what they
-    give.
+    dV [BN, BDV] and sum_i dS [BN], the `state`. A row past the end gives zero, because its dO and
+    delta are zero.
     """
     dk, dv, dbias = state
     lo, hi = span
@@ -201,9 +213,9 @@ def _dkdv_tiles(
         r = tl.minimum(i, queries - 1)
         if tile.wide:
             r = r.to(tl.int64)
+        q = load_rows(rows.query, r, q_stride, None, tile.dim, tile.dim_block, False)
         ok = i < queries
-        q = load_rows(rows.query, r, q_stride, ok, tile.dim, tile.dim_block, True)
-        peak, offset, delta = _row_statistics(rows.offset, rows.delta, rows.first, i, ok, has)
+        peak, offset, delta = _row_statistics(rows.statistics, i, queries, has)
         s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
         at = Indices(i[None, :], own.columns[:, None], r[None, :])
         s, tanh = scores(s, at, own.keys, head, tile, has, EDGE)
@@ -287,8 +299,8 @@ def backward_dkdv_kernel(
             return
     first = sequence.first_key + n0
 
-    j = n0 + tl.arange(0, tile.columns)
     c = tl.arange(0, tile.columns)
+    j = n0 + c
     columns = j
     if tile.wide:
         c, columns = c.to(tl.int64), j.to(tl.int64)
@@ -311,15 +323,15 @@ def backward_dkdv_kernel(
         do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
         do_base += sequence.first_query * do_strides.row
         head = locate_head(call, sequence, plane, b, h, 0, tile, has)
-        row = first_row(plane, h, sequence, sizes, has)
         own_keys = key_row(head, columns, inside, tile, has, True)
         seen = v
         if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked value may hold anything
-            seen = load_rows(
-                v_base, c, strides.value_row, own_keys.ok, tile.value_dim, tile.value_block, True
-            )
+            ok, stride = own_keys.ok, strides.value_row
+            seen = load_rows(v_base, c, stride, ok, tile.value_dim, tile.value_block, True)
         own = _OwnKeys(k, seen, n0, columns, in_columns(own_keys, has))
-        rows = _HeadRows(q_base, do_base, do_strides.row, OFFSET, DELTA, row)
+        row = first_row(plane, h, sequence, sizes, has)
+        statistics = _first_statistics(OFFSET, DELTA, row, has)
+        rows = _HeadRows(q_base, do_base, do_strides.row, statistics)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
         dk, dv, dbias = _dkdv_of_head(state, bounds, own, rows, head, tile, has)
         if has.key_grad:
@@ -449,7 +461,8 @@ def backward_dq_kernel(
     base = inputs.grad_output + b * do_strides.batch + h * do_strides.head + first * do_strides.row
     do = load_rows(base, r, do_strides.row, None, tile.value_dim, tile.value_block, False)
     row = first_row(plane, h, sequence, sizes, has)
-    statistics = _row_statistics(OFFSET, DELTA, row, i, ok, has)
+    pointers = _first_statistics(OFFSET, DELTA, row, has)
+    statistics = _row_statistics(pointers, i, queries, has)
     k_base = inputs.key + b * strides.key_batch + g * strides.key_head
     k_base += sequence.first_key * strides.key_row
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
@@ -535,9 +548,7 @@ def backward_dbias_kernel(
     c = tl.arange(0, tile.columns)
     rows = j
     if tile.wide:
-        r = r.to(tl.int64)
-        c = c.to(tl.int64)
-        rows = j.to(tl.int64)
+        r, c, rows = r.to(tl.int64), c.to(tl.int64), j.to(tl.int64)
     ok = i < sizes.queries
     call = prepare_call(extras, strides, sizes, band, factors, has)
     members = over.batches * over.heads
@@ -568,7 +579,8 @@ def backward_dbias_kernel(
         v = _Rows(v_base, c, strides.value_row, inside)
         dp = _product(do, v, tile.value_dim, tile.value_block, tile)
         row = first_row(plane, h, sequence, sizes, has)
-        statistics = _row_statistics(OFFSET, DELTA, row, i, ok, has)
+        pointers = _first_statistics(OFFSET, DELTA, row, has)
+        statistics = _row_statistics(pointers, i, sizes.queries, has)
         head = locate_head(call, sequence, plane, b, h, first, tile, has)
         keys = key_row(head, rows, inside, tile, has, True)
         if has.mask == 1:  # 0 * NaN: a masked value may hold anything

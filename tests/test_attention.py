@@ -1924,9 +1924,10 @@ def test_hidden_keys_of_whole_tiles_may_hold_anything(device, tiles, by):
     for fill in (0.0, float("nan")):
         leaves = [t.masked_fill(~visible[:, None], fill) for t in (x["key"], x["value"])]
         leaves = [t.requires_grad_() for t in (x["query"].clone(), *leaves)]
+        bias = options["bias"].clone().requires_grad_()
         with use_backend("triton"):
-            out = functional.scaled_dot_product_attention(*leaves, **options)
-        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+            out = functional.scaled_dot_product_attention(*leaves, **{**options, "bias": bias})
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, bias])])
     for clean, poisoned in zip(*results):
         assert torch.equal(clean, poisoned)
 

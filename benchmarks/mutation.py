@@ -402,8 +402,10 @@ def save(verdicts: Sequence[Verdict], stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     order = {(m.kernel, m.name): n for n, m in enumerate(MUTANTS)}
     verdicts = sorted(verdicts, key=lambda v: order[v.kernel, v.name])
-    stem.with_suffix(".json").write_text(json.dumps([asdict(v) for v in verdicts], indent=0) + "\n")
     stem.with_suffix(".md").write_text(markdown(verdicts))
+    new = stem.with_suffix(".new")  # another worker may be reading
+    new.write_text(json.dumps([asdict(v) for v in verdicts], indent=0) + "\n")
+    new.replace(stem.with_suffix(".json"))
 
 
 def load(stem: Path) -> list[Verdict]:

@@ -156,8 +156,8 @@ def _first_statistics(OFFSET, DELTA, row, has: tl.constexpr):
 
 @triton.jit
 def _row_statistics(pointers, i, queries, has: tl.constexpr):
-    """Load the statistics of the rows i, in base 2. For a row past the end delta is 0, and P that of
-    the last row or, beside a bias or ALiBi, which may be large there, 0.
+    """Load the statistics of the rows i, in base 2. For a row past the end delta is 0, and P is
+    that of the last row or, beside a bias or ALiBi, which may be large there, 0.
     """
     ok = i < queries
     delta = tl.load(pointers.delta + i, mask=ok, other=0.0)

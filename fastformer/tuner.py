@@ -23,7 +23,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fastformer import alternatives, autograd, backends, cases, environment, reference, tuning
+from fastformer import (
+    alternatives,
+    autograd,
+    backends,
+    cases,
+    checks,
+    environment,
+    reference,
+    tuning,
+)
 from fastformer.cases import Case
 from fastformer.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 from fastformer.tuning import Class, Entry
@@ -354,8 +363,10 @@ def tune(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
+    minutes = checks.require_number("minutes", minutes, "a positive number")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")
+    checks.require_flag("dry_run", dry_run)
     calls: dict[torch.device, dict[Class, Case]] = {}
 
     def record(op: str, arguments: Mapping[str, Any]) -> None:

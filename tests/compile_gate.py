@@ -220,8 +220,8 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say("no asynchronous copies, with more than one stage")
         if single and record["precision"] != ("tf32x3" if cuda else "ieee"):
             say(f"float32 products by {record['precision']}")
-        if single and cuda and record["products"] < 3:
-            say(f"{record['products']} tf32 products for a float32 one")
+        if single and cuda and record["parts"] < 3:
+            say(f"{record['parts']} tf32 products for a float32 one")
     return found
 
 

@@ -131,7 +131,7 @@ def read_products(kernel: Any) -> dict[str, Any]:
     named = {found[1] for dot in singles if (found := re.search(r"inputPrecision = (\w+)", dot))}
     instructions = r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) "
     products = len(re.findall(instructions, kernel.asm["ttgir"])) / len(dots)
-    return dict(dots=len(dots), precision=" ".join(sorted(named)) or "ieee", products=products)
+    return dict(dots=len(dots), precision=" ".join(sorted(named)) or "ieee", parts=products)
 
 
 # --------------------------------------------------------------------------- recording launches

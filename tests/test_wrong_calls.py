@@ -218,6 +218,10 @@ CALLS = {
     "restore": lambda: (ff.restore, lambda: dict(model=nn.LayerNorm(D))),
     "explain": lambda: (lambda target: ff.explain(target, floats(2, D)),
         lambda: dict(target=nn.LayerNorm(D))),
+    "tune": lambda: (
+        lambda model, minutes, dry_run: ff.tune(
+            model, floats(2, D), minutes=minutes, dry_run=dry_run),
+        lambda: dict(model=ff.LayerNorm(D), minutes=1.0, dry_run=True)),
 }  # fmt: skip
 
 
@@ -228,7 +232,7 @@ def use_backend(name):
 
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
-    "a result": ["Explanation", "Report"],
+    "a result": ["Explanation", "Report", "Tuning"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 
@@ -359,6 +363,7 @@ LEGITIMATE = {
     "looked at where it is used": [f"Packing.{of} {kind}" for kind in ("negative", "too large")
         for of in ("cu_seqlens", "indices")] + ["Packing.indices empty"],
     "it is only printed": ["run_epoch.description *"],
+    "measures as long as it takes": ["tune.minutes too large"],
 }  # fmt: skip
 # another name under which the message may speak of the argument
 NAMED = {

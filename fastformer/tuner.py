@@ -363,7 +363,7 @@ def tune(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
-    minutes = checks.require_number("minutes", minutes, "a positive number")
+    checks.require_number("minutes", minutes, "a positive number")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")
     checks.require_flag("dry_run", dry_run)

@@ -144,7 +144,7 @@ def on_gpu() -> dict[str, list[Part]]:
         figures(
             "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
         ),
-        figures("compiled-model", 150, "transformer", having("512", "torch|compile|auto"),
+        figures("compiled-model", 150, "transformer", having("512", "compile"),
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
     ]  # fmt: skip

@@ -18,6 +18,8 @@ for a `grad_x` of 1, as the last output: empty where it does not. `fastformer::<
 that the gradient for another `grad_x`, in place, and the caller gets it: once, where the graph is
 not retained. Tracing never asks for it.
 
+An op without a backward has no gradient: all its outputs are those that the caller gets.
+
 Under create_graph=True the gradient is taken through the reference instead, so that it can be
 differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does not
 take all of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
@@ -46,10 +48,23 @@ class _Pair:
     def __init__(self, op: str) -> None:
         self.op = op
         self.forward = getattr(torch.ops.fastformer, op).default
-        self.backward = getattr(torch.ops.fastformer, op + "_backward").default
         self.arguments = [a.name for a in self.forward._schema.arguments]
         self.extra = self.arguments.pop() if self.arguments[-1] in ("needs", "ahead") else ""
         outputs = [r.name for r in self.forward._schema.returns]
+        # The fields of the description of attention, which a schema has one by one.
+        described = Attention._fields[0] in self.arguments
+        self.fields = [n for n in self.arguments if described and n in Attention._fields]
+        self.outputs, self.n_outputs = outputs, len(outputs)
+        self.grads: list[int] = []
+        self.backward: Any = None
+        backward = getattr(torch.ops.fastformer, op + "_backward", None)
+        if backward is not None:
+            self.read_backward(backward.default, outputs)
+
+    def read_backward(self, backward: Any, outputs: list[str]) -> None:
+        """Read what the backward takes and returns, given the outputs of the forward."""
+        op = self.op
+        self.backward = backward
         wanted = [a.name for a in self.backward._schema.arguments]
         grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
 
@@ -70,9 +85,6 @@ class _Pair:
             self.in_place = getattr(torch.ops.fastformer, op + "_backward_").default
             self.from_outputs.append(len(outputs) - 1)
         self.grads = [self.arguments.index(name) for name in grads]
-        # The fields of the description of attention, which a schema has one by one.
-        described = Attention._fields[0] in self.arguments
-        self.fields = [n for n in self.arguments if described and n in Attention._fields]
 
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -41,6 +41,12 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         *(torch.tensor([0, 16], dtype=torch.int32, device=d),) * 2,
         *(16, 16),
     ),
+    "paged_attention": lambda d: (
+        torch.zeros(1, 1, 1, 16, device=d),
+        *(torch.zeros(1, 16, 1, 16, device=d),) * 2,
+        torch.zeros(1, 1, dtype=torch.int32, device=d),
+        torch.ones(1, dtype=torch.int32, device=d),
+    ),
     "layer_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
     "rms_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
     "dropout_add_layer_norm": lambda d: (

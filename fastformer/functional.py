@@ -49,6 +49,7 @@ from fastformer.description import Attention
 from fastformer.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 __all__ = [
     "attention_weights",
@@ -60,6 +61,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "packed_attention",
+    "paged_attention",
     "rms_norm",
     "scaled_dot_product_attention",
     "swiglu",
@@ -291,6 +293,91 @@ def packed_attention(
     return backends.run("packed_attention", query=query, key=key, value=value, attention=attention)
 
 
+@backends.operation(kernel="attention")
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Compute `scaled_dot_product_attention` over keys and values that lie in pages.
+
+    Key j of sequence b stands in page block_table[b, j // page], at place j % page.
+
+    Args:
+        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256.
+        key_pages: [P, page, G, D], of the same dtype, any strides. A page has 16, 32, 64, 128 or
+            256 keys. G divides H, and query head h reads key-value head h // (H / G).
+        value_pages: [P, page, G, Dv].
+        block_table: [B, blocks] int32: the pages of each sequence, in order. Sk below is
+            blocks * page. Only entries that hold keys are read.
+        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1.
+        attn_mask, bias: as in `scaled_dot_product_attention`, without gradient.
+        is_causal, scale, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
+        return_lse: likewise.
+
+    Returns:
+        [B, H, Sq, Dv] in the dtype of the query, and with `return_lse` the logarithm [B, H, Sq] of
+        the sum, as in `scaled_dot_product_attention`. They have no gradient.
+
+    Raises:
+        ValueError: what `scaled_dot_product_attention` raises; a page of another size; a length
+            outside [0, Sk]; a page outside [0, P) among the entries that hold keys. On a GPU, where
+            the table is not looked at, such a page is clamped.
+        TypeError: dtypes that differ or are not floating, a table that is not int32.
+        RuntimeError: a tensor requires a gradient, outside of torch.no_grad().
+
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", section 4.1.
+    """
+    query, key_pages, value_pages = autocast(query, key_pages, value_pages)
+    require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
+    _with_heads(False, query=query)
+    k_length = _require_pages(query, key_pages, value_pages, block_table)
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, k_length, False)
+    scale = _default_scale(scale, query.shape[3])
+    _require_lengths(key_lengths, query, k_length)
+    if may_read(block_table) and may_read(key_lengths):
+        _require_table(block_table, key_lengths, key_pages)
+    attention = Attention(
+        attn_mask,
+        0.0,
+        require_flag("is_causal", is_causal),
+        scale,
+        bias,
+        key_lengths.contiguous(),
+        _window(window),
+        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        _slopes(alibi_slopes, query),
+        _softcap(softcap),
+        _sinks(sinks, query),
+    )
+    if torch.is_grad_enabled():
+        given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
+        _refuse_gradients(**given, bias=bias, sinks=attention.sinks)
+    return backends.run(
+        "paged_attention",
+        query=query,
+        key_pages=key_pages,
+        value_pages=value_pages,
+        block_table=block_table.contiguous(),
+        attention=attention,
+        return_lse=require_flag("return_lse", return_lse),
+    )
+
+
 def attention_weights(
     query: Tensor,
     key: Tensor,
@@ -400,9 +487,76 @@ def _require_attention(
             f"query {shape_of(query)}, value {shape_of(value)}; "
             f"expected head dims of at most {MAX_HEAD_DIM}"
         )
+    return _default_scale(scale, dim)
+
+
+def _default_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(1, dim))
     return require_number("scale", scale, "a number or None")
+
+
+def _require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
+    """Check pages and table against the query, and return how many keys a sequence may have."""
+    batch, heads, _, dim = query.shape
+    for name, x in (("key_pages", keys), ("value_pages", values)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected [P, page, G, D]")
+    if keys.shape[1] not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected pages of {sizes} keys")
+    if keys.shape[0] < 1:
+        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected one page or more")
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"value_pages has shape {shape_of(values)}; "
+            f"expected the pages and the heads of key_pages {shape_of(keys)}"
+        )
+    if keys.shape[3] != dim:
+        raise ValueError(
+            f"key_pages {shape_of(keys)}; expected the head dim of query {shape_of(query)}, {dim}"
+        )
+    if heads % keys.shape[2] if keys.shape[2] else heads:
+        raise ValueError(
+            f"key_pages {shape_of(keys)}; expected a number of heads that divides {heads}"
+        )
+    if dim > MAX_HEAD_DIM or values.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query {shape_of(query)}, value_pages {shape_of(values)}; "
+            f"expected head dims of at most {MAX_HEAD_DIM}"
+        )
+    require_tensor("block_table", table, "an int32 tensor")
+    if table.dtype != torch.int32:
+        raise TypeError(f"block_table has dtype {table.dtype}; expected torch.int32")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(
+            f"block_table has shape {shape_of(table)}; expected [B, blocks] with B = {batch}"
+        )
+    require_device("block_table", table, "query", query)
+    return table.shape[1] * keys.shape[1]
+
+
+def _require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
+    """Require that the entries which hold keys are pages."""
+    pages, page = keys.shape[:2]
+    first = torch.arange(table.shape[1], device=table.device) * page
+    used = table[first < key_lengths.view(-1, 1)]
+    if used.numel():
+        low, high = map(int, used.aminmax())
+        if low < 0 or high >= pages:
+            raise ValueError(
+                f"block_table holds page {low if low < 0 else high}; "
+                f"expected pages from 0 to {pages - 1}"
+            )
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, which paged_attention does not compute; "
+                "expected tensors without, or a call under torch.no_grad()"
+            )
 
 
 def _mask_and_bias(

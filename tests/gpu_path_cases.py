@@ -259,6 +259,13 @@ def tokens(**more: Any) -> Callable[[], Tensors]:
     return lambda: {n: normal(S, 2, 64) for n in ("query", "key", "value")} | offsets
 
 
+def from_pages(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Of pages [P, page, G, D], beside a sum that has a gradient."""
+    table = torch.arange(len(key), dtype=torch.int32, device=key.device).view(len(query), -1)
+    given = query.detach(), key.detach(), value.detach(), table.flip(1)
+    return ff.paged_attention(*given, **options) + query + 0 * (key.sum() + value.sum())
+
+
 def unpadded(x: Tensor) -> Tensor:
     y, packing = ff.unpad(x, torch.tensor([20, 40]))
     given = packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest
@@ -270,6 +277,10 @@ case("packed_attention", "packed", tokens(), ("dense", "shifted", "only cu_seqle
 case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call=packed,
      window=(9, 0), causal_alignment="bottom_right")  # fmt: skip
 case("packed_attention", "unpad, packed, pad", lambda: {"x": normal(2, 40, 2, 64)}, call=unpadded)
+case("paged_attention", "paged", lambda: {
+    "query": normal(2, 4, 3, 64), **{n: normal(6, 32, 2, 64) for n in ("key", "value")},
+    "key_lengths": torch.tensor([70, 90])}, FOUR, call=from_pages, is_causal=True,
+     causal_alignment="bottom_right", sampled=True)  # fmt: skip
 
 
 def both(**given: Any) -> Tensor:

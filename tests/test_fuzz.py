@@ -170,6 +170,35 @@ def packed_attention(draw):
     return tensors, {**lengths, **band(draw), **draw.dropout()}
 
 
+def paged_attention(draw):
+    """The keys and values of a call without pages, cut into pages that lie in any order."""
+    tensors, options = scaled_dot_product_attention(draw)
+    for name in ("dropout_p", "dropout_seed", "enable_gqa"):
+        options.pop(name, None)
+    batch, _, columns, _ = tensors["key"].shape
+    blocks, page = -(-columns // 16), 16
+    for name in ("attn_mask", "bias"):  # of the keys that fill the blocks
+        if name in tensors and tensors[name].shape[-1:] not in ((), (1,)):
+            x = tensors[name]
+            fill = x.new_ones if x.dtype == torch.bool else x.new_zeros
+            more = fill(*x.shape[:-1], blocks * page - columns)
+            tensors[name] = torch.cat([x, more], -1)
+    lengths = tensors.pop("key_lengths", None)
+    if lengths is None:
+        lengths = draw.integers(columns, columns + 1, batch)
+    order = draw.random.permutation(batch * blocks)
+    for name in ("key", "value"):
+        x = tensors.pop(name)
+        pages = x.new_full((batch, blocks * page, *x.shape[1::2]), math.nan)
+        pages[:, :columns] = x.transpose(1, 2)
+        pages = pages.view(-1, page, *x.shape[1::2])
+        tensors[f"{name}_pages"] = torch.empty_like(pages).index_copy_(
+            0, torch.tensor(order, device=x.device), pages
+        )
+    table = torch.tensor(order, dtype=torch.int32, device=lengths.device).view(batch, blocks)
+    return {**tensors, "block_table": table, "key_lengths": lengths}, options
+
+
 def norm(draw, *names):
     n = draw.size(most=40) + 3
     tensors = {"input": draw.normal(*draw.lead(), n, scale=draw.one(0.1, 3.0))}
@@ -276,6 +305,7 @@ DRAWN = [
     scaled_dot_product_attention,
     attention_weights,
     packed_attention,
+    paged_attention,
     layer_norm,
     rms_norm,
     dropout_add_layer_norm,
@@ -291,6 +321,7 @@ MATHEMATICS = {
     "attention_weights": lambda **x: independent.attention(
         **x, value=np.zeros((*x["key"].shape[:3], 1))
     )[2:],
+    "paged_attention": lambda **x: independent.paged_attention(**x)[: 1 + x["return_lse"]],
     "geglu": independent.gated("gelu"),
     "swiglu": independent.gated("silu"),
 }
@@ -333,10 +364,12 @@ def check(case, draw, backend, tiles, alone=None):
     function = getattr(ff, case.__name__)
     mathematics = MATHEMATICS.get(case.__name__) or getattr(independent, case.__name__)
     floating = [n for n, x in tensors.items() if x is not None and x.is_floating_point()]
-    if draw.often(0.3):  # gradients of some of them, in their order
+    if case is paged_attention:  # it has no gradient
+        floating = []
+    elif draw.often(0.3):  # gradients of some of them, in their order
         some = 1 + draw.random.integers(len(floating))
         floating = [floating[n] for n in sorted(draw.random.permutation(len(floating))[:some])]
-    if alone is not None:
+    if alone is not None and floating:
         floating = [floating[alone % len(floating)]]
     leaves = {name: tensors[name].requires_grad_() for name in floating}
     with tiles:
@@ -347,7 +380,7 @@ def check(case, draw, backend, tiles, alone=None):
             cotangents = [x.new_ones(()).expand(x.shape) for x in cotangents]
         moving = [x for x in outputs if x.requires_grad]  # with the leaves
         incoming = [c for x, c in zip(outputs, cotangents) if x.requires_grad]
-        grads = torch.autograd.grad(moving, list(leaves.values()), incoming)
+        grads = torch.autograd.grad(moving, list(leaves.values()), incoming) if leaves else []
 
     p = options.get("dropout_p", 0.0)
     gain = 1 / (1 - p) if p < 1 else 1.0  # of what is kept, its rounding errors included

@@ -96,6 +96,16 @@ class Calls:
         out = ff.packed_attention(*(tokens,) * 3, *offsets, length, length, **options)
         return ff.pad(out, packing)
 
+    def paged_attention(self):
+        batch, heads, pages = self.choose(2, 3), self.choose(2, 4), 5
+        query, key, value = (
+            self.tensor(*shape, 16).detach()
+            for shape in ((batch, heads, self.odd()), *[(pages, 16, 2)] * 2)
+        )
+        table = self.integers(pages, batch, 3, dtype=torch.int32)
+        lengths = self.integers(49, batch, dtype=torch.int32)
+        return ff.paged_attention(query, key, value, table, lengths, is_causal=True)
+
     def attention_weights(self):
         q, k = (self.tensor(1, 2, self.odd(), 16) for _ in range(2))
         return ff.attention_weights(q, k, is_causal=self.choose(True, False))

@@ -229,7 +229,8 @@ CASES = [
 
 
 def test_every_op_has_a_case():
-    assert {case.__name__ for case in CASES} == set(functional.__all__)
+    """But for the one without a gradient: see test_decode_attention.py."""
+    assert {case.__name__ for case in CASES} == set(functional.__all__) - {"paged_attention"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

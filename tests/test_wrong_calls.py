@@ -20,6 +20,7 @@ ERRORS = ValueError, TypeError, RuntimeError
 # ---------------------------------------------------------------------------------- the right calls
 
 B, T, S, H, D, F, V = 2, 3, 5, 2, 8, 12, 11
+P, PAGE = 4, 16  # pages, and the keys of each
 
 
 def floats(*shape):
@@ -35,22 +36,22 @@ def heads():
 
 
 SCORES = dict(
-    attn_mask=lambda: torch.ones(B, 1, T, S, dtype=torch.bool),
-    is_causal=lambda: True,
-    scale=lambda: 0.5,
-    enable_gqa=lambda: False,
-    bias=lambda: floats(H, T, S),
-    key_lengths=lambda: torch.tensor([S, 4]),
-    window=lambda: (2, 2),
-    causal_alignment=lambda: "bottom_right",
-    alibi_slopes=lambda: torch.ones(H),
-    softcap=lambda: 20.0,
-    sinks=lambda: floats(H),
+    attn_mask=lambda keys: torch.ones(B, 1, T, keys, dtype=torch.bool),
+    is_causal=lambda keys: True,
+    scale=lambda keys: 0.5,
+    enable_gqa=lambda keys: False,
+    bias=lambda keys: floats(H, T, keys),
+    key_lengths=lambda keys: torch.tensor([keys, 4]),
+    window=lambda keys: (2, 2),
+    causal_alignment=lambda keys: "bottom_right",
+    alibi_slopes=lambda keys: torch.ones(H),
+    softcap=lambda keys: 20.0,
+    sinks=lambda keys: floats(H),
 )
 
 
-def scores():
-    return {name: make() for name, make in SCORES.items()}
+def scores(keys=S):
+    return {name: make(keys) for name, make in SCORES.items()}
 
 
 DROPOUT = dict(dropout_p=0.5, dropout_seed=3)
@@ -76,6 +77,12 @@ OPS = {
         cu_seqlens_k=torch.tensor([0, S, B * S], dtype=torch.int32),
         max_q=T, max_k=S, is_causal=True, scale=0.5, causal_alignment="bottom_right",
         window=(2, 2), sinks=floats(H), **DROPOUT,
+    ),
+    "paged_attention": lambda: dict(
+        query=floats(B, H, T, D), key_pages=floats(P, PAGE, H, D),
+        value_pages=floats(P, PAGE, H, D), block_table=ids(B, 2, high=P).int(),
+        **{name: x for name, x in scores(2 * PAGE).items() if name != "enable_gqa"},
+        return_lse=True,
     ),
     "attention_weights": lambda: dict(
         **heads(), **scores(), rows=slice(0, 2), heads=torch.tensor([1])

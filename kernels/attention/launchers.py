@@ -581,6 +581,27 @@ def packed_backward(grad_output, query, key, value, *rest):
     return *(_tokens_first(x) if x.dim() == 4 else x for x in (dq, dk, dv)), dsinks
 
 
+# ------------------------------------------------------------------------------------------- paged
+
+
+def _fake_paged(query, key_pages, value_pages, *_):
+    return _outputs(unit_stride(query), value_pages, False)[:2]
+
+
+@register(
+    f"paged_attention(Tensor query, Tensor key_pages, Tensor value_pages, Tensor block_table, "
+    f"{SCHEMA}, bool return_lse) -> (Tensor output, Tensor lse)",
+    _fake_paged,
+)
+def paged_forward(query, key_pages, value_pages, block_table, *rest):
+    """Launch the forward over the keys of the pages. Returns (output [B, H, Sq, DV], lse
+    [B, H, Sq]).
+    """
+    places = block_table.clamp(0, key_pages.shape[0] - 1).long()
+    key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
+    return _run_forward(query, key, value, unpack(rest[:-1]))[:2]
+
+
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:
     """Return why the kernels cannot run this call, or None."""
     return unsupported_dtype(query)

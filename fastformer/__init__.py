@@ -9,6 +9,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
     __path__.append(str(_here.parent))
 
 from fastformer.backends import current_backend, use_backend
+from fastformer.cache import DecoderCache, KVCache
 from fastformer.decoding import greedy_decode
 from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
@@ -63,6 +64,7 @@ from fastformer.tuner import Tuning, tune
 __all__ = [
     "Batch",
     "Decoder",
+    "DecoderCache",
     "DecoderLayer",
     "Embeddings",
     "Encoder",
@@ -70,6 +72,7 @@ __all__ = [
     "EncoderLayer",
     "Explanation",
     "Generator",
+    "KVCache",
     "LabelSmoothing",
     "LayerNorm",
     "MultiHeadedAttention",

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.cache import KVCache, LayerCache, MemoryCache
 from fastformer.checks import (
     INTEGERS,
     autocast_dtype,
@@ -144,12 +145,13 @@ class PositionalEncoding(nn.Module):
         max_len: the longest input.
         learned: if True, pe is a parameter that starts as the sinusoid; if False, a buffer.
 
-    forward(x): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. The state dict holds pe,
-    [1, max_len, d_model].
+    forward(x, start=0): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. start: the
+    position of the first token, an int, or [B] integers where the rows differ, as in a cache. The
+    state dict holds pe, [1, max_len, d_model].
 
     Raises:
-        ValueError: S is greater than max_len, or x has another shape.
-        TypeError: x is not floating.
+        ValueError: a position is not below max_len, or x has another shape.
+        TypeError: x is not floating, start is not an integer.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
     """
@@ -168,15 +170,40 @@ class PositionalEncoding(nn.Module):
         else:
             self.register_buffer("pe", pe)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
         _require_features("x", x, self.pe.shape[2])
         require_floating(x=x)
         require_device("x", x, "pe", self.pe)
-        if x.shape[1] > self.pe.shape[1]:
-            raise ValueError(
-                f"x has {x.shape[1]} positions; expected at most max_len = {self.pe.shape[1]}"
-            )
-        return self.dropout(x + self.pe[:, : x.shape[1]].to(x.dtype))
+        return self.dropout(x + self.rows("x", x, start).to(x.dtype))
+
+    def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Return pe at the positions of x [B, S, ..]: [1, S, d_model], or [B, S, d_model] where
+        start is a tensor.
+        """
+        length, max_len = x.shape[1], self.pe.shape[1]
+        if not isinstance(start, Tensor):
+            require_size(0, start=start)
+            if start + length > max_len:
+                after = f" after the first {start}" if start else ""
+                raise ValueError(
+                    f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
+                )
+            return self.pe[:, start : start + length]
+        require_tensor("start", start)
+        if start.dtype not in INTEGERS:
+            raise TypeError(f"start has dtype {start.dtype}; expected integers")
+        if start.shape != x.shape[:1]:
+            raise ValueError(f"start has shape {shape_of(start)}; expected [B] = [{x.shape[0]}]")
+        require_device("start", start, "pe", self.pe)
+        if may_read(start) and start.numel() and length:
+            low, high = map(int, start.aminmax())
+            if low < 0 or high + length > max_len:
+                raise ValueError(
+                    f"start holds {low if low < 0 else high}, and {name} has {length} positions; "
+                    f"expected positions from 0 to max_len - 1 = {max_len - 1}"
+                )
+        at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
+        return F.embedding(at, self.pe[0])
 
     def extra_repr(self) -> str:
         return f"max_len={self.pe.shape[1]}, learned={isinstance(self.pe, nn.Parameter)}"
@@ -303,6 +330,7 @@ class MultiHeadedAttention(AliasedModule):
         causal_alignment: str = "top_left",
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
+        cache: KVCache | LayerCache | MemoryCache | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -315,6 +343,10 @@ class MultiHeadedAttention(AliasedModule):
             bias, key_lengths, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with h
                 heads; not in a packed batch.
             is_causal, window, causal_alignment: as there.
+            cache: a `KVCache`, to which the projected keys and values are appended. The queries
+                then attend to all that it holds, S positions, causally and with the last query
+                aligned with the last key, whatever is_causal says; key_lengths are the cache's. A
+                `MemoryCache` keeps the keys and values of its first call for the next ones.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -328,6 +360,8 @@ class MultiHeadedAttention(AliasedModule):
             alibi_slopes=alibi_slopes,
             softcap=softcap,
         )
+        if cache is not None:
+            return self._forward_cached(inputs, mask, options, cache)
         if isinstance(mask, Packing):
             return self._forward_packed(inputs, mask, options)
         for name, x in inputs.items():
@@ -345,6 +379,50 @@ class MultiHeadedAttention(AliasedModule):
         p = dropout_probability(self.dropout)
         out = functional.scaled_dot_product_attention(q, k, v, mask, p, **options)
         self._keep_weights(q, k, mask, options)
+        return linears[3](out.transpose(1, 2).flatten(2))
+
+    def _forward_cached(
+        self,
+        inputs: dict[str, Tensor],
+        mask: Tensor | Packing | None,
+        options: dict[str, Any],
+        cache: KVCache | LayerCache | MemoryCache,
+    ) -> Tensor:
+        """Return the output [B, T, d_model] over the keys and values of the cache."""
+        if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):
+            raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
+        if isinstance(mask, Packing):
+            raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
+        if options.pop("key_lengths") is not None:
+            raise ValueError("key_lengths is given together with a cache; expected None")
+        kept = isinstance(cache, MemoryCache) and cache.filled
+        if isinstance(cache, MemoryCache) and kept:
+            cache.require_memory("key", inputs.pop("key"))
+            cache.require_memory("value", inputs.pop("value"))
+        for name, x in inputs.items():
+            _require_features(name, x, self.h * self.d_k)
+        if autocast_dtype(inputs["query"]) is None:
+            require_floating(**inputs)
+        linears = list(self.linears)
+        require_linear_input("query", inputs["query"], linears[0])
+        # One by one: for a few tokens it takes longer to concatenate the weights than to read them.
+        q, *new = [
+            linear(x).unflatten(-1, (-1, self.d_k)).transpose(1, 2)
+            for linear, x in zip(linears, inputs.values())
+        ]  # [B, h, T or S, d_k], views
+        if mask is not None:
+            require_tensor("mask", mask)
+            require_device("mask", mask, "query", q)
+            length = cache.longest + (0 if kept else new[0].shape[2])
+            mask = self._over_heads(mask, (*q.shape[:3], length))
+        if isinstance(cache, MemoryCache):
+            if not kept:
+                cache.fill(inputs["key"], *new)
+        else:
+            cache.append(*new)
+        out = cache.attend(q, mask, dropout_probability(self.dropout), **options)
+        if self.keep_attention:
+            self.attn = cache.weights(q, mask, **options).detach()
         return linears[3](out.transpose(1, 2).flatten(2))
 
     def _forward_packed(
@@ -627,9 +705,10 @@ def _require_features(name: str, x: Tensor, features: int) -> None:
         raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, d_model = {features}]")
 
 
-def require_norm_input(name: str, x: Tensor, norm: nn.Module | None) -> None:
+def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
     """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
     require_floating(**{name: x})
+    assert x is not None
     if type(norm) is not LayerNorm or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:

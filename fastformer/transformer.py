@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.cache import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_size, require_tensor
 from fastformer.modules import (
     AliasedModule,
@@ -143,35 +144,78 @@ class EncoderDecoder(nn.Module):
         return self.encoder(_embedded(self.src_embed, src), src_mask)
 
     def decode(
-        self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None
+        self,
+        memory: Tensor | None,
+        src_mask: Tensor | None,
+        tgt: Tensor,
+        tgt_mask: Tensor | None,
+        cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T]."""
+        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T].
+
+        With a cache tgt holds the tokens after those that the cache holds, and tgt_mask, [B, T, S]
+        over both, is not needed: each token sees those before it and itself. The keys and values of
+        the memory are computed once: later steps take the same memory, or None.
+        """
         require_tensor("tgt", tgt)
-        return self.decoder(_embedded(self.tgt_embed, tgt), memory, src_mask, tgt_mask)
+        _require_cache(cache)
+        x = _embedded(self.tgt_embed, tgt, cache)
+        return self.decoder(x, memory, src_mask, tgt_mask, cache)
 
 
-def _embedded(embed: nn.Module, tokens: Tensor) -> Tensor:
-    """Return embed(tokens) for tokens [B, S]: in one kernel if embed is Embeddings, then
-    PositionalEncoding.
+def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
+    """Return embed(tokens) for tokens [B, S] that follow those of the cache: in one kernel if embed
+    is Embeddings, then PositionalEncoding.
     """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
-        return embed(tokens)
+        return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)
     embeddings, position = parts
     lut, dropout = embeddings.lut, position.dropout
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
-    fits = tokens.dim() == 2 and tokens.shape[1] <= position.pe.shape[1]  # else its own error
+    held = 0 if cache is None else cache.longest
+    fits = tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]  # else its error
     if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
-        return embed(tokens)
-    return functional.embed(
+        return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)
+    pe, shape = position.pe[0], tokens.shape
+    if cache is not None:
+        rows = position.rows("tokens", tokens, cache.start())
+        pe = rows.flatten(0, 1)
+        if len(rows) > 1:  # each row has positions of its own: one long row of tokens
+            tokens = tokens.reshape(1, -1)
+    out = functional.embed(
         tokens,
         lut.weight,
-        position.pe[0].to(lut.weight.dtype),
+        pe.to(lut.weight.dtype),
         dropout_probability(dropout),
         scale=math.sqrt(embeddings.d_model),
         padding_idx=lut.padding_idx,
     )
+    return out if tokens.shape == shape else out.view(*shape, embeddings.d_model)
+
+
+def has_positions(embed: nn.Module) -> bool:
+    """Return whether `embed` can begin at another position than the first, as a cache needs it."""
+    return (
+        type(embed) is nn.Sequential
+        and len(embed) > 0
+        and type(embed[-1]) is PositionalEncoding
+        and is_unmodified(embed, embed[-1])
+    )
+
+
+def _embedded_from(embed: nn.Module, tokens: Tensor, cache: DecoderCache) -> Tensor:
+    """Return embed(tokens), module by module, for tokens [B, S] that follow those of the cache."""
+    if not isinstance(embed, nn.Sequential) or not has_positions(embed):
+        raise TypeError(
+            f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
+            "PositionalEncoding, whose positions a cache can continue"
+        )
+    x = tokens
+    for part in list(embed)[:-1]:
+        x = part(x)
+    return embed[-1](x, cache.start())
 
 
 class Generator(AliasedModule):
@@ -221,8 +265,9 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
 
-    forward(x, memory, src_mask, tgt_mask) is that of DecoderLayer. Raises ValueError if N is
-    negative, TypeError if `layer` is not a module with a `size`.
+    forward(x, memory, src_mask, tgt_mask, cache=None) is that of DecoderLayer; a cache is a
+    `DecoderCache`. Raises ValueError if N is negative, TypeError if `layer` is not a module with a
+    `size`.
     """
 
     def __init__(self, layer: DecoderLayer, N: int) -> None:
@@ -232,11 +277,19 @@ class Decoder(nn.Module):
         self.norm = LayerNorm(layer.size)
 
     def forward(
-        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: DecoderCache | None = None,
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
-        require_norm_input("memory", memory, self.norm)
-        return _stack(self.layers, DecoderLayer, self.norm, x, memory, src_mask, tgt_mask)
+        if memory is not None or cache is None:
+            require_norm_input("memory", memory, self.norm)
+        _require_cache(cache)
+        context = memory, src_mask, tgt_mask
+        return _stack(self.layers, DecoderLayer, self.norm, x, *context, cache=cache)
 
 
 def _stack(
@@ -245,19 +298,27 @@ def _stack(
     norm: nn.Module,
     x: Tensor,
     *context: Any,
+    cache: DecoderCache | None = None,
 ) -> Tensor:
     """Return norm(the layers, one after the other), of x [B, S, d] or [tokens, d].
 
     The layers share one residual stream: the last sum of a layer is in one kernel with the norm
-    that follows. context: the other arguments of a layer's forward.
+    that follows. context: the other arguments of a layer's forward, after which it takes its part
+    of the cache, if there is one.
     """
     stream = ResidualStream(x)
-    for layer in layers:
+    for i, layer in enumerate(layers):
+        own = () if cache is None else (cache.layer(i),)
         if type(layer) is kind and is_unmodified(layer):
-            layer._through(stream, *context)
+            layer._through(stream, *context, *own)
         else:  # it is of another class or has hooks
-            stream = ResidualStream(layer(stream.value(), *context))
+            stream = ResidualStream(layer(stream.value(), *context, *own))
     return stream.normalize(norm)
+
+
+def _require_cache(cache: DecoderCache | None) -> None:
+    if cache is not None and not isinstance(cache, DecoderCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
 
 
 def _require_layer(layer: nn.Module) -> None:
@@ -320,6 +381,10 @@ class DecoderLayer(nn.Module):
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
 
+    forward(.., cache): with a `LayerCache` x follows what the cache holds. Self-attention is then
+    causal, over the cache and x, and so is the last size of tgt_mask; None masks nothing else out.
+    The memory is that of the first step, or None.
+
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
@@ -342,24 +407,34 @@ class DecoderLayer(nn.Module):
         self.sublayer = clones(SublayerConnection(size, dropout), 3)
 
     def forward(
-        self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
-        require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
+        if memory is not None or cache is None:
+            require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
         stream = ResidualStream(x)
-        self._through(stream, memory, src_mask, tgt_mask)
+        self._through(stream, memory, src_mask, tgt_mask, cache)
         return stream.value()
 
     def _through(
         self,
         stream: ResidualStream,
-        memory: Tensor,
+        memory: Tensor | None,
         src_mask: Tensor | None,
         tgt_mask: Tensor | None,
+        cache: LayerCache | None = None,
     ) -> None:
+        own, kept = ({}, {}) if cache is None else ({"cache": cache}, {"cache": cache.memory})
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask))
-        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask))
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own))
+        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask, **kept))
         _add(stream, connections[2], self.feed_forward)
 
 

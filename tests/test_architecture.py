@@ -26,7 +26,7 @@ LAYERS = [
     {"transformer", "replacements"},
     {"modules"},
     {"stream"},
-    {"padding"},
+    {"cache", "padding"},
     {"functional"},
     {"checks"},
     {"backends"},

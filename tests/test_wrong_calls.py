@@ -115,6 +115,10 @@ def model():
     return ff.make_model(V, V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0)
 
 
+def without_gradient():
+    return ff.MultiHeadedAttention(H, D).requires_grad_(False)
+
+
 def encoder_layer():
     return model().encoder.layers[0]
 
@@ -138,7 +142,7 @@ def stream():
 def decoded():
     return dict(
         x=floats(B, T, D), memory=floats(B, S, D), src_mask=torch.ones(B, 1, S, dtype=torch.bool),
-        tgt_mask=torch.ones(1, T, T, dtype=torch.long),
+        tgt_mask=torch.ones(1, T, T, dtype=torch.long), cache=None,
     )  # fmt: skip
 
 
@@ -155,14 +159,18 @@ CALLS = {
     "PositionalEncoding": lambda: (ff.PositionalEncoding, lambda: dict(
         d_model=D, dropout=0.1, max_len=S, learned=True)),
     "PositionalEncoding.forward": lambda: (
-        ff.PositionalEncoding(D, 0.1, S).forward, lambda: dict(x=floats(B, S, D))),
+        ff.PositionalEncoding(D, 0.1, 9).forward, lambda: dict(x=floats(B, S, D), start=4)),
     "MultiHeadedAttention": lambda: (
         ff.MultiHeadedAttention, lambda: dict(h=H, d_model=D, dropout=0.1)),
     "MultiHeadedAttention.forward": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(B, T, D), key=floats(B, S, D), value=floats(B, S, D),
         mask=torch.ones(B, 1, S, dtype=torch.long), bias=floats(H, T, S),
         key_lengths=torch.tensor([S, 4]), is_causal=True, window=(2, 2),
-        causal_alignment="bottom_right", alibi_slopes=torch.ones(H), softcap=20.0)),
+        causal_alignment="bottom_right", alibi_slopes=torch.ones(H), softcap=20.0, cache=None)),
+    "MultiHeadedAttention.cached": lambda: (without_gradient().forward, lambda: dict(
+        query=floats(B, T, D), key=floats(B, T, D), value=floats(B, T, D),
+        mask=torch.ones(B, 1, T, dtype=torch.long), bias=floats(H, T, T), window=(2, 2),
+        alibi_slopes=torch.ones(H), softcap=20.0, cache=ff.KVCache(B, H, S, D // H))),
     "MultiHeadedAttention.packed": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(8, D), key=floats(8, D), value=floats(8, D), mask=packing())),
     "PositionwiseFeedForward": lambda: (
@@ -193,6 +201,15 @@ CALLS = {
     "EncoderDecoder.forward": lambda: (model().forward, lambda: dict(
         src=ids(B, S), tgt=ids(B, T), src_mask=torch.ones(B, 1, S),
         tgt_mask=ff.subsequent_mask(T))),
+    "KVCache": lambda: (ff.KVCache, lambda: dict(
+        batch=B, heads=H, capacity=S, head_dim=D, value_dim=D, dtype=torch.float32, device="cpu")),
+    "KVCache.append": lambda: (ff.KVCache(B, H, 9, D).append, lambda: dict(
+        key=floats(B, H, S, D), value=floats(B, H, S, D))),
+    "KVCache.crop": lambda: (
+        ff.KVCache(B, H, 9, D).crop, lambda: dict(length=torch.ones(B).int())),
+    "KVCache.reorder": lambda: (
+        ff.KVCache(B, H, 9, D).reorder, lambda: dict(index=torch.ones(B).int())),
+    "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S)),
     "greedy_decode": lambda: (ff.greedy_decode, lambda: dict(
         model=model(), src=ids(B, S), src_mask=torch.ones(B, 1, S), max_len=4, start_symbol=1)),
     "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
@@ -328,7 +345,7 @@ LEGITIMATE = {
     "a term that is left out": ["embed.positional None"],
     "nothing is masked": ["*coder*.*mask None", "greedy_decode.src_mask None"],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")
-        for of in ("*coder*.tgt_", "MultiHeadedAttention.forward.")],
+        for of in ("*coder*.tgt_", "MultiHeadedAttention.[fc]*.")],
     "a mask of floats may hold 0 and 1": [f"{of}mask half" for of in (
         "attention.", "EncoderDecoder.forward.src_", "greedy_decode.src_")],
     "a factor may be any number, and its NaN reaches the output": [
@@ -337,7 +354,7 @@ LEGITIMATE = {
     ],
     "a learning rate may be as large": ["rate.factor too large", "make_optimizer.factor too large"],
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
-    "it broadcasts": ["*.attn_mask scalar", "*att*.bias scalar", "*Attention.forward.bias scalar",
+    "it broadcasts": ["*.attn_mask scalar", "*att*.bias scalar", "*Attention.[fc]*.bias scalar",
         "attention.mask scalar", "attention.mask wrong rank"],
     "any leading dimensions": [f"{of} wrong rank" for of in (
         "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
@@ -405,7 +422,7 @@ def test_ops(op, backend):
 def test_other_calls(name):
     function, right = CALLS[name]()
     parameters = set(inspect.signature(function).parameters)
-    assert set(right()) == parameters or name.endswith(".packed")
+    assert set(right()) == parameters or name.endswith((".packed", ".cached"))
     function(**right())
     found = complaints(name, function, right)
     assert not found, "\n".join(found)

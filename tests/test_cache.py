@@ -1,0 +1,431 @@
+"""Caches against lists of what was appended, and decoding with one against the whole sequence."""
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import DecoderCache, KVCache
+from fastformer.cache import MemoryCache
+
+B, G, S, D, DV = 3, 2, 24, 16, 8
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def entries(n, dtype=torch.float32, device="cpu", batch=B):
+    return [torch.randn(batch, G, n, dim, device=device).to(dtype) for dim in (D, DV)]
+
+
+def made(dtype=torch.float32, device="cpu", fixed_shapes=False, capacity=S):
+    cache = KVCache(B, G, capacity, D, DV, dtype=dtype, device=device)
+    cache._fixed_shapes = cache._fixed_shapes or fixed_shapes  # as on a GPU
+    return cache
+
+
+class Listed:
+    """The same as a cache, in lists: one of keys and one of values for each row."""
+
+    def __init__(self):
+        self.rows = [[torch.empty(G, 0, dim) for dim in (D, DV)] for _ in range(B)]
+
+    def append(self, *new):
+        for b, row in enumerate(self.rows):
+            for i, x in enumerate(new):
+                row[i] = torch.cat([row[i].to(x), x[b]], 1)
+
+    def crop(self, lengths):
+        self.rows = [[x[:, :n] for x in row] for row, n in zip(self.rows, lengths)]
+
+    def reorder(self, index):
+        self.rows = [list(self.rows[i]) for i in index]
+
+
+def check(cache, listed):
+    """The same contents, and the attention of two queries over them."""
+    lengths = [row[0].shape[1] for row in listed.rows]
+    assert cache.lengths.tolist() == lengths and cache.lengths.dtype == torch.int32
+    assert cache.longest == max(lengths)
+    for i, x in enumerate(cache.contents()):
+        for b, row in enumerate(listed.rows):
+            assert torch.equal(x[b, :, : lengths[b]], row[i])
+    n = min(2, *lengths)
+    if not n:
+        return
+    q = torch.randn(len(lengths), 2 * G, n, D).to(cache.lengths.device, listed.rows[0][0].dtype)
+    out, weights = cache.attend(q), cache.weights(q)
+    for b, (key, value) in enumerate(listed.rows):
+        options = dict(is_causal=True, causal_alignment="bottom_right", enable_gqa=True)
+        with ff.use_backend("reference"):
+            oracle = ff.scaled_dot_product_attention(
+                q[b : b + 1].double(), key[None].double(), value[None].double(), **options
+            )
+        tolerance = 4 * torch.finfo(q.dtype).eps
+        torch.testing.assert_close(out[b].double(), oracle[0], atol=tolerance, rtol=tolerance)
+        assert weights.shape[-1] == max(lengths)
+        read = weights[b, :, :, : lengths[b]].unflatten(0, (G, 2)) @ value.unsqueeze(1)
+        torch.testing.assert_close(
+            read.flatten(0, 1).double(), oracle[0], atol=8 * tolerance, rtol=0
+        )
+        assert not weights[b, :, :, lengths[b] :].any()
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_holds_what_was_appended(dtype, fixed_shapes, device):
+    cache, listed = made(dtype, device, fixed_shapes), Listed()
+    buffers = cache.key, cache.value, cache.lengths
+
+    def append(n):
+        new = entries(n, dtype, device)
+        cache.append(*new)
+        listed.append(*new)
+
+    for n in (3, 1, 2):
+        append(n)
+        check(cache, listed)
+    lengths = torch.tensor([2, 6, 5], device=device)
+    cache.crop(lengths)
+    listed.crop(lengths.tolist())
+    check(cache, listed)
+    append(2)  # behind rows of different lengths
+    check(cache, listed)
+    cache.reorder(torch.tensor([1, 1, 0], device=device))
+    listed.reorder([1, 1, 0])
+    check(cache, listed)
+    append(1)
+    check(cache, listed)
+    cache.crop(4)
+    listed.crop([4] * 3)
+    append(1)
+    check(cache, listed)
+    assert all(x is y for x, y in zip(buffers, (cache.key, cache.value, cache.lengths)))
+    cache.reorder(torch.tensor([2, 0], device=device))  # another batch has buffers of its own
+    listed.reorder([2, 0])
+    check(cache, listed)
+    cache.reset()
+    assert cache.longest == 0 and not cache.lengths.any()
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_both_backends_attend_with_every_option(backend, fixed_shapes, device):
+    """Masks and biases are over the positions that the cache holds."""
+    torch.manual_seed(1)
+    cache = made(device=device, fixed_shapes=fixed_shapes)
+    cache.append(*entries(9, device=device))
+    cache.crop(torch.tensor([9, 4, 7], device=device))
+    q = torch.randn(B, 2 * G, 2, D, device=device)
+    mask = torch.rand(B, 1, 2, 9, device=device) < 0.7
+    more = dict(
+        bias=torch.randn(2 * G, 2, 9, device=device), window=(5, 0), softcap=9.0, scale=0.3,
+        alibi_slopes=torch.rand(2 * G, device=device), sinks=torch.randn(2 * G, device=device),
+    )  # fmt: skip
+    out = cache.attend(q, mask, **more)
+    key, value = (x.double() for x in cache.contents())
+    wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in more.items()}
+    with ff.use_backend("reference"):
+        oracle = ff.scaled_dot_product_attention(
+            q.double(), key, value, mask, is_causal=True, causal_alignment="bottom_right",
+            enable_gqa=True, key_lengths=cache.lengths, **wide,
+        )  # fmt: skip
+    assert (out.double() - oracle).norm() / oracle.norm() < 1e-5
+
+
+def test_what_was_never_written_is_never_read(backend, device):
+    cache = made(device=device, fixed_shapes=True)
+    cache.key.fill_(float("nan"))
+    cache.value.fill_(float("nan"))
+    cache.append(*entries(3, device=device))
+    assert cache.attend(torch.randn(B, G, 1, D, device=device)).isfinite().all()
+
+
+def test_views_of_any_strides_are_appended():
+    cache, listed = made(), Listed()
+    new = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in entries(4)]
+    cache.append(*new)
+    listed.append(*new)
+    check(cache, listed)
+
+
+k, v = entries(2)
+WRONG = [
+    ((entries(5)), ValueError, "key has 5 positions; expected at most 4: .* holds 20 of its .* 24"),
+    ((k[:2], v[:2]), ValueError, r"key has shape \[2, 2, 2, 16\]; .* cache, \[3, 2, n, 16\]"),
+    ((k[:, :1], v), ValueError, r"key has shape \[3, 1, 2, 16\]"),
+    ((k[..., 1:], v), ValueError, r"key has shape \[3, 2, 2, 15\]"),
+    ((k[0], v), ValueError, r"key has shape \[2, 2, 16\]"),
+    ((k, v[:, :, :1]), ValueError, r"value has shape \[3, 2, 1, 8\]; .*, \[3, 2, 2, 8\]"),
+    ((k, v[:, :1]), ValueError, r"value has shape \[3, 1, 2, 8\]"),
+    ((k.half(), v), TypeError, "key has dtype torch.float16; expected that of the cache"),
+    ((k, v.double()), TypeError, "value has dtype torch.float64; expected that of the cache"),
+    ((k.to("meta"), v), ValueError, "key is on meta; expected the device of the cache, cpu"),
+    ((k, v.to("meta")), ValueError, "value is on meta; expected the device of the cache"),
+    ((None, v), TypeError, "key is a NoneType"),
+    ((k, [1]), TypeError, "value is a list"),
+    ((k.clone().requires_grad_(), v), ValueError, r"key requires a gradient.*torch.no_grad\(\)"),
+]
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize(("new", "error", "message"), WRONG)
+def test_a_failed_append_leaves_the_cache_as_it_was(new, error, message, even):
+    cache = made()
+    cache.append(*entries(20))
+    if not even:
+        cache.crop(torch.tensor([20, 3, 7]))
+    before = [x.clone() for x in (cache.key, cache.value, cache.lengths)]
+    with pytest.raises(error, match=message):
+        cache.append(*new)
+    after = cache.key, cache.value, cache.lengths
+    assert cache.longest == 20 and all(torch.equal(x, y) for x, y in zip(before, after))
+    cache.append(*entries(4))  # there is room for these
+
+
+def test_an_append_is_refused_before_it_begins():
+    """`advanced` looks for the room, too."""
+    cache = made(capacity=3)
+    cache.append(*entries(3))
+    with pytest.raises(ValueError, match="expected at most 0"), cache.advanced(1):
+        pass
+    assert cache.longest == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(batch=0), ValueError, "batch is 0; expected 1 or more"),
+        (dict(heads=1.0), TypeError, "heads is a float"),
+        (dict(capacity=-1), ValueError, "capacity is -1"),
+        (dict(head_dim=0), ValueError, "head_dim is 0"),
+        (dict(value_dim=0), ValueError, "value_dim is 0"),
+        (dict(dtype=torch.int8), TypeError, "dtype is torch.int8; expected float32"),
+        (dict(dtype="half"), TypeError, "dtype is half; expected float32"),
+    ],
+)
+def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        KVCache(**{**dict(batch=1, heads=1, capacity=4, head_dim=8), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "error", "message"),
+    [
+        ("crop", 25, ValueError, "length is 25; expected 0 to the capacity of the cache, 24"),
+        ("crop", -1, ValueError, "length is -1"),
+        ("crop", 1.0, TypeError, "length is a float"),
+        ("crop", torch.tensor([1, 2]), ValueError, r"length has shape \[2\]; expected \[B\]"),
+        ("crop", torch.tensor([1, 2, 25]), ValueError, "length holds 25"),
+        ("crop", torch.tensor([1, 2, -1]), ValueError, "length holds -1"),
+        ("crop", torch.ones(3), TypeError, "length has dtype torch.float32"),
+        ("crop", torch.ones(3, dtype=torch.int32, device="meta"), ValueError, "length is on meta"),
+        ("reorder", torch.tensor([0, 3]), ValueError, "index holds 3; expected rows .* 0 to 2"),
+        ("reorder", torch.tensor([-1]), ValueError, "index holds -1"),
+        ("reorder", torch.tensor([[0]]), ValueError, r"index has shape \[1, 1\]"),
+        ("reorder", torch.tensor([0.0]), TypeError, "index has dtype torch.float32"),
+        ("reorder", [0], TypeError, "index is a list"),
+    ],
+)
+def test_wrong_lengths_and_rows_are_refused(method, argument, error, message):
+    cache = made()
+    cache.append(*entries(2))
+    with pytest.raises(error, match=message):
+        getattr(cache, method)(argument)
+    assert cache.lengths.tolist() == [2] * B and cache.longest == 2
+
+
+def test_a_cache_of_inference_mode_serves_outside_of_it():
+    with torch.inference_mode():
+        cache = made()
+        cache.append(*entries(2))
+    cache.append(*entries(1))
+    assert cache.lengths.tolist() == [3] * B
+
+
+# ------------------------------------------------------------------------------------- the modules
+
+
+def model(device="cpu", dtype=torch.float32, layers=2):
+    torch.manual_seed(3)
+    return ff.make_model(13, 13, layers, 16, 32, 2).to(device, dtype).eval()
+
+
+@pytest.fixture
+def sources(device):
+    src = torch.tensor([[1, 4, 9, 2, 7], [1, 8, 3, 0, 0], [5, 0, 0, 0, 0]], device=device)
+    tgt = torch.randint(1, 13, (3, 9), generator=torch.Generator().manual_seed(0)).to(device)
+    return src, (src != 0).unsqueeze(-2), tgt
+
+
+def steps(m, sources, sizes, cache):
+    """The output of the decoder, computed a few tokens at a time."""
+    src, mask, tgt = sources
+    memory = m.encode(src, mask)
+    outputs = [m.decode(memory, mask, part, None, cache) for part in tgt.split(sizes, 1)]
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_steps_are_what_the_whole_sequence_gives(dtype, backend, sources, device):
+    """By the numerics policy: in half precision at most twice the error of eager PyTorch."""
+    src, mask, tgt = sources = *sources[:2], sources[2][:, :5]
+    m, exact = model(device, dtype, 1), model(device, layers=1).double()
+    exact.load_state_dict(m.state_dict())
+    causal = ff.subsequent_mask(5).to(device)
+    with torch.no_grad():
+        with ff.use_backend("reference"):
+            oracle = exact(src, tgt, mask, causal)
+            eager = m(src, tgt, mask, causal)
+        for sizes, shapes in (([3, 1, 1], False), ([1, 1, 3], True)):
+            cache = DecoderCache(6)
+            if shapes:
+                steps(m, (src, mask, tgt[:, :1]), [1], cache)
+                for layer in cache.layers:
+                    layer.own._fixed_shapes = True
+                cache.reset()
+            out = steps(m, sources, sizes, cache).double()
+            if dtype == torch.float32:
+                assert (out - oracle).norm() / oracle.norm() < 1e-5
+            else:
+                peer, size = (eager - oracle).abs().max(), oracle.abs().max()
+                rounding = torch.finfo(dtype).eps / 2 * size
+                assert (out - oracle).abs().max() <= 2 * peer + rounding
+            assert cache.longest == 5 and cache.lengths.tolist() == [5] * 3
+
+
+def test_rows_of_their_own_length_have_positions_of_their_own(backend, sources, device):
+    """A prompt with padding on the right: what follows it takes the place of the padding."""
+    src, mask, tgt = sources
+    m, lengths = model(device), torch.tensor([4, 1, 3], device=device)
+    with torch.no_grad():
+        memory, cache = m.encode(src, mask), DecoderCache(9)
+        m.decode(memory, mask, tgt[:, :4], None, cache)
+        cache.crop(lengths)
+        out = m.decode(memory, mask, tgt[:, 5:7], None, cache)
+        for b, n in enumerate(lengths.tolist()):
+            alone = torch.cat([tgt[b : b + 1, :n], tgt[b : b + 1, 5:7]], 1)
+            causal = ff.subsequent_mask(n + 2).to(device)
+            with ff.use_backend("reference"):
+                want = m(src[b : b + 1], alone, mask[b : b + 1], causal)
+            torch.testing.assert_close(out[b], want[0, n:], atol=2e-5, rtol=0)
+
+
+def test_the_memory_is_projected_once(monkeypatch, sources):
+    src, mask, tgt = sources
+    m, cache, projected = model("cpu"), DecoderCache(9), []
+    src, mask, tgt = (x.cpu() for x in sources)
+    for layer in m.decoder.layers:
+        layer.src_attn.linears[1].register_forward_hook(lambda *_: projected.append(1))
+    with torch.no_grad():
+        memory = m.encode(src, mask)
+        want = [m.decode(memory, mask, tgt[:, i : i + 1], None, cache) for i in range(4)]
+        assert len(projected) == 2
+        with pytest.raises(ValueError, match=r"key is another tensor than at the first step"):
+            m.decode(memory.clone(), mask, tgt[:, 4:5], None, cache)
+        kept = cache.layers[0].memory.key
+        cache.reset()
+        got = [m.decode(memory.clone(), mask, tgt[:, :1], None, cache)]
+        got += [m.decode(None, mask, tgt[:, i : i + 1], None, cache) for i in range(1, 4)]
+    assert len(projected) == 4 and cache.layers[0].memory.key is kept
+    assert all(torch.equal(x, y) for x, y in zip(got, want))
+
+
+def test_a_reordered_cache_decodes_the_other_rows(sources, device):
+    src, mask, tgt = sources
+    m, index = model(device), torch.tensor([2, 0, 0, 1], device=device)
+    with torch.no_grad():
+        memory, cache = m.encode(src, mask), DecoderCache(9)
+        m.decode(memory, mask, tgt[:, :3], None, cache)
+        cache.reorder(index)
+        out = m.decode(None, mask[index], tgt[index, 3:4], None, cache)
+        want = m.decode(memory, mask, tgt[:, :4], ff.subsequent_mask(4).to(device))[index, 3:]
+    torch.testing.assert_close(out, want)
+
+
+def test_a_mask_reaches_over_the_cache(sources):
+    """[B, 1, S] over what the cache holds and what is new."""
+    src, mask, tgt = (x.cpu() for x in sources)
+    m, cache = model(), DecoderCache(9)
+    keep = torch.ones(3, 1, 5, dtype=torch.bool)
+    keep[1, 0, 2] = False
+    with torch.no_grad():
+        memory = m.encode(src, mask)
+        want = m.decode(memory, mask, tgt[:, :5], ff.subsequent_mask(5) & keep)
+        got = [m.decode(memory, mask, tgt[:, :4], keep[..., :4], cache)]
+        for attention in (layer.self_attn for layer in m.decoder.layers):
+            attention.keep_attention = True
+        got.append(m.decode(memory, mask, tgt[:, 4:5], keep, cache))
+        with pytest.raises(ValueError, match=r"mask has shape .*expected .*\[3, 1, 6\]"):
+            m.decode(memory, mask, tgt[:, 5:6], keep, cache)
+    torch.testing.assert_close(torch.cat(got, 1), want)
+    weights = m.decoder.layers[0].self_attn.attn
+    assert weights.shape == (3, 2, 1, 5) and (weights[1, ..., 2] == 0).all()
+    assert cache.longest == 5
+
+
+def test_layers_with_hooks_and_of_the_users_take_their_part(sources):
+    src, mask, tgt = (x.cpu() for x in sources)
+    m, seen = model(), []
+
+    class Layer(ff.DecoderLayer):
+        pass
+
+    m.decoder.layers[0].__class__ = Layer
+    m.decoder.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    m.tgt_embed[1].dropout.register_forward_hook(lambda *_: seen.append(2))
+    with torch.no_grad():
+        want = m(src, tgt, mask, ff.subsequent_mask(9))
+        seen.clear()
+        out = steps(m, (src, mask, tgt), [3] * 3, DecoderCache(9))
+    torch.testing.assert_close(out, want)
+    assert sorted(seen) == [1] * 3 + [2] * 3
+
+
+def test_bad_calls_of_the_modules_are_named(sources):
+    src, mask, tgt = (x.cpu() for x in sources)
+    m, attend = model(), ff.MultiHeadedAttention(2, 16).eval()
+    x = torch.randn(3, 2, 16)
+    packing = ff.unpad(x, torch.tensor([2, 1, 2]))[1]
+    for options, message in (
+        (dict(mask=packing), "mask is a Packing together with a cache"),
+        (dict(key_lengths=torch.tensor([1, 1, 1])), "key_lengths is given together with a cache"),
+        (dict(cache=DecoderCache(4)), "cache is a DecoderCache; expected a KVCache"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message), torch.no_grad():
+            attend(x, x, x, **{"cache": KVCache(3, 2, 4, 8), **options})
+    with pytest.raises(ValueError, match="key requires a gradient, and a cache keeps none"):
+        attend(x, x, x, cache=KVCache(3, 2, 4, 8))
+    with pytest.raises(ValueError, match=r"memory requires a gradient.*cache keeps none"):
+        attend(x, x, x, cache=MemoryCache())
+    with torch.no_grad():
+        memory = m.encode(src, mask)
+        with pytest.raises(TypeError, match="key is a NoneType"):
+            m.decode(None, mask, tgt, None, DecoderCache(9))
+        with pytest.raises(TypeError, match="cache is a KVCache; expected a DecoderCache"):
+            m.decode(memory, mask, tgt, None, KVCache(3, 2, 4, 8))
+        m.tgt_embed[1] = ff.PositionalEncoding(16, 0.0, max_len=4)
+        cache = DecoderCache(9)
+        m.decode(memory, mask, tgt[:, :3], None, cache)
+        with pytest.raises(ValueError, match="x has 2 positions after the first 3;"):
+            m.decode(memory, mask, tgt[:, 3:5], None, cache)
+        m.tgt_embed = torch.nn.Embedding(13, 16)
+        with pytest.raises(TypeError, match="the embedding is a Embedding; expected"):
+            m.decode(memory, mask, tgt[:, :3], None, cache)
+    with pytest.raises(ValueError, match="capacity is 0"):
+        DecoderCache(0)
+
+
+def test_positions_can_start_anywhere():
+    m = ff.PositionalEncoding(16, 0.0, max_len=9)
+    x = torch.randn(3, 2, 16)
+    assert torch.equal(m(x, 7), x + m.pe[:, 7:9])
+    start = torch.tensor([0, 5, 7])
+    assert torch.equal(m(x, start), x + torch.stack([m.pe[0, i : i + 2] for i in (0, 5, 7)]))
+    for start, error, message in (
+        (8, ValueError, "x has 2 positions after the first 8; expected at most max_len = 9"),
+        (-1, ValueError, "start is -1; expected 0 or more"),
+        ("1", TypeError, "start is a str"),
+        (torch.tensor([0, 1, 8]), ValueError, "start holds 8, and x has 2 positions"),
+        (torch.tensor([0, 1, -2]), ValueError, "start holds -2"),
+        (torch.tensor([0, 1]), ValueError, r"start has shape \[2\]; expected \[B\] = \[3\]"),
+        (torch.zeros(3), TypeError, "start has dtype torch.float32"),
+    ):
+        with pytest.raises(error, match=message):
+            m(x, start)

@@ -29,6 +29,7 @@ from fastformer.checks import (
     autocast_dtype,
     may_read,
     require_callable,
+    require_choice,
     require_device,
     require_eps,
     require_flag,
@@ -41,7 +42,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.padding import Packing, pad, require_tokens
-from fastformer.stream import apply_feed_forward, dropout_probability, is_unmodified
+from fastformer.stream import GATED, apply_feed_forward, dropout_probability, is_unmodified
 
 __all__ = [
     "Embeddings",
@@ -49,6 +50,7 @@ __all__ = [
     "MultiHeadedAttention",
     "PositionalEncoding",
     "PositionwiseFeedForward",
+    "RMSNorm",
     "SublayerConnection",
     "attention",
     "clones",
@@ -277,24 +279,27 @@ class MultiHeadedAttention(AliasedModule):
     """`linears[3](concat(head_0 .. head_{h-1}))`, head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
 
     q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of `linears[0](query)`, `linears[1](key)` and
-    `linears[2](value)`.
+    `linears[2](value)`; with fewer heads of keys and values, head i reads their head
+    i // (h / kv_heads).
 
     Args:
         h: heads; a divisor of d_model.
         d_model: features of query, key, value and output.
         dropout: probability that an attention weight is dropped, in training.
+        kv_heads: heads of keys and values, a divisor of h; h by default.
 
     If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
     without dropout, zeros for a query that sees no key. It is False by default: the fused op never
     forms the weights.
 
     Raises:
-        ValueError: h does not divide d_model; the shapes do not fit; a mask of two dimensions could
-            be [B, S] or [T, S]; a float mask holds other values than 0 and 1 (what is added to the
-            scores is `bias`); the tensors are on several devices.
+        ValueError: h does not divide d_model, or kv_heads not h; the shapes do not fit; a mask of
+            two dimensions could be [B, S] or [T, S]; a float mask holds other values than 0 and 1
+            (what is added to the scores is `bias`); the tensors are on several devices.
         TypeError: the dtypes differ, are not floating, or are not that of the parameters.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; kv_heads: Ainslie et
+    al. 2023, "GQA", section 2.2.
     """
 
     spellings: ClassVar[dict[str, str]] = {
@@ -304,14 +309,21 @@ class MultiHeadedAttention(AliasedModule):
         "output_linear": "linears.3",
     }
 
-    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+    def __init__(
+        self, h: int, d_model: int, dropout: float = 0.1, kv_heads: int | None = None
+    ) -> None:
         super().__init__()
-        require_size(h=h, d_model=d_model)
+        kv_heads = h if kv_heads is None else kv_heads
+        require_size(h=h, d_model=d_model, kv_heads=kv_heads)
         if d_model % h:
             raise ValueError(f"d_model is {d_model}; expected a multiple of h = {h}")
+        if h % kv_heads:
+            raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of h = {h}")
         self.h = h
+        self.kv_heads = kv_heads
         self.d_k = d_model // h
-        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+        widths = (d_model, kv_heads * self.d_k, kv_heads * self.d_k, d_model)
+        self.linears = nn.ModuleList(nn.Linear(d_model, width) for width in widths)
         self.dropout = _dropout(dropout)
         self.keep_attention = False
         self.attn: Tensor | None = None
@@ -371,13 +383,16 @@ class MultiHeadedAttention(AliasedModule):
         linears = list(self.linears)
         require_linear_input("query", query, linears[0])
         projected = self._projected(inputs, linears)
-        q, k, v = [x.transpose(1, 2) for x in projected]  # [B, h, T or S, d_k], views
+        q, k, v = [x.transpose(1, 2) for x in projected]  # [B, heads, T or S, d_k], views
         if mask is not None:
             require_tensor("mask", mask)
             require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
         p = dropout_probability(self.dropout)
-        out = functional.scaled_dot_product_attention(q, k, v, mask, p, **options)
+        grouped = self.kv_heads != self.h
+        out = functional.scaled_dot_product_attention(
+            q, k, v, mask, p, enable_gqa=grouped, **options
+        )
         self._keep_weights(q, k, mask, options)
         return linears[3](out.transpose(1, 2).flatten(2))
 
@@ -455,7 +470,7 @@ class MultiHeadedAttention(AliasedModule):
         return linears[3](out.flatten(1))
 
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
-        """Project query, key and value [.., d_model] to [.., h, d_k].
+        """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].
 
         The projections of one input are one GEMM, with their weights concatenated.
         """
@@ -467,20 +482,23 @@ class MultiHeadedAttention(AliasedModule):
         ):
             joined = 0
         alone = zip(linears[: 3 - joined], inputs.values())
-        out = [torch.unflatten(linear(x), -1, (self.h, self.d_k)) for linear, x in alone]
+        out = [torch.unflatten(linear(x), -1, (-1, self.d_k)) for linear, x in alone]
         if joined:
             weight = torch.cat([x.weight for x in together])
             bias = torch.cat([x.bias for x in together])
-            heads = F.linear(value, weight, bias)
-            out += torch.unflatten(heads, -1, (joined, self.h, self.d_k)).unbind(-3)
+            heads = torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k))
+            out += heads.split([self.h, self.kv_heads, self.kv_heads][3 - joined :], -2)
         return out
 
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> None:
-        """Set `attn` if `keep_attention` asks for it; q and k: [B, h, T or S, d_k]."""
+        """Set `attn` if `keep_attention` asks for it; q: [B, h, T, d_k], k: [B, heads, S, d_k]."""
         if self.keep_attention:
-            self.attn = functional.attention_weights(q.detach(), k.detach(), mask, **options)
+            grouped = self.kv_heads != self.h
+            self.attn = functional.attention_weights(
+                q.detach(), k.detach(), mask, enable_gqa=grouped, **options
+            )
         elif self.attn is not None:
             self.attn = None
 
@@ -504,7 +522,8 @@ class MultiHeadedAttention(AliasedModule):
         return _boolean_mask(mask, shape)
 
     def extra_repr(self) -> str:
-        return f"h={self.h}, d_k={self.d_k}"
+        grouped = "" if self.kv_heads == self.h else f", kv_heads={self.kv_heads}"
+        return f"h={self.h}, d_k={self.d_k}{grouped}"
 
 
 def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
@@ -559,38 +578,52 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     return scores.softmax(-1)
 
 
-# ------------------------------------------------- feed-forward, LayerNorm and residual connection
+# ------------------------------------------------------ feed-forward, norms and residual connection
+
+ACTIVATIONS = (*functional.ACTIVATIONS, *GATED)  # of the feed-forward layer
+NORMS = ("layer", "rms")
 
 
 class PositionwiseFeedForward(AliasedModule):
-    """w_2(dropout(relu(w_1(x)))).
+    """w_2(dropout(activation(w_1(x)))); gated, w_2(dropout(activation(z) * v)), [z, v] = w_1(x).
 
     Args:
         d_model: features in and out.
-        d_ff: hidden features.
+        d_ff: hidden features. The gated forms have 3 d_model d_ff weights instead of 2, and as many
+            as the others at two thirds of their d_ff.
         dropout: probability that a hidden element is dropped, in training.
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or gated, "geglu" or "swiglu",
+            whose w_1 has the rows of z, then those of v.
 
     forward(x): x [..., d_model] -> [..., d_model].
 
     Raises:
-        ValueError: x has another width, or is on another device than the parameters.
+        ValueError: an unknown activation; x has another width, or is on another device than the
+            parameters.
         TypeError: the dtype of x is not that of the parameters.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; the gated forms: Shazeer
+    2020, "GLU Variants Improve Transformer", section 2.
     """
 
     spellings: ClassVar[dict[str, str]] = {"w1": "w_1", "w2": "w_2"}
 
-    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1) -> None:
+    def __init__(
+        self, d_model: int, d_ff: int, dropout: float = 0.1, activation: str = "relu"
+    ) -> None:
         super().__init__()
         require_size(d_model=d_model, d_ff=d_ff)
-        self.w_1 = nn.Linear(d_model, d_ff)
+        self.activation = require_choice("activation", activation, ACTIVATIONS)
+        self.w_1 = nn.Linear(d_model, 2 * d_ff if activation in GATED else d_ff)
         self.w_2 = nn.Linear(d_ff, d_model)
         self.dropout = _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         require_linear_input("x", x, self.w_1)
-        return apply_feed_forward(x, self.w_1, "relu", self.dropout, self.w_2)
+        return apply_feed_forward(x, self.w_1, self.activation, self.dropout, self.w_2)
+
+    def extra_repr(self) -> str:
+        return "" if self.activation == "relu" else f"activation={self.activation}"
 
 
 class LayerNorm(AliasedModule):
@@ -646,6 +679,40 @@ class LayerNorm(AliasedModule):
         return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
 
 
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x^2) + eps), over the last dimension.
+
+    Args:
+        features: the size of the last dimension.
+        eps: added to the mean square.
+
+    forward(x): x [..., features] -> [..., features], in the dtype of x.
+
+    Raises ValueError and TypeError as `rms_norm` does.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+
+    def __init__(self, features: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        require_size(features=features)
+        require_eps(eps)
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def make_norm(norm: str, features: int) -> LayerNorm | RMSNorm:
+    """Return the norm of that name, one of `NORMS`."""
+    require_choice("norm", norm, NORMS)
+    return LayerNorm(features) if norm == "layer" else RMSNorm(features)
+
+
 class SublayerConnection(nn.Module):
     """x + dropout(sublayer(norm(x))); with norm_first=False norm(x + dropout(sublayer(x))).
 
@@ -653,20 +720,23 @@ class SublayerConnection(nn.Module):
         size: features.
         dropout: probability that an element of the sublayer's output is dropped, in training.
         norm_first: which of the two forms; the paper has False.
+        norm: "layer", a LayerNorm, or "rms", an RMSNorm.
 
     forward(x, sublayer): x [..., size] and a callable that keeps its shape -> [..., size].
 
-    Raises ValueError and TypeError as `layer_norm` does, and TypeError if sublayer cannot be
-    called.
+    Raises ValueError and TypeError as `layer_norm` does, ValueError for another norm, and TypeError
+    if sublayer cannot be called.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:
     Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3.
     """
 
-    def __init__(self, size: int, dropout: float, norm_first: bool = True) -> None:
+    def __init__(
+        self, size: int, dropout: float, norm_first: bool = True, norm: str = "layer"
+    ) -> None:
         super().__init__()
         require_size(size=size)
-        self.norm = LayerNorm(size)
+        self.norm = make_norm(norm, size)
         self.dropout = _dropout(dropout)
         self.norm_first = require_flag("norm_first", norm_first)
 
@@ -706,10 +776,10 @@ def _require_features(name: str, x: Tensor, features: int) -> None:
 
 
 def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
-    """Require floats, on the device and with the features of the norm if it is a LayerNorm."""
+    """Require floats, on the device and with the features of the norm if it is one of ours."""
     require_floating(**{name: x})
     assert x is not None
-    if type(norm) is not LayerNorm or not is_unmodified(norm):
+    if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
         raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]")

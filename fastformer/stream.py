@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from fastformer import functional
 from fastformer.checks import autocast_dtype
 
-__all__ = ["ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
+__all__ = ["GATED", "ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
+
+GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated feed-forward ops, and the activations of them
 
 
 class ResidualStream:
@@ -85,8 +87,8 @@ def apply_feed_forward(
 ) -> Tensor:
     """Compute w_2(dropout(activation(w_1(x)))) for x [..., features].
 
-    The op `feed_forward` computes it if the parts are unmodified modules of torch and the
-    activation is the name of one that the op has. Otherwise the parts are called one by one.
+    The op `feed_forward`, or the op of a gated form, computes it if the parts are unmodified
+    modules of torch and the activation is a name. Otherwise the parts are called one by one.
     """
     if (
         type(w_1) is nn.Linear
@@ -96,9 +98,21 @@ def apply_feed_forward(
         and is_unmodified(w_1, dropout, w_2)
     ):
         p = dropout_probability(dropout)
-        return functional.feed_forward(x, w_1.weight, w_1.bias, w_2.weight, w_2.bias, activation, p)
-    function = functional.ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    return w_2(dropout(function(w_1(x))))
+        parameters = (w_1.weight, w_1.bias, w_2.weight, w_2.bias)
+        if activation in GATED:
+            return getattr(functional, activation)(x, *parameters, p)
+        return functional.feed_forward(x, *parameters, activation, p)
+    return w_2(dropout(_activated(w_1(x), activation)))
+
+
+def _activated(hidden: Tensor, activation: str | Callable[[Tensor], Tensor]) -> Tensor:
+    """Return activation(hidden); of a gated form activation(z) * v, [z, v] = hidden."""
+    if not isinstance(activation, str):
+        return activation(hidden)
+    if activation not in GATED:
+        return functional.ACTIVATIONS[activation](hidden)
+    z, v = hidden.chunk(2, -1)
+    return functional.ACTIVATIONS[GATED[activation]](z) * v
 
 
 def dropout_probability(dropout: nn.Dropout) -> float:

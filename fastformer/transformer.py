@@ -17,23 +17,23 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.cache import DecoderCache, LayerCache
-from fastformer.checks import require_callable, require_size, require_tensor
+from fastformer.checks import require_callable, require_flag, require_size, require_tensor
 from fastformer.modules import (
     AliasedModule,
     Embeddings,
-    LayerNorm,
     MultiHeadedAttention,
     PositionalEncoding,
     PositionwiseFeedForward,
     SublayerConnection,
     clones,
+    make_norm,
     require_linear_input,
     require_norm_input,
 )
@@ -51,6 +51,8 @@ __all__ = [
     "subsequent_mask",
 ]
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 # ---------------------------------------------------------------------------------- the whole model
 
@@ -63,8 +65,18 @@ def make_model(
     d_ff: int = 2048,
     h: int = 8,
     dropout: float = 0.1,
+    *,
+    norm_first: bool = True,
+    activation: str = "relu",
+    norm: str = "layer",
+    kv_heads: int | None = None,
+    learned_positions: bool = False,
+    max_len: int = 5000,
+    padding_idx: int | None = None,
+    tie_generator: bool = False,
+    tie_source: bool = False,
 ) -> EncoderDecoder:
-    """Build the whole Transformer, with xavier_uniform_ on parameters of two or more dimensions.
+    """Build the whole Transformer, with xavier_uniform_ on the weights of two dimensions.
 
     Args:
         src_vocab, tgt_vocab: numbers of tokens.
@@ -73,32 +85,69 @@ def make_model(
         d_ff: hidden features of the feed-forward.
         h: attention heads.
         dropout: probability of every dropout, attention's included.
+        norm_first: True, pre-norm: x + sublayer(norm(x)), with a norm after the last layer. False,
+            post-norm, the paper's: norm(x + sublayer(x)). Its last layer ends with a norm already,
+            and no other follows.
+        activation: of the feed-forward: "relu", "gelu", "gelu_tanh", "silu", "geglu" or "swiglu".
+        norm: "layer" or "rms".
+        kv_heads: heads of keys and values, a divisor of h; h by default.
+        learned_positions: if True, the positions are parameters that start as the sinusoid.
+        max_len: the number of positions.
+        padding_idx: the token of padding in both vocabularies: its embedding starts as zero, and
+            gets no gradient as an embedding.
+        tie_generator: if True, the target's embedding and the generator share one weight.
+        tie_source: if True, the embeddings of source and target share one weight.
 
     Raises:
-        ValueError: a size is below 1 (N below 0), h does not divide d_model, dropout is outside
-            [0, 1].
-        TypeError: a size is not an int.
+        ValueError: a size is below 1 (N below 0), h does not divide d_model, or kv_heads not h,
+            dropout is outside [0, 1], an activation or a norm is unknown, padding_idx is outside a
+            vocabulary, tie_source with two sizes of vocabulary.
+        TypeError: a size is not an int, a flag not a bool.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
     initialisation: Glorot and Bengio 2010, "Understanding the Difficulty of Training Deep
-    Feedforward Neural Networks", equation 16.
+    Feedforward Neural Networks", equation 16; norm_first: Xiong et al. 2020, "On Layer
+    Normalization in the Transformer Architecture"; shared weights: Press and Wolf 2017, "Using the
+    Output Embedding to Improve Language Models".
     """
     require_size(src_vocab=src_vocab, tgt_vocab=tgt_vocab)
     require_size(0, N=N)
-    attn = MultiHeadedAttention(h, d_model, dropout)
-    ff = PositionwiseFeedForward(d_model, d_ff, dropout)
-    position = PositionalEncoding(d_model, dropout)
+    if require_flag("tie_source", tie_source) and src_vocab != tgt_vocab:
+        raise ValueError(
+            f"tie_source is True with src_vocab {src_vocab} and tgt_vocab {tgt_vocab}; "
+            "expected one size of vocabulary"
+        )
+    attn = MultiHeadedAttention(h, d_model, dropout, kv_heads)
+    ff = PositionwiseFeedForward(d_model, d_ff, dropout, activation)
+    position = PositionalEncoding(d_model, dropout, max_len, learned_positions)
     c = copy.deepcopy
-    model = EncoderDecoder(
-        Encoder(EncoderLayer(d_model, c(attn), c(ff), dropout), N),
-        Decoder(DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout), N),
-        nn.Sequential(Embeddings(d_model, src_vocab), c(position)),
-        nn.Sequential(Embeddings(d_model, tgt_vocab), c(position)),
-        Generator(d_model, tgt_vocab),
-    )
+    last = norm if norm_first else None
+    encoder_layer = EncoderLayer(d_model, c(attn), c(ff), dropout, norm_first, norm)
+    decoder_layer = DecoderLayer(d_model, c(attn), c(attn), c(ff), dropout, norm_first, norm)
+    encoder, decoder = Encoder(encoder_layer, N, last), Decoder(decoder_layer, N, last)
+    source = Embeddings(d_model, src_vocab, padding_idx)
+    target = Embeddings(d_model, tgt_vocab, padding_idx)
+    generator = Generator(d_model, tgt_vocab)
+    if tie_source:
+        source.lut.weight = target.lut.weight
+    if require_flag("tie_generator", tie_generator):
+        generator.proj.weight = target.lut.weight
+    src_embed, tgt_embed = (nn.Sequential(x, c(position)) for x in (source, target))
+    return _initialised(EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator))
+
+
+def _initialised(model: Model) -> Model:
+    """Draw the weights of two dimensions by xavier_uniform_; the rows of padding are zero.
+
+    Learned positions, [1, max_len, d], start as the sinusoid and stay.
+    """
     for p in model.parameters():
-        if p.dim() > 1:
+        if p.dim() == 2:
             nn.init.xavier_uniform_(p)
+    for module in model.modules():
+        if isinstance(module, Embeddings) and module.lut.padding_idx is not None:
+            with torch.no_grad():
+                module.lut.weight[module.lut.padding_idx] = 0
     return model
 
 
@@ -245,17 +294,23 @@ class Generator(AliasedModule):
 
 
 class Encoder(nn.Module):
-    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+    """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
 
-    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative, TypeError if
-    `layer` is not a module with a `size`.
+    Args:
+        layer: a module with a `size`, such as an EncoderLayer.
+        N: the number of copies.
+        norm: "layer", a LayerNorm, "rms", an RMSNorm, or None for no norm after the last layer, as
+            in post-norm.
+
+    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative or the norm
+    unknown, TypeError if `layer` is not a module with a `size`.
     """
 
-    def __init__(self, layer: EncoderLayer, N: int) -> None:
+    def __init__(self, layer: EncoderLayer, N: int, norm: str | None = "layer") -> None:
         super().__init__()
         _require_layer(layer)
         self.layers = clones(layer, N)
-        self.norm = LayerNorm(layer.size)
+        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
         require_norm_input("x", x, self.norm)
@@ -263,18 +318,22 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """N deep copies of a layer, one after the other, then a LayerNorm on `layer.size` features.
+    """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
+
+    Args:
+        layer: a module with a `size`, such as a DecoderLayer.
+        N, norm: as in `Encoder`.
 
     forward(x, memory, src_mask, tgt_mask, cache=None) is that of DecoderLayer; a cache is a
-    `DecoderCache`. Raises ValueError if N is negative, TypeError if `layer` is not a module with a
-    `size`.
+    `DecoderCache`. Raises ValueError if N is negative or the norm unknown, TypeError if `layer` is
+    not a module with a `size`.
     """
 
-    def __init__(self, layer: DecoderLayer, N: int) -> None:
+    def __init__(self, layer: DecoderLayer, N: int, norm: str | None = "layer") -> None:
         super().__init__()
         _require_layer(layer)
         self.layers = clones(layer, N)
-        self.norm = LayerNorm(layer.size)
+        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
 
     def forward(
         self,
@@ -338,6 +397,7 @@ class EncoderLayer(nn.Module):
         self_attn: a module that is called with (query, key, value, mask).
         feed_forward: a module that is called with x.
         dropout: probability that an element of a sublayer's output is dropped, in training.
+        norm_first, norm: as in `SublayerConnection`.
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
     In a packed batch x is [tokens, size] and mask its `Packing`.
@@ -348,13 +408,19 @@ class EncoderLayer(nn.Module):
     """
 
     def __init__(
-        self, size: int, self_attn: nn.Module, feed_forward: nn.Module, dropout: float
+        self,
+        size: int,
+        self_attn: nn.Module,
+        feed_forward: nn.Module,
+        dropout: float,
+        norm_first: bool = True,
+        norm: str = "layer",
     ) -> None:
         super().__init__()
         require_callable(self_attn=self_attn, feed_forward=feed_forward)
         self.self_attn = self_attn
         self.feed_forward = feed_forward
-        self.sublayer = clones(SublayerConnection(size, dropout), 2)
+        self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 2)
         self.size = size
 
     def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
@@ -377,6 +443,7 @@ class DecoderLayer(nn.Module):
         self_attn, src_attn: modules that are called with (query, key, value, mask).
         feed_forward: a module that is called with x.
         dropout: probability that an element of a sublayer's output is dropped, in training.
+        norm_first, norm: as in `SublayerConnection`.
 
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
@@ -397,6 +464,8 @@ class DecoderLayer(nn.Module):
         src_attn: nn.Module,
         feed_forward: nn.Module,
         dropout: float,
+        norm_first: bool = True,
+        norm: str = "layer",
     ) -> None:
         super().__init__()
         require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
@@ -404,7 +473,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = self_attn
         self.src_attn = src_attn
         self.feed_forward = feed_forward
-        self.sublayer = clones(SublayerConnection(size, dropout), 3)
+        self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 3)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from fastformer import (
     MultiHeadedAttention,
     PositionalEncoding,
     PositionwiseFeedForward,
+    RMSNorm,
     SublayerConnection,
     attention,
     clones,
@@ -239,10 +240,11 @@ def test_attention_refuses_a_mask_that_does_not_fit():
 def tutorial_heads(m, query, key, value, mask=None):
     """Head by head, as section 3.2.2 of the paper has it; a query that sees no key gives zeros."""
     q, k, v = (linear(x) for linear, x in zip(m.linears, (query, key, value), strict=False))
-    heads = []
-    for i in range(H):
-        part = slice(8 * i, 8 * i + 8)
-        scores = torch.einsum("btd,bsd->bts", q[..., part], k[..., part]) / math.sqrt(8)
+    heads, width = [], D // m.h
+    for i in range(m.h):
+        j = i // (m.h // m.kv_heads)  # the head of keys and values
+        own, part = (slice(width * n, width * n + width) for n in (i, j))
+        scores = torch.einsum("btd,bsd->bts", q[..., own], k[..., part]) / math.sqrt(width)
         visible = torch.ones_like(scores) if mask is None else (mask != 0) + 0 * scores
         weights = scores.exp() * visible
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
@@ -270,6 +272,26 @@ def test_multi_headed_attention(mask, backend, device):
     query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
     mask = MASKS[mask] if MASKS[mask] is None else MASKS[mask].to(device)
     check(m, tutorial_heads, [query, key, value], mask)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads(kv_heads, backend, device):
+    """Head i reads head i // (h / kv_heads) of keys and values."""
+    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads), device)
+    assert [x.out_features for x in m.linears] == [D, kv_heads * 4, kv_heads * 4, D]
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    check(m, tutorial_heads, [query, key, value], padding().to(device))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_weights_of_grouped_heads(kv_heads, device):
+    m = randomised(MultiHeadedAttention(4, D, 0.0, kv_heads), device)
+    m.keep_attention = True
+    x = torch.randn(B, S, D, device=device)
+    out = m(x, x, x)
+    v = m.linears[2](x).view(B, S, kv_heads, 4).repeat_interleave(4 // kv_heads, 2)
+    joined = torch.einsum("bhts,bshd->bthd", m.attn, v).reshape(B, S, D)
+    torch.testing.assert_close(out, m.linears[3](joined))
 
 
 def test_multi_headed_attention_masks_by_head(device):
@@ -305,12 +327,13 @@ def test_query_that_sees_no_key_gives_the_bias(backend, device):
 
 
 @pytest.mark.parametrize("inputs, gemms", [("xxx", 2), ("xyy", 3), ("xyz", 4), ("hooked", 4)])
-def test_one_gemm_for_what_one_input_is_projected_to(device, monkeypatch, inputs, gemms):
+@pytest.mark.parametrize("kv_heads", [H, 1])
+def test_one_gemm_for_what_one_input_is_projected_to(device, monkeypatch, inputs, gemms, kv_heads):
     """q, k and v of self-attention, k and v of cross-attention, and the output's; not beside a
     hook. The result and every gradient are those of the layers one by one.
     """
-    m = randomised(MultiHeadedAttention(H, D, dropout=0.0), device)
-    x = torch.randn(B, S, D, device=device, requires_grad=True)
+    m = randomised(MultiHeadedAttention(H, D, 0.0, kv_heads).double(), device)
+    x = torch.randn(B, S, D, device=device, dtype=torch.float64, requires_grad=True)
     y = x if inputs in ("xxx", "hooked") else torch.randn_like(x)
     z = torch.randn_like(x) if inputs == "xyz" else y
     called = []
@@ -325,7 +348,7 @@ def test_one_gemm_for_what_one_input_is_projected_to(device, monkeypatch, inputs
     want = m(x, y.clone(), z.clone())
     want = [want, *torch.autograd.grad(want.square().sum(), leaves)]
     for a, b in zip(have, want):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
 
 
 OPTIONS = {
@@ -527,11 +550,38 @@ def test_position_wise_feed_forward(backend, device):
     check(m, tutorial, [torch.randn(3, D, device=device)])
 
 
-def test_dropout_of_the_hidden_features(backend, device):
+FORMS = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "geglu": lambda x: F.gelu(x[..., :24]) * x[..., 24:],
+    "swiglu": lambda x: F.silu(x[..., :24]) * x[..., 24:],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_feed_forward(form, backend, device):
+    """The op and, beside a hook, the layers one by one."""
+    m = randomised(PositionwiseFeedForward(D, 24, 0.0, form), device)
     x = torch.randn(B, T, D, device=device)
-    m = randomised(PositionwiseFeedForward(D, 24, dropout=1.0), device)
+
+    def plain(m, x):
+        return m.w_2(FORMS[form](m.w_1(x)))
+
+    check(m, plain, [x])
+    called = []
+    m.w_2.register_forward_hook(lambda *_: called.append("hook"))
+    torch.testing.assert_close(m(x), plain(m, x))
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("form", ["relu", "swiglu"])
+def test_dropout_of_the_hidden_features(form, backend, device):
+    x = torch.randn(B, T, D, device=device)
+    m = randomised(PositionwiseFeedForward(D, 24, 1.0, form), device)
     assert torch.equal(m(x), m.w_2.bias.expand(B, T, D))
-    torch.testing.assert_close(m.eval()(x), m.w_2(m.w_1(x).relu()))
+    torch.testing.assert_close(m.eval()(x), m.w_2(FORMS[form](m.w_1(x))))
 
 
 def tutorial_norm(m, x):
@@ -550,6 +600,19 @@ def tutorial_norm(m, x):
 def test_layer_norm(dtype, unbiased, eps, backend, device):
     m = randomised(LayerNorm(9, eps, unbiased).to(dtype), device)
     check(m, tutorial_norm, [torch.randn(B, T, 9, device=device, dtype=dtype) * 2 + 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rms_norm(dtype, backend, device):
+    m = randomised(RMSNorm(9, 0.1).to(dtype), device)
+
+    def plain(m, x):
+        return m.weight * x / (x.square().mean(-1, keepdim=True) + m.eps).sqrt()
+
+    check(m, plain, [torch.randn(B, T, 9, device=device, dtype=dtype) * 2 + 3])
+    assert RMSNorm(9).eps == 1e-6 and torch.equal(RMSNorm(9).weight, torch.ones(9))
+    with pytest.raises(ValueError, match=r"input has shape \[2, 8\]"):
+        RMSNorm(9)(torch.randn(2, 8))
 
 
 def test_layer_norm_default_and_bounds():
@@ -574,6 +637,9 @@ def test_sublayer_connection(backend, device):
     torch.testing.assert_close(first(x, twice), x + 2 * tutorial_norm(first.norm, x))
     last = randomised(SublayerConnection(D, 0.0, norm_first=False), device)
     torch.testing.assert_close(last(x, twice), tutorial_norm(last.norm, 3 * x))
+    rms = randomised(SublayerConnection(D, 0.0, norm="rms"), device)
+    assert type(rms.norm) is RMSNorm
+    torch.testing.assert_close(rms(x, twice), x + 2 * F.rms_norm(x, (D,), rms.norm.weight, 1e-6))
 
 
 def test_sublayer_connection_drops_the_sublayer_alone(device):
@@ -593,6 +659,7 @@ MODULES = {
     "attention": lambda: MultiHeadedAttention(H, D),
     "feed_forward": lambda: PositionwiseFeedForward(D, 24),
     "layer_norm": lambda: LayerNorm(D, 1e-5, unbiased=True),
+    "rms_norm": lambda: RMSNorm(D, 1e-5),
     "sublayer": lambda: SublayerConnection(D, 0.1, norm_first=False),
     "generator": lambda: Generator(D, 11),
 }

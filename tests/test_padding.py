@@ -202,14 +202,15 @@ def test_an_encoder_without_its_padding(backend, device, norm_first):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
-def test_keep_attention_of_a_packed_batch(backend, device):
-    m = ff.MultiHeadedAttention(2, 16, dropout=0.0).to(device)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_keep_attention_of_a_packed_batch(kv_heads, backend, device):
+    m = ff.MultiHeadedAttention(2, 16, 0.0, kv_heads).to(device)
     m.keep_attention = True
     x, lengths = torch.randn(2, 5, 16, device=device), torch.tensor([5, 3], device=device)
-    m(x, x, x, key_lengths=lengths)
-    padded = m.attn
+    out, padded = m(x, x, x, key_lengths=lengths), m.attn
     tokens, packing = ff.unpad(x, lengths)
-    m(tokens, tokens, tokens, packing)
+    packed = m(tokens, tokens, tokens, packing)
+    torch.testing.assert_close(packed, ff.unpad(out, lengths)[0])
     torch.testing.assert_close(m.attn[0], padded[0])
     torch.testing.assert_close(m.attn[1, :, :3], padded[1, :, :3])
     assert (m.attn[1, :, 3:] == 0).all()

@@ -1,10 +1,12 @@
 """The whole model against the tutorials' computation in float64, its masks, names and modes."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,9 +29,9 @@ from fastformer import (
 H = 2
 
 
-def small_model(device="cpu", N=1, dropout=0.0):
+def small_model(device="cpu", N=1, dropout=0.0, src_vocab=11, **options):
     """A model in which no parameter is zero or one."""
-    model = make_model(11, 13, N, d_model=16, d_ff=24, h=H, dropout=dropout)
+    model = make_model(src_vocab, 13, N, d_model=16, d_ff=24, h=H, dropout=dropout, **options)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
@@ -44,52 +46,69 @@ def batch(device="cpu", B=2, S=7, T=5):
     return tuple(t.to(device) for t in tensors)
 
 
-def tutorial(state, src, tgt, src_mask, tgt_mask):
+def tutorial(
+    state, src, tgt, src_mask, tgt_mask, norm_first=True, activation="relu", padding_idx=None
+):
     """The model from its state dict, in float64, with nothing of fastformer."""
     state = {key: tensor.double() for key, tensor in state.items()}
-    d = state["encoder.norm.weight"].shape[0]
+    d = state["generator.proj.weight"].shape[1]
 
     def linear(x, name):
         return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
 
     def norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
+        if f"{name}.weight" not in state:  # none follows the last layer of post-norm
+            return x
+        if f"{name}.bias" in state:  # else RMSNorm
+            x = x - x.mean(-1, keepdim=True)
         x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-        return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+        return x * state[f"{name}.weight"] + state.get(f"{name}.bias", 0)
 
-    def heads(x, memory, mask, name):
+    def add(x, name, function, *args):
+        name = f"{name}.norm"
+        if norm_first:
+            return x + function(norm(x, name), *args)
+        return norm(x + function(x, *args), name)
+
+    def heads(x, name, mask, memory=None):
+        memory = x if memory is None else memory
         q, k, v = (
-            linear(y, f"{name}.linears.{i}").unflatten(-1, (H, d // H)).transpose(1, 2)
+            linear(y, f"{name}.linears.{i}").unflatten(-1, (-1, d // H)).transpose(1, 2)
             for i, y in enumerate((x, memory, memory))
         )
+        k, v = (y.repeat_interleave(H // y.shape[1], 1) for y in (k, v))
         scores = (q @ k.mT / (d // H) ** 0.5).masked_fill(mask.unsqueeze(1) == 0, -1e9)
         joined = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         return linear(joined, f"{name}.linears.3")
 
     def embed(ids, name):
-        return (
-            state[f"{name}.0.lut.weight"][ids] * d**0.5 + state[f"{name}.1.pe"][:, : ids.shape[1]]
-        )
+        tokens = F.embedding(ids, state[f"{name}.0.lut.weight"], padding_idx)
+        return tokens * d**0.5 + state[f"{name}.1.pe"][:, : ids.shape[1]]
 
     def ff(x, name):
-        return linear(linear(x, f"{name}.w_1").relu(), f"{name}.w_2")
+        hidden = linear(x, f"{name}.w_1")
+        if activation in ("geglu", "swiglu"):
+            z, v = hidden.chunk(2, -1)
+            hidden = (F.gelu(z) if activation == "geglu" else F.silu(z)) * v
+        elif activation == "gelu_tanh":
+            hidden = F.gelu(hidden, approximate="tanh")
+        else:
+            hidden = getattr(F, activation)(hidden)
+        return linear(hidden, f"{name}.w_2")
 
     def layers(side):
         return sorted({".".join(key.split(".")[:3]) for key in state if f"{side}.layers" in key})
 
     memory = embed(src, "src_embed")
     for layer in layers("encoder"):
-        y = norm(memory, f"{layer}.sublayer.0.norm")
-        memory = memory + heads(y, y, src_mask, f"{layer}.self_attn")
-        memory = memory + ff(norm(memory, f"{layer}.sublayer.1.norm"), f"{layer}.feed_forward")
+        memory = add(memory, f"{layer}.sublayer.0", heads, f"{layer}.self_attn", src_mask)
+        memory = add(memory, f"{layer}.sublayer.1", ff, f"{layer}.feed_forward")
     memory = norm(memory, "encoder.norm")
     x = embed(tgt, "tgt_embed")
     for layer in layers("decoder"):
-        y = norm(x, f"{layer}.sublayer.0.norm")
-        x = x + heads(y, y, tgt_mask, f"{layer}.self_attn")
-        y = norm(x, f"{layer}.sublayer.1.norm")
-        x = x + heads(y, memory, src_mask, f"{layer}.src_attn")
-        x = x + ff(norm(x, f"{layer}.sublayer.2.norm"), f"{layer}.feed_forward")
+        x = add(x, f"{layer}.sublayer.0", heads, f"{layer}.self_attn", tgt_mask)
+        x = add(x, f"{layer}.sublayer.1", heads, f"{layer}.src_attn", src_mask, memory)
+        x = add(x, f"{layer}.sublayer.2", ff, f"{layer}.feed_forward")
     return linear(norm(x, "decoder.norm"), "generator.proj").log_softmax(-1)
 
 
@@ -115,6 +134,45 @@ def test_gradients_are_those_of_the_tutorials(backend, device):
     for name, p in model.named_parameters():
         error = (p.grad - oracle[name].grad).norm()
         # The bias of the keys has the gradient zero.
+        assert error < 1e-4 * oracle[name].grad.norm() + 1e-4, name
+
+
+# ---------------------------------------------------------------------------------------- options
+
+OPTIONS = {
+    "post-norm": {"norm_first": False, "activation": "gelu"},
+    "post-norm, rms": {"norm_first": False, "norm": "rms", "activation": "silu"},
+    "rms": {"norm": "rms", "activation": "gelu_tanh"},
+    "one kv head": {"kv_heads": 1, "activation": "geglu"},
+    "positions": {"learned_positions": True, "max_len": 7},
+    "padding": {"padding_idx": 0, "activation": "swiglu"},
+    "tied": {"src_vocab": 13, "tie_source": True, "tie_generator": True},
+    "all": {
+        "src_vocab": 13, "norm_first": False, "norm": "rms", "activation": "swiglu", "kv_heads": 1,
+        "learned_positions": True, "max_len": 7, "padding_idx": 0, "tie_source": True,
+        "tie_generator": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_against_their_composition(case, backend, device):
+    """Log-probabilities, and the gradient of every parameter."""
+    options = OPTIONS[case]
+    model = small_model(device, **options)
+    inputs = batch(device)
+    told = {k: x for k, x in options.items() if k in inspect.signature(tutorial).parameters}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    leaves = {id(p): p.detach().double().requires_grad_() for p in parameters.values()}
+    oracle = {name: leaves[id(p)] for name, p in parameters.items()}
+    expected = tutorial({**model.state_dict(), **oracle}, *inputs, **told)
+    actual = model.generator(model(*inputs))
+    torch.testing.assert_close(actual.double(), expected, atol=3e-5, rtol=1e-5)
+    upstream = torch.randn_like(expected)
+    (expected * upstream).sum().backward()
+    (actual * upstream.float()).sum().backward()
+    for name, p in model.named_parameters():
+        error = (p.grad - oracle[name].grad).norm()
         assert error < 1e-4 * oracle[name].grad.norm() + 1e-4, name
 
 
@@ -280,11 +338,39 @@ def test_layers_are_built_by_hand():
         ({"src_vocab": 0}, "vocab is 0; expected 1 or more"),
         ({"d_ff": 0}, "d_ff is 0; expected 1 or more"),
         ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"activation": "tanh"}, "activation is 'tanh'; expected one of relu, .*swiglu"),
+        ({"norm": "batch"}, "norm is 'batch'; expected one of layer, rms"),
+        ({"kv_heads": 3}, "kv_heads is 3; expected a divisor of h = 8"),
+        ({"kv_heads": 16}, "kv_heads is 16; expected a divisor of h = 8"),
+        ({"padding_idx": 5}, "padding_idx is 5; expected a token of the 5"),
+        ({"max_len": 0}, "max_len is 0; expected 1 or more"),
+        ({"tgt_vocab": 6, "tie_source": True}, "tie_source .* src_vocab 5 and tgt_vocab 6"),
     ],
 )
 def test_make_model_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_model(**{"src_vocab": 5, "tgt_vocab": 5, "d_model": 16, "N": 1} | arguments)
+
+
+def test_initialisation_with_options():
+    """Weights are shared as asked, positions stay the sinusoid, and the row of padding is zero."""
+    model = make_model(
+        **{**OPTIONS["all"], "max_len": 40}, tgt_vocab=13, N=1, d_model=16, d_ff=24, h=2
+    )
+    shared = model.tgt_embed[0].lut.weight
+    assert model.src_embed[0].lut.weight is shared is model.generator.proj.weight
+    assert not shared[0].any() and 0.8 < shared.abs().max() * (29 / 6) ** 0.5 <= 1
+    pe = make_model(5, 5, 1, 16, 8, 2).tgt_embed[1].pe[:, :40]
+    for embed in (model.src_embed, model.tgt_embed):
+        assert torch.equal(embed[1].pe, pe) and embed[1].pe.requires_grad
+    assert model.src_embed[1].pe is not model.tgt_embed[1].pe
+    names = {name for name, _ in model.named_parameters() if name.endswith("norm.bias")}
+    assert not names and model.encoder.layers[0].self_attn.linears[1].weight.shape == (8, 16)
+    assert model.decoder.layers[0].feed_forward.w_1.weight.shape == (48, 16)
+    assert "kv_heads=1" in str(model) and "activation=swiglu" in str(model)
+    plain = make_model(11, 11, 1, 16, 24, 2)
+    assert len({id(plain.src_embed[0].lut.weight), id(plain.tgt_embed[0].lut.weight),
+                id(plain.generator.proj.weight)}) == 3  # fmt: skip
 
 
 def test_generator_gives_log_probabilities():

@@ -119,6 +119,13 @@ def without_gradient():
     return ff.MultiHeadedAttention(H, D).requires_grad_(False)
 
 
+def model_options():
+    return dict(
+        norm_first=False, activation="swiglu", norm="rms", kv_heads=1, learned_positions=True,
+        max_len=S, padding_idx=0, tie_generator=True,
+    )  # fmt: skip
+
+
 def encoder_layer():
     return model().encoder.layers[0]
 
@@ -153,7 +160,8 @@ CALLS = {
     "clones": lambda: (ff.clones, lambda: dict(module=nn.Linear(2, 2), N=2)),
     "subsequent_mask": lambda: (ff.subsequent_mask, lambda: dict(size=4)),
     "make_model": lambda: (ff.make_model, lambda: dict(
-        src_vocab=V, tgt_vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1)),
+        src_vocab=V, tgt_vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, tie_source=True,
+        **model_options())),
     "Embeddings": lambda: (ff.Embeddings, lambda: dict(d_model=D, vocab=V, padding_idx=0)),
     "Embeddings.forward": lambda: (ff.Embeddings(D, V).forward, lambda: dict(x=ids(B, S))),
     "PositionalEncoding": lambda: (ff.PositionalEncoding, lambda: dict(
@@ -161,7 +169,7 @@ CALLS = {
     "PositionalEncoding.forward": lambda: (
         ff.PositionalEncoding(D, 0.1, 9).forward, lambda: dict(x=floats(B, S, D), start=4)),
     "MultiHeadedAttention": lambda: (
-        ff.MultiHeadedAttention, lambda: dict(h=H, d_model=D, dropout=0.1)),
+        ff.MultiHeadedAttention, lambda: dict(h=H, d_model=D, dropout=0.1, kv_heads=1)),
     "MultiHeadedAttention.forward": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(B, T, D), key=floats(B, S, D), value=floats(B, S, D),
         mask=torch.ones(B, 1, S, dtype=torch.long), bias=floats(H, T, S),
@@ -174,26 +182,29 @@ CALLS = {
     "MultiHeadedAttention.packed": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(8, D), key=floats(8, D), value=floats(8, D), mask=packing())),
     "PositionwiseFeedForward": lambda: (
-        ff.PositionwiseFeedForward, lambda: dict(d_model=D, d_ff=F, dropout=0.1)),
+        ff.PositionwiseFeedForward,
+        lambda: dict(d_model=D, d_ff=F, dropout=0.1, activation="geglu")),
     "PositionwiseFeedForward.forward": lambda: (
         ff.PositionwiseFeedForward(D, F).forward, lambda: dict(x=floats(B, T, D))),
     "LayerNorm": lambda: (ff.LayerNorm, lambda: dict(features=D, eps=1e-6, unbiased=True)),
     "LayerNorm.forward": lambda: (ff.LayerNorm(D).forward, lambda: dict(x=floats(B, T, D))),
+    "RMSNorm": lambda: (ff.RMSNorm, lambda: dict(features=D, eps=1e-6)),
+    "RMSNorm.forward": lambda: (ff.RMSNorm(D).forward, lambda: dict(x=floats(B, T, D))),
     "SublayerConnection": lambda: (
-        ff.SublayerConnection, lambda: dict(size=D, dropout=0.1, norm_first=True)),
+        ff.SublayerConnection, lambda: dict(size=D, dropout=0.1, norm_first=True, norm="rms")),
     "SublayerConnection.forward": lambda: (
         ff.SublayerConnection(D, 0.1).forward, lambda: dict(x=floats(B, T, D), sublayer=nn.Tanh())),
     "EncoderLayer": lambda: (ff.EncoderLayer, lambda: dict(
         size=D, self_attn=ff.MultiHeadedAttention(H, D),
-        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1)),
+        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms")),
     "EncoderLayer.forward": lambda: (encoder_layer().forward, stream),
     "DecoderLayer": lambda: (ff.DecoderLayer, lambda: dict(
         size=D, self_attn=ff.MultiHeadedAttention(H, D), src_attn=ff.MultiHeadedAttention(H, D),
-        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1)),
+        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms")),
     "DecoderLayer.forward": lambda: (decoder_layer().forward, decoded),
-    "Encoder": lambda: (ff.Encoder, lambda: dict(layer=encoder_layer(), N=1)),
+    "Encoder": lambda: (ff.Encoder, lambda: dict(layer=encoder_layer(), N=1, norm="rms")),
     "Encoder.forward": lambda: (model().encoder.forward, stream),
-    "Decoder": lambda: (ff.Decoder, lambda: dict(layer=decoder_layer(), N=1)),
+    "Decoder": lambda: (ff.Decoder, lambda: dict(layer=decoder_layer(), N=1, norm="rms")),
     "Decoder.forward": lambda: (model().decoder.forward, decoded),
     "Generator": lambda: (ff.Generator, lambda: dict(d_model=D, vocab=V)),
     "Generator.forward": lambda: (ff.Generator(D, V).forward, lambda: dict(x=floats(B, T, D))),
@@ -343,6 +354,7 @@ def matching(call, table):
 LEGITIMATE = {
     "a bias that is left out": ["*.b None", "*.b_1 None", "*.b_2 None", "dropout_add*.bias None"],
     "a term that is left out": ["embed.positional None"],
+    "no norm follows the last layer": ["Encoder.norm None", "Decoder.norm None"],
     "nothing is masked": ["*coder*.*mask None", "greedy_decode.src_mask None"],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")
         for of in ("*coder*.tgt_", "MultiHeadedAttention.[fc]*.")],
@@ -359,7 +371,7 @@ LEGITIMATE = {
     "any leading dimensions": [f"{of} wrong rank" for of in (
         "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
         "embed.tokens", "attention.query", "attention.key", "attention.value",
-        "PositionwiseFeedForward.forward.x", "LayerNorm.forward.x", "Generator.forward.x",
+        "PositionwiseFeedForward.forward.x", "*Norm.forward.x", "Generator.forward.x",
         "SublayerConnection.forward.x", "Embeddings.forward.x", "SimpleLossCompute.__call__.[xy]")],
     "one number, in any shape": ["SimpleLossCompute.__call__.norm wrong rank"],
     "less than one token counts as one": ["SimpleLossCompute.__call__.norm negative"],
@@ -369,15 +381,16 @@ LEGITIMATE = {
     "one token": ["Embeddings.forward.x scalar"],
     "no heads are wanted": ["attention_weights.heads empty"],
     "beside float32 parameters": ["layer_norm.input half", "rms_norm.input half",
-        "LayerNorm.forward.x half", "SublayerConnection.forward.x half",
+        "*Norm.forward.x half", "SublayerConnection.forward.x half",
         "PositionalEncoding.forward.x half"],
     "any floating dtype": ["cross_entropy.logits half"],
     "positions in float32": ["embed.weight half"],
     "slopes are of any floating dtype": ["*.alibi_slopes half"],
     "log-probabilities are of any floating dtype": ["LabelSmoothing.forward.x half"],
-    "a huge eps only makes the output small": ["*norm.eps too large", "LayerNorm.eps too large"],
+    "a huge eps only makes the output small": ["*norm.eps too large", "*Norm.eps too large"],
     "a huge softcap caps nothing": ["*.softcap too large"],
-    "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative"],
+    "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative",
+        "make_*.padding_idx negative"],
     "a batch holds ids for any model": [f"Batch.{of} {kind}" for kind in ("negative", "too large")
         for of in ("src", "tgt", "make_std_mask.tgt")],
     "no id is padding": ["Batch*.pad negative"],
@@ -397,7 +410,7 @@ NAMED = {
     "tokens": ["EncoderDecoder.forward.??? *", "EncoderDecoder.forward.src *", "greedy_*.src *"],
     "x": ["EncoderDecoder.forward.??? *"],
     "input": [
-        "LayerNorm.forward.x *",
+        "*Norm.forward.x *",
         "SublayerConnection.forward.x *",
         "SimpleLossC*__call__.x *",
     ],
@@ -406,6 +419,7 @@ NAMED = {
     "lengths": ["unpad.x *"],
     "op": ["explain.target *"],
     "backend": ["use_backend.name *"],
+    "learned": ["make_*.learned_positions *"],
 }
 
 

@@ -9,7 +9,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
     __path__.append(str(_here.parent))
 
 from fastformer.backends import current_backend, use_backend
-from fastformer.cache import DecoderCache, KVCache
+from fastformer.cache import DecoderCache, KVCache, PagedKVCache
 from fastformer.decoding import greedy_decode
 from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
@@ -78,6 +78,7 @@ __all__ = [
     "LayerNorm",
     "MultiHeadedAttention",
     "Packing",
+    "PagedKVCache",
     "PositionalEncoding",
     "PositionwiseFeedForward",
     "RMSNorm",

@@ -1,8 +1,9 @@
 """Caches of keys and values, with which a decoder computes each token once.
 
     KVCache        a tensor of keys and one of values, with room for `capacity` positions a row
+    PagedKVCache   keys and values in pages, which a row takes when it needs them
     MemoryCache    the projected keys and values of a memory, for cross-attention
-    DecoderCache   both of these for each layer of a decoder
+    DecoderCache   those of each layer of a decoder
 
 An append writes in place behind what each row holds, and never waits for the device: the host knows
 a bound of the longest row. A cache keeps no gradient.
@@ -11,7 +12,7 @@ On a CPU attention reads the part of the buffers that is filled. On other device
 whole, with `key_lengths`: all steps have the same shapes, and a CUDA graph of one step can be
 replayed.
 
-Shapes: B batch (rows), G key-value heads, S capacity, n new positions, D and Dv head dims.
+Shapes: B batch (rows), H heads, G key-value heads, S capacity, n new positions, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from fastformer.checks import (
     shape_of,
 )
 
-__all__ = ["DecoderCache", "KVCache", "MemoryCache"]
+__all__ = ["DecoderCache", "KVCache", "MemoryCache", "PagedKVCache"]
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class _Attended:
@@ -173,6 +176,12 @@ class _Rows(_Attended):
         """Return the positions of the next n tokens of each row, [B, n] int64."""
         return self.lengths.long().unsqueeze(1) + torch.arange(n, device=self.lengths.device)
 
+    def _over_keys(self, mask: Tensor | None, keys: int) -> Tensor | None:
+        """Return a mask or bias [.., longest] as [.., keys], the keys that attention reads."""
+        if mask is None or keys == self.longest or mask.shape[-1:] != (self.longest,):
+            return mask
+        return F.pad(mask, (0, keys - self.longest), value=False)
+
     def _require_entry(self, key: Tensor, value: Tensor) -> None:
         batch = len(self.lengths)
         heads, *buffers = self._form
@@ -305,14 +314,209 @@ class KVCache(_Rows):
             lengths = None if self._even else lengths
         options = dict(options, key_lengths=lengths, causal_alignment="bottom_right")
         options["is_causal"] = query.shape[-2] > 1
-        options["bias"] = self._over_keys_read(options.get("bias"))
-        return key, value, self._over_keys_read(mask), options
+        options["bias"] = self._over_keys(options.get("bias"), key.shape[2])
+        return key, value, self._over_keys(mask, key.shape[2]), options
 
-    def _over_keys_read(self, mask: Tensor | None) -> Tensor | None:
-        """Return a mask or bias [.., longest] as [.., capacity] where attention reads that many."""
-        if mask is None or not self._fixed_shapes or mask.shape[-1:] != (self.longest,):
-            return mask
-        return F.pad(mask, (0, self.capacity - self.longest), value=False)
+
+class PagedKVCache(_Rows):
+    """Keys and values of B rows in pages of `page_size` positions, for one attention.
+
+    A row takes a page when its last one is full, so that rows of other lengths share one store. A
+    page that several rows hold, as after `reorder`, is copied when one of them writes to it.
+
+    Args:
+        pages: how many there are.
+        page_size: positions of a page: 16, 32, 64, 128 or 256.
+        heads, head_dim, value_dim, dtype, device: as in `KVCache`.
+        batch: rows.
+        blocks: the most pages that one row takes; all of them by default.
+
+    Attributes:
+        key_pages, value_pages: [pages, page_size, G, D] and [pages, page_size, G, Dv].
+        block_table: [B, blocks] int32: the pages of each row, in order.
+        lengths, longest: as in `KVCache`.
+
+    The host finds the pages, so that `crop` and `reorder` wait for the device where they are given
+    a tensor on it. `append` does not wait.
+
+    Raises ValueError and TypeError as `KVCache` does, ValueError for another page_size.
+
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", section 4.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        batch: int,
+        blocks: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        blocks = pages if blocks is None else blocks
+        require_size(pages=pages, heads=heads, batch=batch, blocks=blocks)
+        _require_page_size(page_size)
+        dims = head_dim, head_dim if value_dim is None else value_dim
+        self.key_pages, self.value_pages = _buffers((pages, page_size, heads), dims, dtype, device)
+        self._begin(batch, blocks * page_size, self.key_pages.device)
+        with torch.inference_mode(False):
+            self.block_table = torch.zeros(
+                batch, blocks, dtype=torch.int32, device=self.key_pages.device
+            )
+        self._free = list(reversed(range(pages)))
+        self._uses = [0] * pages  # rows that hold the page
+        self._tables: list[list[int]] = [[] for _ in range(batch)]
+        self._held = [0] * batch  # positions
+
+    @property
+    def page_size(self) -> int:
+        return self.key_pages.shape[1]
+
+    def attend(
+        self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    ) -> Tensor:
+        if dropout_p != 0:
+            raise ValueError(
+                f"dropout_p is {dropout_p}; expected 0 with pages (model.eval() turns dropout off)"
+            )
+        table = self.block_table if self._fixed_shapes else self.block_table[:, : self._blocks()]
+        keys = table.shape[1] * self.page_size
+        options = dict(options, attn_mask=self._over_keys(mask, keys))
+        options["bias"] = self._over_keys(options.get("bias"), keys)
+        options.update(is_causal=query.shape[-2] > 1, causal_alignment="bottom_right")
+        pages = self.key_pages, self.value_pages
+        return functional.paged_attention(query, *pages, table, self.lengths, **options)
+
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """Return the keys [B, G, longest, D] and values, undefined past the length of a row."""
+        pages = self.block_table[:, : self._blocks()].long()
+        key, value = (
+            x[pages].flatten(1, 2).transpose(1, 2)[:, :, : self.longest]
+            for x in (self.key_pages, self.value_pages)
+        )
+        return key, value
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row i hold what row index[i] holds, without copies: the rows share their pages.
+
+        index: [B'] integers in [0, B).
+
+        Raises:
+            ValueError: another shape or device, a row that is not there.
+            TypeError: index is not of integers.
+        """
+        rows = _require_rows(index, self.lengths)
+        chosen = rows.tolist()
+        tables = [list(self._tables[i]) for i in chosen]
+        for page in (page for table in tables for page in table):
+            self._uses[page] += 1
+        for table in self._tables:
+            self._release(table)
+        self._tables, self._held = tables, [self._held[i] for i in chosen]
+        lengths, block_table = (x.index_select(0, rows) for x in (self.lengths, self.block_table))
+        if len(rows) == len(self.lengths):
+            self.lengths.copy_(lengths)
+            self.block_table.copy_(block_table)
+        else:
+            self.lengths, self.block_table = lengths, block_table
+        self._count()
+
+    def crop(self, length: int | Tensor) -> None:
+        """Forget the positions from `length` on, and free the pages that no row holds any more.
+
+        length, Raises: as in `KVCache.crop`.
+        """
+        super().crop(length)
+        rows = len(self._held)
+        most = length.tolist() if isinstance(length, Tensor) else [length] * rows
+        self._held = [min(pair) for pair in zip(self._held, most)]
+        for table, held in zip(self._tables, self._held):
+            pages = -(-held // self.page_size)
+            self._release(table[pages:])
+            del table[pages:]
+        self._count()
+
+    # ------------------------------------------------------------------------------------- parts
+
+    @property
+    def _form(self) -> tuple[int, Tensor, Tensor]:
+        return self.key_pages.shape[2], self.key_pages, self.value_pages
+
+    def _arguments(
+        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        options = dict(options, key_lengths=self.lengths, causal_alignment="bottom_right")
+        return *self.contents(), mask, dict(options, is_causal=query.shape[-2] > 1)
+
+    def _blocks(self) -> int:
+        """Return the pages of the longest row, at least one."""
+        return max(1, -(-self.longest // self.page_size))
+
+    def _count(self) -> None:
+        self.longest = max(self._held)
+        self._even = min(self._held) == self.longest
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            self._uses[page] -= 1
+            if not self._uses[page]:
+                self._free.append(page)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._uses[page] = 1
+        return page
+
+    def _take_room(self, n: int) -> None:
+        size, uses = self.page_size, list(self._uses)
+        copied = []  # rows whose last page is partly filled and held by other rows
+        for row, (table, held) in enumerate(zip(self._tables, self._held)):
+            if n and held % size and uses[table[-1]] > 1:
+                uses[table[-1]] -= 1
+                copied.append(row)
+        new = [-(-(held + n) // size) - len(t) for t, held in zip(self._tables, self._held)]
+        needed = sum(new) + len(copied)
+        if needed > len(self._free):
+            raise ValueError(
+                f"key has {n} positions, which need {needed} pages; "
+                f"expected at most the {len(self._free)} that are free of {len(self._uses)}"
+            )
+        if copied:
+            self._copy_last_pages(copied)
+        for table, count in zip(self._tables, new):
+            table.extend(self._take() for _ in range(count))
+        self._held = [held + n for held in self._held]
+        if needed:
+            blocks = self.block_table.shape[1]
+            tables = [table + [0] * (blocks - len(table)) for table in self._tables]
+            self.block_table.copy_(torch.tensor(tables, dtype=torch.int32))
+
+    def _copy_last_pages(self, rows: list[int]) -> None:
+        """Give each of the rows a copy of its last page."""
+        old = [self._tables[row][-1] for row in rows]
+        new = [self._take() for _ in rows]
+        for pages in (self.key_pages, self.value_pages):
+            pages[new] = pages[old]
+        for row, page in zip(rows, new):
+            self._tables[row][-1] = page
+        self._release(old)
+
+    def _write(self, key: Tensor, value: Tensor) -> None:
+        positions = self._positions(key.shape[2])
+        pages = self.block_table.gather(1, positions // self.page_size).long()
+        at = pages, positions % self.page_size  # [B, n, G, D]
+        self.key_pages[at], self.value_pages[at] = key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _require_page_size(page_size: int) -> None:
+    require_size(page_size=page_size)
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page_size is {page_size}; expected 16, 32, 64, 128 or 256")
 
 
 def _buffers(
@@ -448,17 +652,17 @@ def _buffer(x: Tensor) -> Tensor:
 
 
 class LayerCache:
-    """The caches of one decoder layer. The first append makes a KVCache that fits its keys.
+    """The caches of one decoder layer. The first append makes one that fits its keys.
 
     Attributes:
-        own: the KVCache of the layer's self-attention; None before the first append.
+        own: the cache of the layer's self-attention; None before the first append.
         memory: the MemoryCache of its cross-attention.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.own: KVCache | None = None
+    def __init__(self, capacity: int, page_size: int | None, pages: int | None) -> None:
+        self.own: KVCache | PagedKVCache | None = None
         self.memory = MemoryCache()
-        self._capacity = capacity
+        self._capacity, self._page_size, self._pages = capacity, page_size, pages
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Append as `KVCache.append` does."""
@@ -468,11 +672,19 @@ class LayerCache:
                 require_tensor(name, x)
                 if x.dim() != 4:
                     raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, G, n, D]")
-            batch, heads, _, dim = key.shape
-            form = batch, heads, self._capacity, dim, value.shape[3]
-            own = KVCache(*form, dtype=key.dtype, device=key.device)
+            own = self._made(key, value.shape[3])
         own.append(key, value)
         self.own = own
+
+    def _made(self, key: Tensor, value_dim: int) -> KVCache | PagedKVCache:
+        batch, heads, _, dim = key.shape
+        like: dict[str, Any] = dict(dtype=key.dtype, device=key.device)
+        if self._page_size is None:
+            return KVCache(batch, heads, self._capacity, dim, value_dim, **like)
+        blocks = -(-self._capacity // self._page_size)
+        pages = batch * blocks if self._pages is None else self._pages
+        form = pages, self._page_size, heads, dim, value_dim
+        return PagedKVCache(*form, batch=batch, blocks=blocks, **like)
 
     @property
     def longest(self) -> int:
@@ -498,22 +710,34 @@ class DecoderCache:
 
     Args:
         capacity: positions of a row, those of the prompt included.
+        page_size: if given, each layer has a `PagedKVCache` with such pages, else a `KVCache`.
+        pages: pages of a layer; as many as all rows can take by default.
 
     Attributes:
         layers: those of the layers that have run.
 
-    Raises ValueError if capacity is below 1, TypeError if it is not an int.
+    Raises ValueError if a size is below 1 or page_size is not that of a `PagedKVCache`, TypeError
+    if one is not an int.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self, capacity: int, *, page_size: int | None = None, pages: int | None = None
+    ) -> None:
         require_size(capacity=capacity)
+        if page_size is not None:
+            _require_page_size(page_size)
+        if pages is not None:
+            require_size(pages=pages)
+            if page_size is None:
+                raise ValueError(f"pages is {pages} and page_size None; expected both or neither")
         self.capacity = capacity
+        self._pages = page_size, pages
         self.layers: list[LayerCache] = []
 
     def layer(self, i: int) -> LayerCache:
         """Return the caches of layer i, which are made where there are none yet."""
         while len(self.layers) <= i:
-            self.layers.append(LayerCache(self.capacity))
+            self.layers.append(LayerCache(self.capacity, *self._pages))
         return self.layers[i]
 
     @property
@@ -563,5 +787,5 @@ class DecoderCache:
                 stack.enter_context(own.advanced(n))
             yield
 
-    def _own(self) -> Iterator[KVCache]:
+    def _own(self) -> Iterator[KVCache | PagedKVCache]:
         return (layer.own for layer in self.layers if layer.own is not None)

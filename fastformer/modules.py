@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.cache import KVCache, LayerCache, MemoryCache
+from fastformer.cache import KVCache, LayerCache, MemoryCache, PagedKVCache
 from fastformer.checks import (
     INTEGERS,
     autocast_dtype,
@@ -342,7 +342,7 @@ class MultiHeadedAttention(AliasedModule):
         causal_alignment: str = "top_left",
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
-        cache: KVCache | LayerCache | MemoryCache | None = None,
+        cache: KVCache | PagedKVCache | LayerCache | MemoryCache | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -355,10 +355,10 @@ class MultiHeadedAttention(AliasedModule):
             bias, key_lengths, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with h
                 heads; not in a packed batch.
             is_causal, window, causal_alignment: as there.
-            cache: a `KVCache`, to which the projected keys and values are appended. The queries
-                then attend to all that it holds, S positions, causally and with the last query
-                aligned with the last key, whatever is_causal says; key_lengths are the cache's. A
-                `MemoryCache` keeps the keys and values of its first call for the next ones.
+            cache: a `KVCache` or `PagedKVCache`, to which the projected keys and values are
+                appended. The queries then attend to all that it holds, S positions, causally and
+                with the last query aligned with the last key, whatever is_causal says; key_lengths
+                are the cache's. A `MemoryCache` keeps the keys and values of its first call.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -401,10 +401,10 @@ class MultiHeadedAttention(AliasedModule):
         inputs: dict[str, Tensor],
         mask: Tensor | Packing | None,
         options: dict[str, Any],
-        cache: KVCache | LayerCache | MemoryCache,
+        cache: KVCache | PagedKVCache | LayerCache | MemoryCache,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
-        if not isinstance(cache, (KVCache, LayerCache, MemoryCache)):
+        if not isinstance(cache, (KVCache, PagedKVCache, LayerCache, MemoryCache)):
             raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
         if isinstance(mask, Packing):
             raise ValueError("mask is a Packing together with a cache; expected a tensor or None")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import DecoderCache, KVCache
+from fastformer import DecoderCache, KVCache, PagedKVCache
 from fastformer.cache import MemoryCache
 
 B, G, S, D, DV = 3, 2, 24, 16, 8
@@ -15,9 +15,16 @@ def entries(n, dtype=torch.float32, device="cpu", batch=B):
     return [torch.randn(batch, G, n, dim, device=device).to(dtype) for dim in (D, DV)]
 
 
-def made(dtype=torch.float32, device="cpu", fixed_shapes=False, capacity=S):
-    cache = KVCache(B, G, capacity, D, DV, dtype=dtype, device=device)
-    cache._fixed_shapes = cache._fixed_shapes or fixed_shapes  # as on a GPU
+KINDS = ["sliced", "whole", "paged", "whole pages"]  # `whole` buffers are read on a GPU
+
+
+def made(kind="sliced", dtype=torch.float32, device="cpu", capacity=S):
+    like = dict(dtype=dtype, device=device)
+    if "page" in kind:
+        cache = PagedKVCache(7, 16, G, D, DV, batch=B, blocks=2, **like)
+    else:
+        cache = KVCache(B, G, capacity, D, DV, **like)
+    cache._fixed_shapes = cache._fixed_shapes or "whole" in kind
     return cache
 
 
@@ -68,21 +75,27 @@ def check(cache, listed):
         assert not weights[b, :, :, lengths[b] :].any()
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True])
+def buffers_of(cache):
+    paged = isinstance(cache, PagedKVCache)
+    names = ("key_pages", "value_pages", "block_table") if paged else ("key", "value")
+    return [getattr(cache, name) for name in (*names, "lengths")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_holds_what_was_appended(dtype, fixed_shapes, device):
-    cache, listed = made(dtype, device, fixed_shapes), Listed()
-    buffers = cache.key, cache.value, cache.lengths
+def test_it_holds_what_was_appended(dtype, kind, device):
+    cache, listed = made(kind, dtype, device), Listed()
+    buffers = buffers_of(cache)
 
     def append(n):
         new = entries(n, dtype, device)
         cache.append(*new)
         listed.append(*new)
 
-    for n in (3, 1, 2):
+    for n in (13, 1, 4):
         append(n)
         check(cache, listed)
-    lengths = torch.tensor([2, 6, 5], device=device)
+    lengths = torch.tensor([2, 18, 15], device=device)
     cache.crop(lengths)
     listed.crop(lengths.tolist())
     check(cache, listed)
@@ -93,11 +106,11 @@ def test_it_holds_what_was_appended(dtype, fixed_shapes, device):
     check(cache, listed)
     append(1)
     check(cache, listed)
-    cache.crop(4)
-    listed.crop([4] * 3)
+    cache.crop(17)
+    listed.crop([17] * 3)
     append(1)
     check(cache, listed)
-    assert all(x is y for x, y in zip(buffers, (cache.key, cache.value, cache.lengths)))
+    assert all(x is y for x, y in zip(buffers, buffers_of(cache), strict=True))
     cache.reorder(torch.tensor([2, 0], device=device))  # another batch has buffers of its own
     listed.reorder([2, 0])
     check(cache, listed)
@@ -105,11 +118,11 @@ def test_it_holds_what_was_appended(dtype, fixed_shapes, device):
     assert cache.longest == 0 and not cache.lengths.any()
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_both_backends_attend_with_every_option(backend, fixed_shapes, device):
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_backends_attend_with_every_option(backend, kind, device):
     """Masks and biases are over the positions that the cache holds."""
     torch.manual_seed(1)
-    cache = made(device=device, fixed_shapes=fixed_shapes)
+    cache = made(kind, device=device)
     cache.append(*entries(9, device=device))
     cache.crop(torch.tensor([9, 4, 7], device=device))
     q = torch.randn(B, 2 * G, 2, D, device=device)
@@ -118,7 +131,8 @@ def test_both_backends_attend_with_every_option(backend, fixed_shapes, device):
         bias=torch.randn(2 * G, 2, 9, device=device), window=(5, 0), softcap=9.0, scale=0.3,
         alibi_slopes=torch.rand(2 * G, device=device), sinks=torch.randn(2 * G, device=device),
     )  # fmt: skip
-    out = cache.attend(q, mask, **more)
+    with torch.no_grad():
+        out = cache.attend(q, mask, **more)
     key, value = (x.double() for x in cache.contents())
     wide = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in more.items()}
     with ff.use_backend("reference"):
@@ -129,10 +143,11 @@ def test_both_backends_attend_with_every_option(backend, fixed_shapes, device):
     assert (out.double() - oracle).norm() / oracle.norm() < 1e-5
 
 
-def test_what_was_never_written_is_never_read(backend, device):
-    cache = made(device=device, fixed_shapes=True)
-    cache.key.fill_(float("nan"))
-    cache.value.fill_(float("nan"))
+@pytest.mark.parametrize("kind", ["whole", "whole pages"])
+def test_what_was_never_written_is_never_read(backend, kind, device):
+    cache = made(kind, device=device)
+    for buffer in buffers_of(cache)[:2]:
+        buffer.fill_(float("nan"))
     cache.append(*entries(3, device=device))
     assert cache.attend(torch.randn(B, G, 1, D, device=device)).isfinite().all()
 
@@ -179,6 +194,67 @@ def test_a_failed_append_leaves_the_cache_as_it_was(new, error, message, even):
     cache.append(*entries(4))  # there is room for these
 
 
+def pages_of(cache):
+    """The pages of each row; the table of the device says the same as that of the host."""
+    for row, table in zip(cache.block_table.tolist(), cache._tables):
+        assert row[: len(table)] == table
+    held = [page for table in cache._tables for page in table]
+    assert sorted([*set(held), *cache._free]) == list(range(len(cache._uses)))
+    assert cache._uses == [held.count(page) for page in range(len(cache._uses))]
+    return cache._tables
+
+
+def test_pages_are_taken_shared_copied_and_freed():
+    """Seven pages for three rows, of which each may take two."""
+    cache = made("paged")
+    cache.append(*entries(16))
+    assert [len(pages) for pages in pages_of(cache)] == [1] * 3
+    cache.append(*entries(2))
+    assert [len(pages) for pages in pages_of(cache)] == [2] * 3
+    cache.crop(torch.tensor([18, 16, 0]))
+    assert [len(pages) for pages in pages_of(cache)] == [2, 1, 0] and len(cache._free) == 4
+    cache.reorder(torch.tensor([0, 0, 0]))  # all rows hold the pages of the first
+    assert pages_of(cache)[0] == pages_of(cache)[1] == pages_of(cache)[2]
+    first = pages_of(cache)[0][0]
+    cache.append(*entries(1))
+    full, last = zip(*pages_of(cache))
+    assert set(full) == {first} and len(set(last)) == 3 and len(cache._free) == 3
+    cache.crop(3)  # into the page that they share
+    cache.append(*entries(1))
+    assert len({pages[0] for pages in pages_of(cache)}) == 3
+    cache.reset()
+    assert len(cache._free) == 7 and pages_of(cache) == [[], [], []]
+
+
+def test_an_append_without_pages_leaves_the_cache_as_it_was():
+    cache = PagedKVCache(3, 16, G, D, DV, batch=B, blocks=3)
+    cache.append(*entries(15))
+    cache.reorder(torch.tensor([0, 0, 1]))
+    before = [x.clone() for x in buffers_of(cache)], [list(t) for t in pages_of(cache)]
+    for n, message in (
+        (18, "key has 18 positions, which need 7 pages; expected at most the 1 .* of 3"),
+        (34, "key has 34 positions; expected at most 33: .* holds 15 of its capacity of 48"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.append(*entries(n))
+        assert cache.longest == 15 and cache._held == [15] * 3
+        assert pages_of(cache) == before[1]
+        assert all(torch.equal(x, y) for x, y in zip(before[0], buffers_of(cache)))
+    cache.append(*entries(1))
+
+
+def test_pages_take_no_dropout():
+    cache = made("paged")
+    cache.append(*entries(2))
+    with pytest.raises(ValueError, match=r"dropout_p is 0.1; expected 0 with pages"):
+        cache.attend(torch.randn(B, G, 1, D), None, 0.1)
+    for size in (8, 48, 512):
+        with pytest.raises(ValueError, match=f"page_size is {size}; expected 16, 32, 64"):
+            DecoderCache(9, page_size=size)
+    with pytest.raises(ValueError, match="pages is 3 and page_size None"):
+        DecoderCache(9, pages=3)
+
+
 def test_an_append_is_refused_before_it_begins():
     """`advanced` looks for the room, too."""
     cache = made(capacity=3)
@@ -205,14 +281,15 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         KVCache(**{**dict(batch=1, heads=1, capacity=4, head_dim=8), **arguments})
 
 
+@pytest.mark.parametrize("kind", ["sliced", "paged"])
 @pytest.mark.parametrize(
     ("method", "argument", "error", "message"),
     [
-        ("crop", 25, ValueError, "length is 25; expected 0 to the capacity of the cache, 24"),
+        ("crop", 33, ValueError, "length is 33; expected 0 to the capacity of the cache, "),
         ("crop", -1, ValueError, "length is -1"),
         ("crop", 1.0, TypeError, "length is a float"),
         ("crop", torch.tensor([1, 2]), ValueError, r"length has shape \[2\]; expected \[B\]"),
-        ("crop", torch.tensor([1, 2, 25]), ValueError, "length holds 25"),
+        ("crop", torch.tensor([1, 2, 33]), ValueError, "length holds 33"),
         ("crop", torch.tensor([1, 2, -1]), ValueError, "length holds -1"),
         ("crop", torch.ones(3), TypeError, "length has dtype torch.float32"),
         ("crop", torch.ones(3, dtype=torch.int32, device="meta"), ValueError, "length is on meta"),
@@ -223,8 +300,8 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         ("reorder", [0], TypeError, "index is a list"),
     ],
 )
-def test_wrong_lengths_and_rows_are_refused(method, argument, error, message):
-    cache = made()
+def test_wrong_lengths_and_rows_are_refused(method, argument, error, message, kind):
+    cache = made(kind)
     cache.append(*entries(2))
     with pytest.raises(error, match=message):
         getattr(cache, method)(argument)
@@ -290,12 +367,13 @@ def test_steps_are_what_the_whole_sequence_gives(dtype, backend, sources, device
             assert cache.longest == 5 and cache.lengths.tolist() == [5] * 3
 
 
-def test_rows_of_their_own_length_have_positions_of_their_own(backend, sources, device):
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_rows_of_their_own_length_have_positions_of_their_own(page_size, backend, sources, device):
     """A prompt with padding on the right: what follows it takes the place of the padding."""
     src, mask, tgt = sources
     m, lengths = model(device), torch.tensor([4, 1, 3], device=device)
     with torch.no_grad():
-        memory, cache = m.encode(src, mask), DecoderCache(9)
+        memory, cache = m.encode(src, mask), DecoderCache(9, page_size=page_size)
         m.decode(memory, mask, tgt[:, :4], None, cache)
         cache.crop(lengths)
         out = m.decode(memory, mask, tgt[:, 5:7], None, cache)

@@ -220,7 +220,10 @@ CALLS = {
         ff.KVCache(B, H, 9, D).crop, lambda: dict(length=torch.ones(B).int())),
     "KVCache.reorder": lambda: (
         ff.KVCache(B, H, 9, D).reorder, lambda: dict(index=torch.ones(B).int())),
-    "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S)),
+    "PagedKVCache": lambda: (ff.PagedKVCache, lambda: dict(
+        pages=3, page_size=16, heads=H, head_dim=D, value_dim=D, batch=B, blocks=2,
+        dtype=torch.float32, device="cpu")),
+    "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S, page_size=16, pages=3)),
     "greedy_decode": lambda: (ff.greedy_decode, lambda: dict(
         model=model(), src=ids(B, S), src_mask=torch.ones(B, 1, S), max_len=4, start_symbol=1)),
     "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),

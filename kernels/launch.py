@@ -203,6 +203,12 @@ def architecture(device: torch.device) -> str:
     }.get(compute_capability(device), "other")
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; the interpreter stands for one with few."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def allow_tf32() -> bool:
     """Return whether torch multiplies float32 by tf32 on a GPU. (Torch's `allow_tf32` raises once
     the setting was made by `fp32_precision`, which is right however it was made.)

@@ -52,6 +52,7 @@ TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "other": (GPUTarget("cuda", 80, 32), "other", 101376),
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), "other", 65536),
 }
+PROCESSORS = 132  # multiprocessors of an H100 or H200
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -368,6 +369,8 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     for name, module in sys.modules.items():  # whichever launchers read it
         if name.startswith("fastformer.kernels.") and hasattr(module, "architecture"):
             module.architecture = lambda device: row
+        if name.startswith("fastformer.kernels.") and hasattr(module, "processors"):
+            module.processors = lambda device: PROCESSORS
     launch.plans.clear()  # they are of the architecture before
     torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()

@@ -32,7 +32,11 @@ PLANTED = {
             "j >= i + (shift - band.left)",
             "j > i + (shift - band.left)",
         ),
-        "last keys of the band": ("keys_of_rows", "i0 + tile.rows + shift", "i0 + shift"),
+        "last keys of the band": (
+            "keys_of_rows",
+            "i1 + shift + band.right",
+            "i0 + shift + band.right",
+        ),
         "first keys of the band": (
             "keys_of_rows",
             "shift - band.left, 0)",
@@ -106,21 +110,21 @@ PLANTED = {
             "seed, head.plane + 1,",
         ),
         "dropout of another tile": (
-            "_forward_tiles",
+            "forward_tiles",
             "work.start, n0,",
             "work.start, n0 + tile.columns,",
         ),
-        "no rescaling of the sum": ("_forward_tiles", "l = l * rescale +", "l = l +"),
+        "no rescaling of the sum": ("forward_tiles", "l = l * rescale +", "l = l +"),
         "no rescaling of the output": (
-            "_forward_tiles",
+            "forward_tiles",
             "acc = acc * rescale[:, None]",
             "acc = acc",
         ),
         "wrong delta": ("_dkdv_tiles", "dp - delta[None, :]", "dp"),
         "dlse forgotten": ("delta_kernel", "delta -= tl.load(", "delta -= 0 * tl.load("),
-        "lse in base 2": ("forward_kernel", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
+        "lse in base 2": ("store_sums", "tl.math.log2(sums)) * LN2", "tl.math.log2(sums))"),
         "a key lost at the edge": (
-            "_forward_tiles",
+            "forward_tiles",
             "inside = j < head.sequence.length",
             "inside = j < head.sequence.length - 1",
         ),
@@ -377,8 +381,8 @@ MORE = {
         ),
         "a row of lse not written": (
             "forward_kernel",
-            "lse, mask=i < queries)",
-            "lse, mask=i < sizes.queries - 1)",
+            "row + i, i < queries,",
+            "row + i, i < sizes.queries - 1,",
         ),
         "a row of delta not written": (
             "delta_kernel",
@@ -395,9 +399,9 @@ MORE = {
             "ok = j < keys",
             "ok = j < length",
         ),
-        "0 / 0 of a hidden row": ("forward_kernel", "tl.where(empty, 1.0, l)", "l"),
+        "0 / 0 of a hidden row": ("store_sums", "tl.where(empty, 1.0, l)", "l"),
         "lse of a hidden row": (
-            "forward_kernel",
+            "store_sums",
             'tl.where(empty, float("-inf"), (m +',
             "tl.where(empty, 0.0, (m +",
         ),
@@ -407,7 +411,7 @@ MORE = {
             "lse * -LOG2E",
         ),
         "float16 sums of the output": (
-            "_forward_tiles",
+            "forward_tiles",
             "v, acc, tile.precision, out_dtype=tile.acc)",
             "v, acc, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
@@ -417,7 +421,7 @@ MORE = {
             "do, dv, tile.precision, out_dtype=tile.acc).to(tl.float16).to(tile.acc)",
         ),
         "weights in bfloat16": (
-            "_forward_tiles",
+            "forward_tiles",
             "p.to(v.dtype)",
             "p.to(tl.bfloat16).to(v.dtype)",
         ),
@@ -426,7 +430,7 @@ MORE = {
             "o.to(tile.acc) * do.to(tile.acc)",
             "(o * do).to(tile.acc)",
         ),
-        "stale maximum": ("_forward_tiles", "        m = m_new\n", "        m = m\n"),
+        "stale maximum": ("forward_tiles", "        m = m_new\n", "        m = m\n"),
         "dq of the last tile alone": (
             "_dq_tiles",
             "k, dq, tile.precision",
@@ -438,7 +442,7 @@ MORE = {
             "q, dk * 0.0, tile.precision",
         ),
         "a bias of -inf in all of a tile": (
-            "_forward_tiles",
+            "forward_tiles",
             "if EDGE or has.mask > 0 or has.bias > 0:",
             "if EDGE or has.mask > 0:",
         ),
@@ -450,7 +454,7 @@ MORE = {
         "a hidden key reaches dq": ("backward_dq_kernel", "if MASKED and tile.again:", "if False:"),
         "a hidden key is read again": ("_dq_tiles", "keys.ok if SKIP else inside", "inside"),
         "a hidden value is read again": (
-            "_forward_tiles",
+            "forward_tiles",
             "keys.ok if SKIP else inside",
             "inside",
         ),
@@ -993,7 +997,12 @@ EQUIVALENT = {
 
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
-    "attention": ("test_attention.py", "test_padding.py", "test_sizes.py"),
+    "attention": (
+        "test_attention.py",
+        "test_decode_attention.py",
+        "test_padding.py",
+        "test_sizes.py",
+    ),
     "layer_norm": ("test_layer_norm.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
     "feed_forward": ("test_feed_forward.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
     "embedding": ("test_embedding.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
@@ -1017,6 +1026,7 @@ COVERED_BY = {
 DRAWN_FROM = (
     "kernels/attention/backward.py",
     "kernels/attention/configurations.py",
+    "kernels/attention/decode.py",
     "kernels/attention/forward.py",
     "kernels/attention/launchers.py",
     "kernels/attention/scores.py",
@@ -1116,7 +1126,7 @@ SEEN_BY = {
 
 # The ops of tests/test_fuzz.py that run through a kernel file.
 FUZZED = {
-    "attention": ("scaled_dot_product_attention", "packed_attention"),
+    "attention": ("scaled_dot_product_attention", "packed_attention", "paged_attention"),
     "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm"),
     "feed_forward": ("feed_forward", "geglu", "swiglu"),
     "embedding": ("embed",),

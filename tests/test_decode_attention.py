@@ -34,6 +34,119 @@ def near(have, call, tensors, options, dtype):
             assert error <= 2 * (peer - want).abs().max() + rounding
 
 
+# --------------------------------------------------------------------------- few queries, many keys
+
+
+@pytest.fixture
+def split(monkeypatch):
+    """The calls that the kernels of decode.py have computed, as their plans."""
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    plans, forward = [], launchers._Decode.forward
+
+    def seen(self, *pointers):
+        plans.append(self)
+        return forward(self, *pointers)
+
+    monkeypatch.setattr(launchers._Decode, "forward", seen)
+    with use_backend("triton"):
+        yield plans
+
+
+def qkv(batch, heads, groups, queries, keys, dim=16, dv=None, device="cpu", dtype=torch.float32):
+    shapes = (heads, queries, dim), (groups, keys, dim), (groups, keys, dv or dim)
+    tensors = [torch.randn(batch, *shape, device=device) for shape in shapes]
+    return {name: (x * 1.5).to(dtype) for name, x in zip(("query", "key", "value"), tensors)}
+
+
+def options_of(names, tensors):
+    """Options of a call, by name."""
+    query, keys = tensors["query"], tensors["key"].shape[2]
+    batch, heads, queries, _ = query.shape
+    device, dtype = query.device, query.dtype
+
+    def normal(*shape, kind=torch.float32):
+        return torch.randn(shape, device=device).to(kind)
+
+    made = {
+        "causal": lambda: dict(is_causal=True),
+        "bottom right": lambda: dict(is_causal=True, causal_alignment="bottom_right"),
+        "lengths": lambda: dict(
+            key_lengths=torch.tensor([keys - 9, 0, 1, keys, 5][:batch], device=device)
+        ),
+        "window": lambda: dict(window=(70, 20), causal_alignment="bottom_right"),
+        "left": lambda: dict(window=(100, None), causal_alignment="bottom_right"),
+        "key mask": lambda: dict(attn_mask=normal(batch, 1, 1, keys) > 0),
+        "mask": lambda: dict(attn_mask=normal(1, heads, queries, keys) > 0),
+        "key bias": lambda: dict(bias=normal(batch, 1, 1, keys)),
+        "head bias": lambda: dict(bias=normal(heads, 1, keys, kind=dtype)),
+        "bias": lambda: dict(bias=normal(batch, 1, queries, keys, kind=dtype)),
+        "alibi": lambda: dict(alibi_slopes=0.5 ** torch.arange(1.0, heads + 1, device=device)),
+        "softcap": lambda: dict(softcap=3.0),
+        "sinks": lambda: dict(sinks=normal(heads)),
+        "lse": lambda: dict(return_lse=True),
+        "scale": lambda: dict(scale=-0.4),
+    }
+    given = dict(enable_gqa=True)
+    for name in names.split(", ") if names else ():
+        given |= made[name]()
+    return given
+
+
+def check(tensors, options):
+    dtype = tensors["query"].dtype
+    have = ff.scaled_dot_product_attention(**tensors, **options)
+    given = tensors | {n: x for n, x in options.items() if n == "bias"}
+    rest = {n: x for n, x in options.items() if n != "bias"}
+    have = have if isinstance(have, tuple) else (have,)
+    near(have, ff.scaled_dot_product_attention, given, rest, dtype)
+
+
+# (B, H, G, Sq, Sk, D, Dv)
+SHAPES = [
+    (1, 1, 1, 1, 256, 16, 16),
+    (3, 4, 2, 1, 300, 64, 64),
+    (2, 4, 1, 5, 333, 32, 24),
+    (5, 2, 2, 16, 257, 40, 80),
+    (1, 16, 1, 3, 400, 128, 128),
+    (1, 3, 3, 2, 290, 256, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(split, device, shape, dtype):
+    tensors = qkv(*shape, device=device, dtype=dtype)
+    check(tensors, options_of("lse", tensors))
+    assert len(split) == 1
+
+
+OPTIONS = [
+    "causal",
+    "bottom right, lse",
+    "lengths, lse",
+    "bottom right, lengths, sinks, lse",
+    "window, lse",
+    "left, lengths",
+    "key mask, lse",
+    "mask, causal, lse",
+    "key bias, lse, sinks",
+    "head bias, lengths",
+    "bias, key mask, bottom right, lse",
+    "alibi, bottom right, lse",
+    "softcap, key mask",
+    "scale, lse",
+    "mask, bias, lengths, alibi, softcap, sinks, window, lse",
+]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("names", OPTIONS)
+def test_options(split, device, names, queries):
+    tensors = qkv(4, 4, 2, queries, 270, device=device)
+    check(tensors, options_of(names, tensors))
+    assert len(split) == 1
+
+
 # --------------------------------------------------------------------------------------- in pages
 
 
@@ -80,15 +193,15 @@ def test_pages(backend, device, dtype, page):
 PAGED_OPTIONS = [
     {},
     dict(scale=0.3, softcap=5.0, window=(20, 3)),
-    dict(attn_mask=(2, 1, 3, 96), alibi_slopes=(4,)),
-    dict(bias=(4, 1, 96), sinks=(4,), return_lse=True),
+    dict(attn_mask=(2, 1, 3, 320), alibi_slopes=(4,)),
+    dict(bias=(4, 1, 320), sinks=(4,), return_lse=True),
 ]
 
 
 @pytest.mark.parametrize("options", PAGED_OPTIONS, ids=lambda x: "-".join(x) or "plain")
 def test_pages_are_the_keys_in_order(backend, device, options):
     """Bit for bit what the op without pages gives."""
-    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [95, 33], 32).items()}
+    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [300, 33], 32).items()}
     options = {n: torch.randn(x, device=device) if isinstance(x, tuple) and n != "window" else x
                for n, x in options.items()}  # fmt: skip
     if "attn_mask" in options:

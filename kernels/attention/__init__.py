@@ -5,6 +5,7 @@ and packed batches.
     configurations.py   the tiles of each kernel, by architecture, dtype and head dim
     scores.py           the groups that arguments come in; sequences, heads, the band, the scores
     forward.py          the forward kernel
+    decode.py           the forward of few queries, over parts of the keys; keys in pages
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
     launchers.py        what a call launches, and the registered ops
 

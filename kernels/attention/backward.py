@@ -475,7 +475,8 @@ def backward_dq_kernel(
     SKIP: tl.constexpr = MASKED and not tile.again
     start = tl.zeros([tile.rows, tile.dim_block], tile.acc)
     dq = start
-    lo, hi = keys_of_rows(i0, sequence.length, sequence.shift, band, tile, has)
+    i1 = i0 + tile.rows
+    lo, hi = keys_of_rows(i0, i1, sequence.length, sequence.shift, band, tile, has)
     inner, full = whole_tiles(i0, sequence, band, tile, has)
     if has.left:
         dq = _dq_tiles(dq, (lo, tl.minimum(inner, hi)), own, head, tile, has, True, SKIP)
@@ -553,7 +554,7 @@ def backward_dbias_kernel(
     call = prepare_call(extras, strides, sizes, band, factors, has)
     members = over.batches * over.heads
     if not has.bottom_right:  # outside of the band, whatever the length: zeros
-        lo, hi = keys_of_rows(i0, sizes.keys, 0, band, tile, has)
+        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, 0, band, tile, has)
         members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
 
     dbias = tl.zeros([tile.rows, tile.columns], tile.acc)

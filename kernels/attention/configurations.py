@@ -75,6 +75,23 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     },
+    # BM is the most rows of a tile, heads and queries, and BN the most keys: see `_Decode`.
+    ("decode", 16): {
+        "sm_90 sm_100 sm_80": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 3)),
+        "sm_86": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), (32, 32, 4, 2)),
+        "gfx942": ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        "other": ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    ("decode", 32): {
+        "sm_90 sm_100 sm_80 sm_86": (
+            (32, 32, 4, 2),
+            (32, 32, 4, 2),
+            (16, 32, 4, 2),
+            (16, 16, 4, 2),
+        ),
+        "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    },
     # These override those above where a kernel reads a mask or a bias of queries and keys.
     ("forward full", 16): {
         "sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 2)),
@@ -126,6 +143,42 @@ def configuration(
     if full:
         row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
     return row[max(0, (head_block - 1).bit_length() - 5)]
+
+
+# A call of at most so many queries to at least so many keys takes the kernels of decode.py.
+MOST_QUERIES, LEAST_KEYS = 16, 256
+
+
+def splits_keys(queries: int, keys: int, dropout_p: float, packed: bool) -> bool:
+    """Tell whether a call takes the kernels that split the keys, by its shape alone."""
+    few = queries <= MOST_QUERIES and keys >= LEAST_KEYS
+    return few and dropout_p == 0 and not packed
+
+
+def narrowed(tiles: Tiles, rows: int, keys: int, heads: int, processors: int) -> Tiles:
+    """Fit the tiles of the split kernel to a call: no more rows than it has, and as few keys as
+    give two programs to each processor, if any do. `heads` counts those that keys are loaded for.
+    """
+    BM, BN = min(tiles.BM, max(16, next_power_of_2(rows))), tiles.BN
+    programs = heads * -(-rows // BM)
+    while BN > 16 and programs * -(-keys // BN) < 2 * processors:
+        BN //= 2
+    return tiles._replace(BM=BM, BN=BN)
+
+
+def parts_of_keys(tiles: int, programs: int, processors: int) -> int:
+    """Choose into how many parts a number of tiles of keys is cut, where each part takes
+    `programs` programs: enough for two programs to each processor and at most twice as many, so
+    that the least time passes until the last ends, in the time of a tile.
+    """
+    slots = 2 * processors
+    least = min(-(-slots // max(1, programs)), max(1, tiles))
+    most = min(2 * least, max(1, tiles))
+
+    def time(parts: int) -> tuple[int, int]:
+        return -(-programs * parts // slots) * -(-tiles // parts), parts
+
+    return min(range(least, most + 1), key=time)
 
 
 # Rows that no table has: fewer passes over the queries, for more registers.

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E, dropout_keep
+from ..common import LOG2E, dropout_keep
 from .scores import (
     Indices,
     first_row,
+    in_pages,
     in_rows,
     key_row,
     keys_of_rows,
@@ -21,23 +22,25 @@ from .scores import (
     scores,
     shifted,
     store_rows,
+    store_sums,
     whole_tiles,
 )
 
 
-class _Work(NamedTuple):
-    """What a program of the forward works on."""
+class Work(NamedTuple):
+    """What a program works on that carries the online softmax."""
 
     q: Any  # [BM, BD]
     start: Any  # the first query, i0
     i: Any  # [BM]
     r: Any  # [BM], clamped, counted from i0
-    key: Any  # pointers to the first key and value of the sequence
+    key: Any  # pointers to the first key and value of the sequence, or of the first page
     value: Any
+    pages: Any = None
 
 
 @triton.jit
-def _forward_tiles(
+def forward_tiles(
     state,
     span,
     work,
@@ -63,7 +66,12 @@ def _forward_tiles(
             rows = j.to(tl.int64)
         inside = j < head.sequence.length
         keys = key_row(head, rows, inside, tile, has, EDGE)
-        k = load_rows(work.key, rows, strides.key_row, inside, tile.dim, tile.dim_block, EDGE)
+        k_rows, k_stride = rows, strides.key_row
+        v_rows, v_stride = rows, strides.value_row
+        if has.page:
+            k_rows, v_rows = in_pages(work.pages, rows, inside, strides, has)
+            k_stride, v_stride = 1, 1
+        k = load_rows(work.key, k_rows, k_stride, inside, tile.dim, tile.dim_block, EDGE)
         s = tl.dot(work.q, tl.trans(k), input_precision=tile.precision)  # [BM, BN]
         at = Indices(work.i[:, None], rows[None, :], work.r[:, None])
         s, _ = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
@@ -85,9 +93,7 @@ def _forward_tiles(
             p = tl.where(keep, p, 0.0)
         exists = keys.ok if SKIP else inside
         GUARD: tl.constexpr = EDGE or SKIP
-        v = load_rows(
-            work.value, rows, strides.value_row, exists, tile.value_dim, tile.value_block, GUARD
-        )
+        v = load_rows(work.value, v_rows, v_stride, exists, tile.value_dim, tile.value_block, GUARD)
         acc = tl.dot(p.to(v.dtype), v, acc, tile.precision, out_dtype=tile.acc)
         m = m_new
     return acc, l, m
@@ -97,20 +103,21 @@ def _forward_tiles(
 def _forward_keys(start, work, head, tile: tl.constexpr, has: tl.constexpr):
     """Carry the online softmax, from the state `start`, over all keys that the queries may see."""
     sequence, band = head.sequence, head.call.band
-    lo, hi = keys_of_rows(work.start, sequence.length, sequence.shift, band, tile, has)
+    end = work.start + tile.rows
+    lo, hi = keys_of_rows(work.start, end, sequence.length, sequence.shift, band, tile, has)
     inner, full = whole_tiles(work.start, sequence, band, tile, has)
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     SKIP: tl.constexpr = MASKED and not tile.again
     state = start
     if has.left:
         edge = lo, tl.minimum(inner, hi)
-        state = _forward_tiles(state, edge, work, head, tile, has, True, SKIP)
-    state = _forward_tiles(state, (inner, full), work, head, tile, has, False, SKIP)
-    state = _forward_tiles(state, (full, hi), work, head, tile, has, True, SKIP)
+        state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+    state = forward_tiles(state, (inner, full), work, head, tile, has, False, SKIP)
+    state = forward_tiles(state, (full, hi), work, head, tile, has, True, SKIP)
     if MASKED and tile.again:  # a masked value may hold anything: 0 * NaN
         total = tl.sum(state[0])
         if total != total:
-            state = _forward_tiles(start, (lo, hi), work, head, tile, has, True, True)
+            state = forward_tiles(start, (lo, hi), work, head, tile, has, True, True)
     return state
 
 
@@ -160,7 +167,7 @@ def forward_kernel(
     v_base += sequence.first_key * strides.value_row
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
-    work = _Work(q, i0, i, r, k_base, v_base)
+    work = Work(q, i0, i, r, k_base, v_base)
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)
     m = tl.full([tile.rows], float("-inf"), tile.acc)
@@ -173,16 +180,8 @@ def forward_kernel(
     if has.fold:
         m = m * call.scale
 
-    empty = l == 0.0
-    sums = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(sums)) * LN2)
     row = first_row(plane, h, sequence, sizes, has)
-    tl.store(LSE + row + i, lse, mask=i < queries)
-    if has.bias > 0 or has.alibi:
-        pair = STATISTICS + (row + i) * 2
-        tl.store(pair, tl.where(empty, 0.0, m), mask=i < queries)
-        offset = tl.where(empty, float("-inf"), -tl.math.log2(sums))
-        tl.store(pair + 1, offset, mask=i < queries)
+    sums = store_sums(LSE, STATISTICS, row + i, i < queries, m, l, has)
     acc = acc * (factors.inv_keep / sums)[:, None]
     base = O + b * output_strides.batch + h * output_strides.head + first * output_strides.row
     store_rows(base, r, output_strides.row, i < queries, acc, tile.value_dim, tile.value_block)

@@ -7,7 +7,7 @@ What a call launches follows from the shapes, strides, dtypes and options of its
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..launch import (
     next_power_of_2,
     on_device,
     plans,
+    processors,
     remembered,
     unit_stride,
     unsupported_dtype,
@@ -41,7 +42,15 @@ from .backward import (
     backward_dq_kernel,
     delta_kernel,
 )
-from .configurations import Tiles, configuration, rows
+from .configurations import (
+    Tiles,
+    configuration,
+    narrowed,
+    parts_of_keys,
+    rows,
+    splits_keys,
+)
+from .decode import Cut, PagedInputs, Paging, merge_kernel, split_kernel
 from .forward import forward_kernel
 from .scores import (
     BackwardInputs,
@@ -150,7 +159,7 @@ class _Plan:
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
-        self.arguments = dict(
+        self.arguments: dict[str, Any] = dict(
             strides=Strides(*rows, *strides[0], *strides[1], *slopes),
             sizes=Sizes(self.heads, group, self.q_length, self.k_length, q_rows, k_rows),
             band=Band(left, right),
@@ -220,18 +229,102 @@ def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor,
     return output, query.new_empty(rows, dtype=dtype), statistics
 
 
+def _layouts(query: Tensor, outputs: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return shape, stride and, where it is not that of the query, the dtype of each."""
+    other = [{} if x.dtype == query.dtype else {"dtype": x.dtype} for x in outputs]
+    return [(x.shape, x.stride(), dtype) for x, dtype in zip(outputs, other)]
+
+
 class _Forward(_Plan):
     """The forward, and the layout of its outputs."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         super().__init__(query, key, value, attention)
         outputs = _outputs(query, value, self.apart)
-        other = [{} if x.dtype == query.dtype else {"dtype": x.dtype} for x in outputs]
-        self.outputs = [(x.shape, x.stride(), dtype) for x, dtype in zip(outputs, other)]
+        self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
+
+
+class _Decode(_Plan):
+    """The forward of few queries: a kernel over parts of the keys, and one that merges them.
+
+    The query heads of a key-value head share their tiles, unless a mask or a bias of keys tells
+    them apart: a key that it hides from one head may hold anything.
+    """
+
+    inputs = PagedInputs
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Attention,
+        page: int = 0,
+        paging: Paging = Paging(0, 0, 0, 0),  # noqa: B008 - a tuple
+    ) -> None:
+        super().__init__(query, key, value, attention)
+        self.tile = self.tile._replace(again=False)
+        given = self.arguments["strides"]
+        heads = self.arguments["sizes"].group
+        if 1 in (self.has.mask * (given.mask_head != 0), self.has.bias * (given.bias_head != 0)):
+            heads = 1
+        self.planes = self.batch * self.heads // max(1, heads)
+        self.tile_rows = heads * self.q_length
+        outputs = _outputs(query, value, self.apart)
+        self.outputs = _layouts(query, outputs)
+        has = self.has._replace(page=page)
+        tiles = self.tiles("decode")
+        cut = Cut(heads, self.parts(tiles))
+        self.add("decode", split_kernel, self.programs, has, cut=cut, paging=paging)
+        rows = self.batch * self.heads * self.q_length
+        self.partial = (rows, cut.parts, self.tile.value_dim), (rows, cut.parts, 2)
+        most = min(16, max(2, next_power_of_2(cut.parts)))
+        self.launch["merge"] = Launch(
+            merge_kernel,
+            (rows,),
+            dict(
+                output_strides=RowStrides(*outputs[0].stride()[:3]),
+                sizes=self.arguments["sizes"],
+                parts=cut.parts,
+                tile=constants(self.tile._replace(rows=most)),
+                has=constants(has._replace(sink=attention.sinks is not None)),
+            ),
+            4,
+        )
+        self.split, self.merge = self.launch["decode"], self.launch["merge"]
+
+    def tiles(self, kernel: str) -> Tiles:
+        given = super().tiles(kernel)
+        sizes = self.tile_rows, self.keys(), self.planes
+        return narrowed(given, *sizes, processors(self.device))
+
+    def keys(self) -> int:
+        """Bound the keys that all queries of a head see."""
+        left, right = self.arguments["band"]
+        return min(self.k_length, left + right + self.q_length)
+
+    def parts(self, tiles: Tiles) -> int:
+        """Choose into how many parts the keys are cut."""
+        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
+        return parts_of_keys(count, self.blocks(tiles), processors(self.device))
+
+    def blocks(self, tiles: Tiles) -> int:
+        """Count the tiles of rows."""
+        return triton.cdiv(self.tile_rows, tiles.BM) * self.planes
+
+    def programs(self, tiles: Tiles) -> int:
+        """Count the programs of the split kernel."""
+        return self.blocks(tiles) * self.parts(tiles)
+
+    def forward(self, inputs, output, lse, statistics, sinks, extras) -> None:
+        """Launch both kernels."""
+        sums, weights = map(lse.new_empty, self.partial)
+        self.split(inputs if len(inputs) == 4 else (*inputs, inputs[0]), sums, weights, extras)
+        self.merge(sums, weights, output, lse, statistics, sinks)
 
 
 class _Backward(_Plan):
@@ -432,7 +525,7 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     )
 
 
-def _run_forward(query, key, value, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _run_forward(query, key, value, attention: Attention) -> Any:
     """Launch the forward. Returns (output, lse, statistics)."""
     signature = _signature(query, key, value, attention)
     plan = plans.get(signature)
@@ -441,14 +534,47 @@ def _run_forward(query, key, value, attention: Attention) -> tuple[Tensor, Tenso
         query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (query, key, value))):
             return _run_forward(query, key, value, attention)
-        plan = remembered(signature, _Forward(query, key, value, attention))
+        lengths = query.shape[2], key.shape[2]
+        packed = attention.cu_seqlens_q is not None
+        kind = _Decode if splits_keys(*lengths, attention.dropout_p, packed) else _Forward
+        plan = remembered(signature, kind(query, key, value, attention))
+    return _launch(plan, (query, key, value), attention)
+
+
+def _launch(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Any:
+    """Launch a plan of a forward. Returns (output, lse, statistics)."""
+    query = inputs[0]
     outputs = [
         query.new_empty_strided(shape, stride, **dtype) for shape, stride, dtype in plan.outputs
     ]
     sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
-        plan.forward((query, key, value), *outputs, sinks, _extras(query, attention))
+        plan.forward(inputs, *outputs, sinks, _extras(query, attention))
     return tuple(outputs)
+
+
+def _run_paged(query, key_pages, value_pages, block_table, attention: Attention) -> Any:
+    """Launch the kernels that read pages. Returns (output, lse, statistics)."""
+    table = block_table.shape, block_table.data_ptr() & 15
+    signature = *_signature(query, key_pages, value_pages, attention), table
+    plan = plans.get(signature)
+    if plan is None:
+        given = query, key_pages, value_pages
+        query, key_pages, value_pages = map(unit_stride, given)
+        if any(x is not y for x, y in zip(given, (query, key_pages, value_pages))):
+            return _run_paged(query, key_pages, value_pages, block_table, attention)
+        pages, page, groups, _ = key_pages.shape
+        shape = query.shape[0], groups, block_table.shape[1] * page
+        key, value = (  # as if they lay in one piece, which nothing reads
+            torch.empty_strided(
+                (*shape, x.shape[3]), (0, x.stride(2), x.stride(1), 1), dtype=x.dtype, device="meta"
+            )
+            for x in (key_pages, value_pages)
+        )
+        paging = Paging(pages, block_table.shape[1], key_pages.stride(0), value_pages.stride(0))
+        made = _Decode(query, key, value, attention, page, paging)
+        plan = remembered(signature, made)
+    return _launch(plan, (query, key_pages, value_pages, block_table), attention)
 
 
 def _run_backward(
@@ -597,9 +723,8 @@ def paged_forward(query, key_pages, value_pages, block_table, *rest):
     """Launch the forward over the keys of the pages. Returns (output [B, H, Sq, DV], lse
     [B, H, Sq]).
     """
-    places = block_table.clamp(0, key_pages.shape[0] - 1).long()
-    key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
-    return _run_forward(query, key, value, unpack(rest[:-1]))[:2]
+    attention = unpack(rest[:-1])
+    return _run_paged(query, key_pages, value_pages, block_table, attention)[:2]
 
 
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LOG2E
+from ..common import LN2, LOG2E
 
 # ---------------------------------------------------------------------- groups of kernel arguments
 
@@ -137,6 +137,7 @@ class Has(NamedTuple):
     dropout: Any
     fold: Any  # whether `scores` leaves the factor of the scores to `shifted`
     sink: Any = False
+    page: Any = 0  # keys of a page, 0 where they are not in pages
     key_grad: Any = False  # whether a bias that is constant over the queries needs its gradient
 
 
@@ -169,9 +170,9 @@ class Head(NamedTuple):
     """One query head of one sequence."""
 
     plane: Any  # its number, b * H + h
-    mask: Any  # pointer to its mask, at the first row that the program reads
+    mask: Any  # pointer to its mask, at the first row that the program reads, or one for each row
     bias: Any
-    slope: Any  # of ALiBi, in base 2
+    slope: Any  # of ALiBi, in base 2, or one for each row
     sequence: Any
     call: Any
 
@@ -328,17 +329,29 @@ def whole_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
 
 
 @triton.jit
-def keys_of_rows(i0, length, shift, band, tile: tl.constexpr, has: tl.constexpr):
-    """Bound the keys lo <= j < hi that any of the queries i0 .. i0 + BM - 1 may see by length and
-    band; lo is a multiple of BN.
+def keys_of_rows(i0, i1, length, shift, band, tile: tl.constexpr, has: tl.constexpr):
+    """Bound the keys lo <= j < hi that any of the queries i0 .. i1 - 1 may see by length and band;
+    lo is a multiple of BN.
     """
     lo = 0
     if has.left:
         lo = tl.maximum(i0 + shift - band.left, 0) // tile.columns * tile.columns
     hi = length
     if has.right:
-        hi = tl.minimum(hi, i0 + tile.rows + shift + band.right)
+        hi = tl.minimum(hi, i1 + shift + band.right)
     return lo, hi
+
+
+@triton.jit
+def in_pages(pages, j, ok, strides, has: tl.constexpr):
+    """Find the keys j [BN] of a sequence, as far as `ok`, in their pages: how far each of them, and
+    its value, lies behind the first of all. A page that does not exist is clamped.
+    """
+    page = tl.load(pages.table + j // has.page, mask=ok, other=0)
+    page = clamp(page, 0, pages.paging.pages - 1).to(tl.int64)
+    place = j % has.page
+    k_rows = page * pages.paging.key_page + place * strides.key_row
+    return k_rows, page * pages.paging.value_page + place * strides.value_row
 
 
 # --------------------------------------------------------------------------------------- the scores
@@ -431,6 +444,24 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
         if has.softcap and (has.mask == 1 or has.bias == 1):  # a masked key may hold anything
             tanh = tl.where(ok, tanh, 0.0)
     return s, tanh
+
+
+@triton.jit
+def store_sums(LSE, STATISTICS, rows, ok, m, l, has: tl.constexpr):
+    """Store what the backward needs of rows, where `ok` is True: lse and, beside a bias or ALiBi,
+    the maximum and the log-sum in base 2. m is the maximum of the scores, l the sum of the weights.
+    Return what the weighted values are divided by: l, or 1 where the row sees nothing.
+    """
+    empty = l == 0.0
+    sums = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(sums)) * LN2)
+    tl.store(LSE + rows, lse, mask=ok)
+    if has.bias > 0 or has.alibi:
+        pair = STATISTICS + rows * 2
+        tl.store(pair, tl.where(empty, 0.0, m), mask=ok)
+        offset = tl.where(empty, float("-inf"), -tl.math.log2(sums))
+        tl.store(pair + 1, offset, mask=ok)
+    return sums
 
 
 @triton.jit

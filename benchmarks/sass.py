@@ -141,6 +141,18 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     return counts
 
 
+def together(loops: list[list[Instruction]]) -> dict[str, Any]:
+    """Count what one pass needs over loops that run at the same time, each in 4 warps of its own:
+    what `count` gives for a warp is the mean over all of them.
+    """
+    counts = [count(loop, 4) for loop in loops]
+    of_a_block = ("product", "traffic", "loaded", "stored", "in_flight")
+    return {
+        unit: sum(c[unit] for c in counts) / (1 if unit in of_a_block else len(counts))
+        for unit in counts[0]
+    }
+
+
 def _bytes(name: str) -> int:
     """Return the bytes that a thread moves: LDS.128, LDS.U8, or LDSM.16.M88.4, in which a warp
     moves 4 matrices of 8 x 16 bytes.
@@ -160,7 +172,11 @@ def products(ttir: str) -> list[int]:
 def outstanding(ttgir: str) -> list[int | None]:
     """Return how many groups of copies may be in flight where a loop waits for one, for each loop
     that multiplies matrices. 0 means that it waits for all, None that it copies nothing ahead.
+    Where warps are specialised, those that copy are ahead by all buffers of an operand but one.
     """
+    if "ttg.warp_specialize" in ttgir:
+        buffers = re.findall(r"ttg\.local_alloc : .*memdesc<(\d+)x\d+x\d+x", ttgir)
+        return [min(int(n) for n in buffers if n != "1") - 1]
     return [
         min((n for kind, n in found if kind == "wait"), default=None)
         for found in _by_loop(ttgir, _wait_or_product)

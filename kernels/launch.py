@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
 import threading
@@ -120,6 +121,23 @@ class Launch:
         """Launch the kernel as Triton does, and returns what it has compiled."""
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
+
+
+class DescriptorLaunch(Launch):
+    """A launch of a kernel that makes tensor descriptors, for which Triton asks for memory: of an
+    allocator that is set in the caller's context, and so in a copy of it. The first pointer is a
+    group of tensors.
+    """
+
+    def __call__(self, *pointers: Any) -> None:
+        contextvars.copy_context().run(self._launch, pointers)
+
+    def _launch(self, pointers: tuple[Any, ...]) -> None:
+        def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+            return pointers[0][0].new_empty(size, dtype=torch.uint8)
+
+        triton.set_allocator(allocate)
+        super().__call__(*pointers)
 
 
 MOST_PLANS = 4096

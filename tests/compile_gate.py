@@ -144,8 +144,16 @@ for _arch in ("sm_90", "gfx942"):
     CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
         **CASES["sm_90 feed_forward bf16 gelu, dropout"],
         "arch": _arch,
-        "gemm": True,
+        "choices": {"feed_forward first": "torch"},
     }
+for _d in (64, 128):
+    for _keys in (64, 128):
+        for _mask in ("plain", "causal"):
+            _row = f"specialised 128 {_keys}"
+            CASES[f"sm_90 attention bf16 D={_d} {_mask}, {_row}"] = {
+                **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
+                "choices": {"attention forward": _row},
+            }
 
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
@@ -156,6 +164,7 @@ KNOWN_SPILLS = (
     ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
     ("attention fp32 D=256", "", 900),
     ("sm_90 attention bf16 D=256", "backward_dkdv", 48),
+    ("sm_90 attention bf16 D=128 plain", "backward_dkdv", 48),  # Triton 3.6, outside the loops
     ("sm_80 attention bf16 D=128 key mask", "backward_dkdv", 36),
     ("sm_80 attention bf16 D=128 2-D mask, 2-D bias", "backward_dkdv", 56),  # Triton 3.6
     ("sm_100 attention bf16 D=128 key mask", "backward_dkdv", 8),  # Triton 3.9

@@ -446,6 +446,97 @@ MORE = {
             "if EDGE or has.mask > 0 or has.bias > 0:",
             "if EDGE or has.mask > 0:",
         ),
+        "specialised: no mask": (
+            "specialised_kernel",
+            "if MASK:\n            s = ",
+            "if False:\n            s = ",
+        ),
+        "specialised: the key past the last": (
+            "specialised_kernel",
+            "j[None, :] <= (last",
+            "j[None, :] < (last",
+        ),
+        "specialised: the length": (
+            "specialised_kernel",
+            "last = i * 0 + (length - 1)",
+            "last = i * 0 + (length + 1)",
+        ),
+        "specialised: the bound to the right": (
+            "specialised_kernel",
+            "last = tl.minimum(i + (sequence.shift + band.right), last)",
+            "last = tl.minimum(i + sequence.shift, last)",
+        ),
+        "specialised: the shift": (
+            "specialised_kernel",
+            "last = tl.minimum(i + (sequence.shift + band.right), last)",
+            "last = tl.minimum(i + band.right, last)",
+        ),
+        "specialised: the last tile": (
+            "specialised_kernel",
+            "hi = tl.minimum(hi, i0 + tile.rows + sequence",
+            "hi = tl.minimum(hi, i0 + sequence",
+        ),
+        "specialised: rows that see nothing": (
+            "specialised_kernel",
+            "if MASK:  # rows",
+            "if False:  # rows",
+        ),
+        "specialised: no rescaling of the output": (
+            "specialised_kernel",
+            "acc = acc * rescale[:, None]",
+            "acc = acc",
+        ),
+        "specialised: no rescaling of the sum": (
+            "specialised_kernel",
+            "l = l * rescale + tl.sum(p, 1)",
+            "l = l + tl.sum(p, 1)",
+        ),
+        "specialised: stale maximum": (
+            "specialised_kernel",
+            "        m = m_new\n",
+            "        m = m\n",
+        ),
+        "specialised: the factor of the sink": (
+            "specialised_kernel",
+            " * LOG2E) / scale",
+            " * LOG2E)",
+        ),
+        "specialised: no weight of the sink": ("specialised_kernel", "l += 1.0", "l += 0.0"),
+        "specialised: 0 / 0 of a hidden row": (
+            "specialised_kernel",
+            "tl.where(empty, 1.0, l)",
+            "l",
+        ),
+        "specialised: the head of the keys": (
+            "specialised_kernel",
+            "g = h // sizes.group",
+            "g = h",
+        ),
+        "specialised: the lse of the row after": (
+            "specialised_kernel",
+            "tl.store(LSE + row + i, lse",
+            "tl.store(LSE + row + i0, lse",
+        ),
+        "specialised: rows of the values": (
+            "specialised_kernel",
+            "length, strides.value_row",
+            "length, strides.key_row",
+        ),
+        "specialised: head of the output": (
+            "specialised_kernel",
+            "h * output_strides.head",
+            "h * output_strides.row",
+        ),
+        "specialised: the mask where the keys fill whole tiles": (
+            "_Plan.add",
+            "has.right or has.lengths or self.k_length % tiles.BN != 0",
+            "has.right or has.lengths",
+        ),
+        "specialised: the mask of lengths": (
+            "_Plan.add",
+            "has.right or has.lengths or",
+            "has.right or",
+        ),
         "a hidden value reaches the output": (
             "_forward_keys",
             "if MASKED and tile.again:",
@@ -1030,6 +1121,7 @@ DRAWN_FROM = (
     "kernels/attention/forward.py",
     "kernels/attention/launchers.py",
     "kernels/attention/scores.py",
+    "kernels/attention/specialised.py",
     "kernels/common.py",
     "kernels/cross_entropy.py",
     "kernels/embedding.py",

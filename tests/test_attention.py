@@ -543,6 +543,79 @@ def test_tiles(device, against_oracle, tiles, blocks, case):
         )
 
 
+PLAIN = {
+    "whole tiles": (64, 128, {}),
+    "a remainder": (150, 90, {}),
+    "causal": (150, 90, dict(is_causal=True)),
+    "no key": (90, 40, dict(is_causal=True, causal_alignment="bottom_right")),
+    "lengths": (70, 130, dict(key_lengths=torch.tensor([0, 67]))),
+    "a bound to the right": (40, 200, dict(window=(None, 70))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", list(PLAIN))
+def test_specialised_forward(device, against_oracle, case, dtype):
+    """With the output in both orders of memory."""
+    tuned = pytest.importorskip("fastformer.kernels.tuned")
+    sq, sk, options = PLAIN[case]
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    x = qkv(h=4, g=2, sq=sq, sk=sk, dv=24, dtype=dtype, device=device)
+    x["query"] = x["query"].transpose(1, 2).contiguous().transpose(1, 2)
+    sinks = torch.tensor([0.5, float("-inf"), 3.0, -2.0], device=device)
+
+    def call(**given):
+        out, lse = functional.scaled_dot_product_attention(
+            **given, sinks=sinks, enable_gqa=True, return_lse=True, **options
+        )
+        return torch.cat([out, lse.to(out.dtype).nan_to_num(neginf=0.0)[..., None]], -1)
+
+    with tuned.forced({"attention forward": "specialised 128 64"}) as asked, use_backend("triton"):
+        against_oracle(call, x)
+        assert all(q.case.endswith("descriptors") for q in asked if q.kernel == "attention forward")
+        x["value"][:, :, -1] = float("nan")  # past the length it is not read
+        if case == "lengths":
+            assert call(**x).isfinite().all()
+
+
+def test_calls_that_may_specialise():
+    """Those that the kernel computes, and whose addresses and strides are multiples of 16 bytes."""
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+
+    def may(d=64, shift=0, stride=0, **options):
+        flat = torch.empty(4, 2, 8, d + stride, dtype=torch.bfloat16).flatten()[shift:]
+        x = flat[: 3 * 2 * 8 * (d + stride)].view(3, 2, 8, d + stride)[..., :d]
+        given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
+        return launchers._Forward(x, x, x, Attention(**given)).specialises
+
+    mask, row = torch.ones(3, 1, 8, 8, dtype=torch.bool), torch.zeros(3, 1, 8, 8)
+    for allowed in (
+        {},
+        dict(is_causal=True),
+        dict(window=(-1, 3)),
+        dict(key_lengths=torch.ones(3)),
+        dict(sinks=torch.ones(2)),
+        dict(d=128),
+        dict(shift=8),
+        dict(stride=8),
+    ):
+        assert may(**allowed), allowed
+    for refused in (
+        dict(attn_mask=mask),
+        dict(bias=row),
+        dict(alibi_slopes=torch.ones(2)),
+        dict(softcap=1.0),
+        dict(window=(3, -1)),
+        dict(dropout_p=0.1),
+        dict(scale=-0.1),
+        dict(d=20),
+        dict(d=136),
+        dict(shift=4),
+        dict(stride=4),
+    ):
+        assert not may(**refused), refused
+
+
 def test_strided_views(backend, device, against_oracle):
     packed = torch.randn(B, SK, 3, H, D, device=device)  # one projection for q, k and v
     q, k, v = packed.unbind(2)

@@ -69,6 +69,19 @@ def test_what_a_loop_takes():
     assert found["in_flight"] == 16 * 256
 
 
+def test_loops_of_specialised_warps():
+    """Of each warp the mean, of the block the sum."""
+    code = sass.parse(CODE)
+    [(first, last)] = code.loops()
+    loop = code.instructions[first : last + 1]
+    alone, both = sass.count(loop, warps=4), sass.together([loop, loop[:3]])
+    assert both["issue"] == (10 + 3) / 2 and both["exponential"] == 1
+    assert both["product"] == 2 * alone["product"]
+    made = "ttg.local_alloc : () -> !ttg.memdesc<{}x64x64xbf16, #shared, #smem, mutable>\n"
+    ttgir = made.format(1) + made.format(3) + "ttg.warp_specialize(%a)\n"
+    assert sass.outstanding(ttgir) == [2]
+
+
 def test_bytes_in_flight():
     """A load, and a copy that two more passes are ahead of: two groups a pass, four may wait."""
     text = """

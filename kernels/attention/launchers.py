@@ -19,6 +19,7 @@ from fastformer.description import PACKED_SCHEMA, SCHEMA, Attention, unpack
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
+    DescriptorLaunch,
     Launch,
     allow_tf32,
     architecture,
@@ -64,6 +65,7 @@ from .scores import (
     Strides,
     Tile,
 )
+from .specialised import SPECIALISED, specialised_kernel
 
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 
@@ -99,6 +101,7 @@ class _Plan:
     """
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
+    specialises = False  # whether `specialised_kernel` computes the call
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch] = {}
@@ -172,10 +175,13 @@ class _Plan:
         """Add a launch. `blocks` gives the number of programs for its tiles; `own` are arguments
         that no other kernel takes.
         """
-        tiles = self.tiles(name)
+        tiles, launch = self.tiles(name), Launch
+        if isinstance(tiles, str):
+            kernel, tiles, launch = specialised_kernel, SPECIALISED[tiles], DescriptorLaunch
+            own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
         again = self.tile.again and (name == "forward" or self.head_block <= 128)
         tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN, again=again)
-        self.launch[name] = Launch(
+        self.launch[name] = launch(
             kernel,
             (blocks(tiles),),
             own | self.arguments | dict(tile=constants(tile), has=constants(has)),
@@ -189,7 +195,7 @@ class _Plan:
         batch, head, row, _ = x.stride()
         return RowStrides(0 if self.packed else batch, head, row)
 
-    def tiles(self, kernel: str) -> Tiles:
+    def tiles(self, kernel: str) -> Any:
         """Choose the tiles of a kernel: those measured for calls like this, or the tables'."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
@@ -197,7 +203,10 @@ class _Plan:
         shipped = configuration(*given)
         if kernel == "delta":
             return shipped
-        options = functools.partial(rows, kernel, self.dtype, self.head_block)
+
+        def options() -> list[Any]:
+            return rows(kernel, self.dtype, self.head_block) + list(SPECIALISED) * self.specialises
+
         return choose(self.device, Question(f"attention {kernel}", self.case(), shipped, options))
 
     def case(self) -> str:
@@ -207,7 +216,8 @@ class _Plan:
         band = dict(zip(("left", "right"), self.arguments["band"]))
         sizes |= dict(queries=self.q_length, keys=self.k_length)
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
-        return f"{named(self.dtype, self.tile.precision, **sizes)} {flags(self.has, *band)}"
+        words = [named(self.dtype, self.tile.precision, **sizes), flags(self.has, *band)]
+        return " ".join(words + ["descriptors"] * self.specialises)
 
     def rows(self, tiles: Tiles) -> int:
         """Count the programs, if each owns BM queries of a head."""
@@ -244,8 +254,25 @@ class _Forward(_Plan):
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
+        self.specialises = self.may_specialise(query, key, value)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
+
+    def may_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Tell whether `specialised_kernel` computes this call."""
+        has, tile = self.has, self.tile
+        others = has.mask, has.bias, has.alibi, has.softcap, has.left, has.packed, has.dropout
+        tensors = query, key, value
+        return (
+            self.arch in ("sm_90", "interpreter")
+            and (query.element_size() == 2 or self.arch == "interpreter")
+            and has.fold
+            and not (any(others) or tile.wide)
+            and self.head_block <= 128
+            and all(x.numel() and x.stride(2) > 0 and x.shape[3] % 8 == 0 for x in tensors)
+            and all(n % 8 == 0 for x in tensors for n in x.stride()[:3])
+            and not any(x.data_ptr() & 15 for x in tensors)
+        )
 
 
 class _Decode(_Plan):

@@ -6,7 +6,6 @@ What a call launches follows from the shapes, strides, dtypes and options of its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 

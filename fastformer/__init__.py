@@ -10,7 +10,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 
 from fastformer.backends import current_backend, use_backend
 from fastformer.cache import DecoderCache, KVCache, PagedKVCache
-from fastformer.decoding import greedy_decode
+from fastformer.decoding import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
     attention_weights,
@@ -73,6 +73,7 @@ __all__ = [
     "EncoderLayer",
     "Explanation",
     "Generator",
+    "Hypotheses",
     "KVCache",
     "LabelSmoothing",
     "LayerNorm",
@@ -90,6 +91,7 @@ __all__ = [
     "accelerate",
     "attention",
     "attention_weights",
+    "beam_search",
     "clones",
     "cross_entropy",
     "current_backend",
@@ -111,6 +113,7 @@ __all__ = [
     "restore",
     "rms_norm",
     "run_epoch",
+    "sample",
     "scaled_dot_product_attention",
     "sdpa_override",
     "subsequent_mask",

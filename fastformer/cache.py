@@ -373,6 +373,16 @@ class PagedKVCache(_Rows):
         self._tables: list[list[int]] = [[] for _ in range(batch)]
         self._held = [0] * batch  # positions
 
+    def add_pages(self, pages: int) -> None:
+        """Add pages, in buffers that are new."""
+        require_size(pages=pages)
+        self.key_pages, self.value_pages = (
+            torch.cat([x, x.new_zeros(pages, *x.shape[1:])])
+            for x in (self.key_pages, self.value_pages)
+        )
+        self._free[:0] = reversed(range(len(self._uses), len(self._uses) + pages))
+        self._uses += [0] * pages
+
     @property
     def page_size(self) -> int:
         return self.key_pages.shape[1]
@@ -676,6 +686,17 @@ class LayerCache:
         own.append(key, value)
         self.own = own
 
+    def reorder(self, index: Tensor, same_memory: bool = False) -> None:
+        """Reorder both as `KVCache.reorder` does; same_memory leaves that of the memory."""
+        own = self.own
+        if own is not None:
+            rows = len(own.lengths)
+            own.reorder(index)
+            if isinstance(own, PagedKVCache) and self._pages is None and len(index) > rows:
+                own.add_pages((len(index) - rows) * own.block_table.shape[1])
+        if not same_memory:
+            self.memory.reorder(index)
+
     def _made(self, key: Tensor, value_dim: int) -> KVCache | PagedKVCache:
         batch, heads, _, dim = key.shape
         like: dict[str, Any] = dict(dtype=key.dtype, device=key.device)
@@ -757,23 +778,28 @@ class DecoderCache:
         return 0
 
     def reorder(self, index: Tensor, same_memory: bool = False) -> None:
-        """Let row i hold what row index[i] holds; index as in `KVCache.reorder`.
+        """Let row i hold what row index[i] holds.
 
-        same_memory: whether both rows belong to one source, so that its keys can stay.
+        index: as in `KVCache.reorder`. same_memory: whether both rows have one source, so that the
+        keys of the memory can stay.
         """
         for layer in self.layers:
-            if layer.own is not None:
-                layer.own.reorder(index)
-            if not same_memory:
-                layer.memory.reorder(index)
+            layer.reorder(index, same_memory)
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the positions from `length` on, as `KVCache.crop` does."""
         for own in self._own():
             own.crop(length)
 
-    def reset(self) -> None:
-        """Forget all positions and the memory. The buffers stay, for a batch of the same size."""
+    def reset(self, batch: int | None = None) -> None:
+        """Forget all positions and the memory. The buffers stay, but for another batch, if given.
+
+        Raises ValueError if batch is below 1, TypeError if it is not an int.
+        """
+        if batch is not None:
+            require_size(batch=batch)
+            if any(len(own.lengths) != batch for own in self._own()):
+                self.layers = []
         for layer in self.layers:
             if layer.own is not None:
                 layer.own.reset()

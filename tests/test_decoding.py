@@ -1,10 +1,26 @@
-"""greedy_decode against a model whose next symbol is known, and against a loop written out."""
+"""Decoding against models whose next symbol is known, loops written out, and all sequences.
+
+With a cache each search gives what it gives when all tokens are computed again at each step.
+"""
+
+import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from fastformer import PositionalEncoding, greedy_decode, make_model, subsequent_mask, use_backend
+import fastformer as ff
+from fastformer import (
+    DecoderCache,
+    PositionalEncoding,
+    beam_search,
+    greedy_decode,
+    make_model,
+    sample,
+    subsequent_mask,
+    use_backend,
+)
 
 
 class Counting(nn.Module):
@@ -72,6 +88,11 @@ def test_it_is_refused_before_the_first_step(monkeypatch):
     with pytest.raises(ValueError, match="start_symbol is 7; expected a token of the 7"):
         greedy_decode(model, src, None, 5, 7)
     assert not steps
+    with pytest.raises(ValueError, match="end_symbol is 7; expected a token of the 7"):
+        beam_search(model, src, None, 5, 1, end_symbol=7)
+    with pytest.raises(ValueError, match="pad_symbol is 9; expected a token of the 7"):
+        sample(model, src, None, 5, 1, end_symbol=6, pad_symbol=9)
+    assert len(steps) == 2  # the sources are encoded first
     monkeypatch.undo()
     assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
 
@@ -119,3 +140,308 @@ def test_bad_input_is_named(src, max_len, start, error, message):
     model = make_model(10, 10, 1, 8, 8, 2)
     with pytest.raises(error, match=message):
         greedy_decode(model, src, None, max_len, start)
+
+
+# ---------------------------------------------------------------------------- with a cache or not
+
+
+def translator(vocabulary=11, layers=2, seed=5, **options):
+    torch.manual_seed(seed)
+    model = make_model(vocabulary, vocabulary, layers, 16, 32, 2, 0.1, **options).eval()
+    with torch.no_grad():
+        for p in model.decoder.parameters():
+            p.mul_(2 if p.dim() == 2 else 1)  # so that the tokens vary
+    return model
+
+
+def sources(device="cpu"):
+    src = torch.tensor([[1, 4, 9, 2, 7], [1, 8, 3, 0, 0], [5, 6, 0, 0, 0]], device=device)
+    return src, (src != 0).unsqueeze(-2)
+
+
+SEARCHES = {
+    "greedy": lambda *a, **o: greedy_decode(*a, **o),
+    "sample": lambda *a, **o: sample(*a, seed=3, top_k=5, **o),
+    "beams": lambda *a, **o: beam_search(*a, beams=3, n_best=2, **o).tokens,
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("end", [None, 7])
+@pytest.mark.parametrize("form", [{}, dict(norm="rms", kv_heads=1, learned_positions=True)])
+def test_with_a_cache_the_tokens_are_the_same(search, end, form, device):
+    model, (src, mask) = translator(**form).to(device), sources(device)
+    want = search(model, src, mask, 20, 1, end_symbol=end, cache=False)
+    for cache in (True, DecoderCache(19), DecoderCache(20, page_size=16)):
+        assert torch.equal(search(model, src, mask, 20, 1, end_symbol=end, cache=cache), want)
+    assert len(want.unique()) > 2  # which says something
+
+
+def test_a_decoder_without_layers_has_nothing_to_keep():
+    model, (src, mask) = translator(layers=0), sources()
+    want = greedy_decode(model, src, mask, 6, 1, cache=False)
+    assert torch.equal(greedy_decode(model, src, mask, 6, 1), want)
+
+
+def test_a_cache_can_be_used_again():
+    model, (src, mask) = translator(), sources()
+    cache = DecoderCache(9)
+    want = greedy_decode(model, src, mask, 10, 1)
+    assert torch.equal(greedy_decode(model, src, mask, 10, 1, cache=cache), want)
+    kept = cache.layers[0].own.key
+    assert torch.equal(greedy_decode(model, src, mask, 10, 1, cache=cache), want)
+    assert cache.layers[0].own.key is kept
+    assert torch.equal(greedy_decode(model, src[:2], mask[:2], 8, 1, cache=cache), want[:2, :8])
+
+
+def test_each_token_is_computed_once(monkeypatch):
+    """And with a model that takes no cache, all of them at each step."""
+    model, (src, mask) = translator(), sources()
+    lengths = []
+    model.decoder.layers[0].self_attn.linears[1].register_forward_hook(
+        lambda module, inputs, output: lengths.append(inputs[0].shape[1])
+    )
+    want = greedy_decode(model, src, mask, 6, 1)
+    assert lengths == [1] * 5
+    lengths.clear()
+
+    class Layer(ff.DecoderLayer):
+        def forward(self, x, memory, src_mask, tgt_mask):
+            return super().forward(x, memory, src_mask, tgt_mask)
+
+    for layer in model.decoder.layers:
+        layer.__class__ = Layer
+    assert torch.equal(greedy_decode(model, src, mask, 6, 1), want)
+    assert lengths == [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="cache is a DecoderCache, and a module"):
+        greedy_decode(model, src, mask, 6, 1, cache=DecoderCache(9))
+
+
+def test_a_row_ends_at_its_end_symbol():
+    """Rows that count up to 7 in steps of their own, and the loop stops when all have."""
+    model, src = Counting(), torch.tensor([[1], [2], [5]])
+    steps = []
+    model.register_forward_pre_hook(lambda *_: None)
+    generator = model.generator
+    model.generator = lambda x: steps.append(1) or generator(x)
+    tokens = greedy_decode(model, src, None, 12, 1, end_symbol=7, pad_symbol=0)
+    assert tokens[:2].tolist() == [[1, 2, 3, 4, 5, 6, 7] + [0] * 5, [1, 3, 5, 7] + [0] * 8]
+    assert tokens[2].tolist() == [1, 6] * 6 and len(steps) == 11  # it never ends
+    steps.clear()
+    tokens = greedy_decode(model, src[:2], None, 12, 1, end_symbol=7)
+    assert tokens.tolist() == [[1, 2, 3, 4, 5, 6] + [7] * 6, [1, 3, 5] + [7] * 9]
+    assert len(steps) == 6
+
+
+def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
+    """As on a GPU, where a look waits for the device: more steps, and the same tokens."""
+    model, (src, mask) = translator(seed=6), sources()
+    want = greedy_decode(model, src, mask, 40, 1, end_symbol=7)
+    looks = []
+    monkeypatch.setattr(ff.decoding, "_looks", lambda tokens, i: looks.append(i) or i % 16 == 15)
+    assert torch.equal(greedy_decode(model, src, mask, 40, 1, end_symbol=7), want)
+    beams = beam_search(model, src, mask, 40, 1, end_symbol=7, n_best=3)
+    monkeypatch.undo()
+    for x, y in zip(beams, beam_search(model, src, mask, 40, 1, end_symbol=7, n_best=3)):
+        assert torch.equal(x, y)
+
+
+# -------------------------------------------------------------------------------------- beam search
+
+
+def log_probabilities(model, src, mask, tokens):
+    """log p of each token after the first."""
+    out = model(src, tokens, mask, subsequent_mask(tokens.shape[1]))
+    scores = model.generator(out)[:, :-1]
+    return scores.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def exhaustive(model, src, mask, new, end, alpha):
+    """Every sequence that ends, and every one of `new` tokens that does not, the best first."""
+    vocabulary = range(model.generator.proj.out_features)
+    found = []
+    with torch.no_grad():
+        for n in range(1, new + 1):
+            sequences = [
+                y for y in itertools.product(vocabulary, repeat=n)
+                if end not in y[:-1] and (y[-1] == end or n == new)
+            ]  # fmt: skip
+            tokens = torch.tensor([(1, *y) for y in sequences])
+            many = [x.expand(len(tokens), *x.shape[1:]) for x in (src, mask)]
+            scores = log_probabilities(model, *many, tokens).sum(1) / ((5 + n) / 6) ** alpha
+            found += zip(scores.tolist(), sequences)
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("cache", [True, False])
+def test_enough_beams_find_the_best_of_all_sequences(alpha, cache):
+    model, end, new = translator(4, 1, seed=2), 3, 4
+    with torch.no_grad():
+        model.generator.proj.weight *= 3  # far from uniform
+    src = torch.tensor([[1, 2, 3], [2, 1, 1]])
+    mask = torch.ones(2, 1, 3, dtype=torch.bool)
+    found = beam_search(
+        model, src, mask, new + 1, 1, end_symbol=end, pad_symbol=0, beams=64, alpha=alpha,
+        n_best=9, cache=cache,
+    )  # fmt: skip
+    for b in range(2):
+        for j, (score, y) in enumerate(
+            exhaustive(model, src[b : b + 1], mask[b : b + 1], new, end, alpha)[:9]
+        ):
+            assert found.lengths[b, j] == 1 + len(y)
+            assert found.tokens[b, j].tolist() == [1, *y] + [0] * (new - len(y))
+            assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
+
+
+def beams_in_lists(model, src, mask, new, end, alpha, beams):
+    """Beam search of one source, written out."""
+    alive, finished = [(0.0, (1,))], []
+    for n in range(1, new + 1):
+        grown = []
+        for total, y in alive:
+            out = model(src, torch.tensor([y]), mask, subsequent_mask(len(y)))
+            scores = model.generator(out)[0, -1].tolist()
+            grown += [(total + s, (*y, v)) for v, s in enumerate(scores)]
+        grown = sorted(grown, reverse=True)[: 2 * beams]
+        ends = [(s / ((5 + n) / 6) ** alpha, y) for s, y in grown if y[-1] == end]
+        finished = sorted(finished + ends, reverse=True)[:beams]
+        alive = [(s, y) for s, y in grown if y[-1] != end][:beams]
+    ends = [(s / ((5 + new) / 6) ** alpha, y) for s, y in alive]
+    return sorted(finished + ends, reverse=True)[:beams]
+
+
+@pytest.mark.parametrize(("beams", "alpha"), [(1, 0.6), (2, 1.0), (3, 0.0), (5, 0.6)])
+def test_few_beams_are_the_search_written_out(beams, alpha):
+    model, (src, mask) = translator(seed=4), sources()
+    with torch.no_grad():
+        model.generator.proj.weight *= 2
+        found = beam_search(
+            model, src, mask, 7, 1, end_symbol=7, beams=beams, alpha=alpha, n_best=beams
+        )
+        for b in range(3):
+            row = slice(b, b + 1)
+            want = beams_in_lists(model, src[row], mask[row], 6, 7, alpha, beams)
+            for j, (score, y) in enumerate(want):
+                n = found.lengths[b, j]
+                assert found.tokens[b, j, :n].tolist() == list(y)
+                assert (found.tokens[b, j, n:] == 7).all()
+                assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
+
+
+def test_one_beam_is_greedy():
+    model, (src, mask) = translator(), sources()
+    want = greedy_decode(model, src, mask, 9, 1)
+    found = beam_search(model, src.int(), mask, 9, 1, beams=1)
+    assert torch.equal(found.tokens[:, 0], want.int()) and found.tokens.dtype == torch.int32
+    assert found.lengths.tolist() == [[9]] * 3
+
+
+def test_more_beams_than_sequences():
+    """Of three tokens there are three sequences of one; the others have no score."""
+    model = translator(3)
+    src = torch.tensor([[1, 2]])
+    found = beam_search(model, src, None, 2, 1, end_symbol=2, beams=5, n_best=5)
+    assert found.scores.isfinite().tolist() == [[True] * 3 + [False] * 2]
+    assert sorted(found.tokens[0, :3, 1].tolist()) == [0, 1, 2]
+    found = beam_search(model, src, None, 1, 1, beams=2)
+    assert found.tokens.tolist() == [[[1]]] and found.scores.tolist() == [[0.0]]
+
+
+# ------------------------------------------------------------------------------------------- sample
+
+
+class Loaded(nn.Module):
+    """A model that gives the same distribution at each step."""
+
+    def __init__(self, probabilities):
+        super().__init__()
+        self.scores = torch.tensor(probabilities).log()
+
+    def encode(self, src, src_mask):
+        return src
+
+    def decode(self, memory, src_mask, tgt, tgt_mask):
+        return tgt[..., None].float()
+
+    def generator(self, x):
+        return self.scores.expand(len(x), -1)
+
+
+P = [0.1, 0.4, 0.2, 0.05, 0.25]
+DISTRIBUTIONS = [
+    ({}, P),
+    (dict(temperature=0.5), [p**2 / sum(q**2 for q in P) for p in P]),
+    (dict(top_k=2), [0, 0.4 / 0.65, 0, 0, 0.25 / 0.65]),
+    (dict(top_k=9), P),
+    (dict(top_p=0.39), [0, 1, 0, 0, 0]),
+    (dict(top_p=0.6), [0, 0.4 / 0.65, 0, 0, 0.25 / 0.65]),
+    (dict(top_p=0.7), [0, 0.4 / 0.85, 0.2 / 0.85, 0, 0.25 / 0.85]),
+    (dict(top_p=1.0), P),
+    (dict(top_p=1e-9), [0, 1, 0, 0, 0]),
+    # two thirds of what top_k leaves are one token
+    (dict(top_k=2, top_p=0.6), [0, 1, 0, 0, 0]),
+    (dict(temperature=2.0, top_k=3), [0, *(p**0.5 / sum(P[i]**0.5 for i in (1, 2, 4))
+                                           if p in (0.4, 0.2, 0.25) else 0 for p in P[1:])]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "want"), DISTRIBUTIONS)
+def test_tokens_are_drawn_from_the_distribution(options, want):
+    """Within five standard deviations of the counts; what is left out is never drawn."""
+    n = 40000
+    src = torch.zeros(n // 4, 1, dtype=torch.long)
+    tokens = sample(Loaded(P), src, None, 5, 1, seed=0, **options)[:, 1:]
+    for v, p in enumerate(want):
+        share = (tokens == v).float().mean().item()
+        assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / n) + 1e-6
+
+
+def test_a_seed_draws_the_same_tokens():
+    src = torch.zeros(50, 1, dtype=torch.long)
+    one, same, other = (sample(Loaded(P), src, None, 9, 1, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    torch.manual_seed(4)
+    one, other = sample(Loaded(P), src, None, 9, 1), sample(Loaded(P), src, None, 9, 1)
+    torch.manual_seed(4)
+    assert torch.equal(sample(Loaded(P), src, None, 9, 1), one) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "message"),
+    [
+        (sample, dict(temperature=0), ValueError, "temperature is 0.0; expected a positive"),
+        (sample, dict(temperature=-1.0), ValueError, "temperature is -1.0"),
+        (sample, dict(temperature=math.inf), ValueError, "temperature is inf"),
+        (sample, dict(temperature="hot"), TypeError, "temperature is a str"),
+        (sample, dict(top_k=0), ValueError, "top_k is 0; expected 1 or more"),
+        (sample, dict(top_k=1.5), TypeError, "top_k is a float"),
+        (sample, dict(top_p=0), ValueError, r"top_p is 0.0; expected a number in \(0, 1\]"),
+        (sample, dict(top_p=1.01), ValueError, "top_p is 1.01"),
+        (sample, dict(top_p=math.nan), ValueError, "top_p is nan"),
+        (sample, dict(seed=1.0), TypeError, "seed is a float"),
+        (sample, dict(seed=2**64), ValueError, "seed is 18446744073709551616"),
+        (beam_search, dict(beams=0), ValueError, "beams is 0; expected 1 or more"),
+        (beam_search, dict(beams=2.0), TypeError, "beams is a float"),
+        (beam_search, dict(n_best=5), ValueError, "n_best is 5; expected at most the beams, 4"),
+        (beam_search, dict(n_best=0), ValueError, "n_best is 0"),
+        (
+            beam_search,
+            dict(alpha=-0.1),
+            ValueError,
+            "alpha is -0.1; expected a number from 0 to 32",
+        ),
+        (beam_search, dict(alpha=math.nan), ValueError, "alpha is nan"),
+        (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* token of the 10"),
+        (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
+        (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),
+        (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token of the 10"),
+        (greedy_decode, dict(cache="yes"), TypeError, "cache is 'yes'; expected True or False"),
+        (greedy_decode, dict(cache=DecoderCache(1)), ValueError, "cache has a capacity of 1; .* 2"),
+        (greedy_decode, dict(start_symbol=None), ValueError, "start_symbol is None; expected the"),
+    ],
+)
+def test_bad_options_are_named(function, options, error, message):
+    model = make_model(10, 10, 1, 8, 8, 2)
+    with pytest.raises(error, match=message):
+        function(model, ids, None, 3, **{"start_symbol": 1, **options})

@@ -153,6 +153,13 @@ def decoded():
     )  # fmt: skip
 
 
+def search():
+    return dict(
+        model=model(), src=ids(B, S), src_mask=torch.ones(B, 1, S), max_len=4, start_symbol=1,
+        end_symbol=2, pad_symbol=0, cache=True,
+    )  # fmt: skip
+
+
 # name: the function, made anew for each test, and the arguments of a call that is right
 CALLS = {
     "attention": lambda: (ff.attention, lambda: dict(
@@ -224,8 +231,11 @@ CALLS = {
         pages=3, page_size=16, heads=H, head_dim=D, value_dim=D, batch=B, blocks=2,
         dtype=torch.float32, device="cpu")),
     "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S, page_size=16, pages=3)),
-    "greedy_decode": lambda: (ff.greedy_decode, lambda: dict(
-        model=model(), src=ids(B, S), src_mask=torch.ones(B, 1, S), max_len=4, start_symbol=1)),
+    "greedy_decode": lambda: (ff.greedy_decode, search),
+    "sample": lambda: (
+        ff.sample, lambda: dict(**search(), temperature=0.5, top_k=3, top_p=0.5, seed=1)),
+    "beam_search": lambda: (
+        ff.beam_search, lambda: dict(**search(), beams=3, alpha=0.5, n_best=2)),
     "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
     "Batch.make_std_mask": lambda: (ff.Batch.make_std_mask, lambda: dict(tgt=ids(B, T), pad=0)),
     "Batch.to": lambda: (batch().to, lambda: dict(device="cpu", non_blocking=True)),
@@ -268,9 +278,10 @@ def use_backend(name):
         pass
 
 
+SEARCHES = "greedy_decode", "sample", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
-    "a result": ["Explanation", "Report", "Tuning"],
+    "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 
@@ -358,11 +369,11 @@ LEGITIMATE = {
     "a bias that is left out": ["*.b None", "*.b_1 None", "*.b_2 None", "dropout_add*.bias None"],
     "a term that is left out": ["embed.positional None"],
     "no norm follows the last layer": ["Encoder.norm None", "Decoder.norm None"],
-    "nothing is masked": ["*coder*.*mask None", "greedy_decode.src_mask None"],
+    "nothing is masked": ["*coder*.*mask None", *[f"{of}.src_mask None" for of in SEARCHES]],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")
         for of in ("*coder*.tgt_", "MultiHeadedAttention.[fc]*.")],
     "a mask of floats may hold 0 and 1": [f"{of}mask half" for of in (
-        "attention.", "EncoderDecoder.forward.src_", "greedy_decode.src_")],
+        "attention.", "EncoderDecoder.forward.src_", *(f"{of}.src_" for of in SEARCHES))],
     "a factor may be any number, and its NaN reaches the output": [
         f"{op}.scale {kind}" for op in ("*attention*", "embed")
         for kind in ("NaN", "negative", "too large")
@@ -391,6 +402,8 @@ LEGITIMATE = {
     "slopes are of any floating dtype": ["*.alibi_slopes half"],
     "log-probabilities are of any floating dtype": ["LabelSmoothing.forward.x half"],
     "a huge eps only makes the output small": ["*norm.eps too large", "*Norm.eps too large"],
+    "a huge temperature only flattens": ["sample.temperature too large"],
+    "every 64 bits seed torch's generator": ["sample.seed negative"],
     "a huge softcap caps nothing": ["*.softcap too large"],
     "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative",
         "make_*.padding_idx negative"],
@@ -410,7 +423,11 @@ NAMED = {
     "target": ["*cross_entropy.* wrong rank", "*cross_entropy.* empty", "SimpleLossC*__call__.y *"],
     "normalized_shape": ["dropout_add_layer_norm.weight *"],
     "mask": ["*.src_mask *", "*.tgt_mask *"],
-    "tokens": ["EncoderDecoder.forward.??? *", "EncoderDecoder.forward.src *", "greedy_*.src *"],
+    "tokens": [
+        "EncoderDecoder.forward.??? *",
+        "EncoderDecoder.forward.src *",
+        *[f"{of}.src *" for of in SEARCHES],
+    ],
     "x": ["EncoderDecoder.forward.??? *"],
     "input": [
         "*Norm.forward.x *",

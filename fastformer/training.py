@@ -377,6 +377,79 @@ def run_epoch(
             loss_compute or a report that cannot be called; an optimizer or a scheduler that has no
             step(); a progress that is not True, False or None.
     """
+    _require_epoch(data, model, loss_compute, optimizer, scheduler)
+    if report is not None:
+        require_callable("a function of batches, loss and tokens per second", report=report)
+    require_size(report_every=report_every)
+    if progress is None:
+        progress = sys.stdout.isatty()
+        if report is None and not progress:
+            report = _print_line
+    require_flag("progress", progress)
+    meter, step = _Meter(), 0
+    bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
+
+    def look() -> None:
+        per_token, per_second = meter.read()
+        bar.set_postfix_str(f"loss {per_token:.4f}, {per_second:,.0f} tokens/s")
+        if report is not None:
+            report(step, per_token, per_second)
+
+    with torch.set_grad_enabled(optimizer is not None), bar:
+        for step, batch in enumerate(bar, 1):
+            _require_target(step, batch)
+            output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+            loss = loss_compute(output, batch.tgt_y, batch.ntokens)
+            if optimizer is not None:
+                _update(loss, optimizer, scheduler)
+            meter.add(loss.detach(), batch.ntokens)
+            if step % report_every == 0:
+                look()
+        if step % report_every:
+            look()
+    if step == 0:
+        raise ValueError("data holds no batch")
+    return meter.loss / max(meter.tokens, 1)
+
+
+def _update(loss: Tensor, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Take a step of the optimizer, and one of the scheduler after it."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+class _Meter:
+    """The loss and the tokens of an epoch. What was added since the last read is on the device."""
+
+    def __init__(self) -> None:
+        self.loss, self.tokens = 0.0, 0  # up to the last read
+        self._loss = self._tokens = torch.zeros(())
+        self._started = time.perf_counter()
+
+    def add(self, per_token: Tensor, tokens: Tensor) -> None:
+        """Add a batch, without a wait for the device."""
+        device = per_token.device
+        self._loss = self._loss.to(device) + per_token.float() * tokens
+        self._tokens = self._tokens.to(device) + tokens
+
+    def read(self) -> tuple[float, float]:
+        """Wait for the device; return the loss per token and the tokens per second since the last
+        read.
+        """
+        loss, tokens, now = float(self._loss), int(self._tokens), time.perf_counter()
+        seconds = now - self._started
+        self.loss, self.tokens, self._started = self.loss + loss, self.tokens + tokens, now
+        self._loss, self._tokens = torch.zeros_like(self._loss), torch.zeros_like(self._tokens)
+        return loss / max(tokens, 1), tokens / seconds
+
+
+def _require_epoch(
+    data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
+) -> None:
+    """Require what `run_epoch` computes with."""
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -386,56 +459,15 @@ def run_epoch(
     for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
         if x is not None and not callable(getattr(x, "step", None)):
             raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")
-    if report is not None:
-        require_callable("a function of batches, loss and tokens per second", report=report)
-    require_size(report_every=report_every)
-    if progress is None:
-        progress = sys.stdout.isatty()
-        if report is None and not progress:
-            report = _print_line
-    require_flag("progress", progress)
 
-    total_loss, total_tokens, step, reported = 0.0, 0, 0, 0
-    loss_sum = tokens = torch.zeros(())  # since the last report, on the device
-    started = time.perf_counter()
-    bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
-    def look() -> None:  # waits for the device
-        nonlocal total_loss, total_tokens, loss_sum, tokens, started, reported
-        loss, count = float(loss_sum), int(tokens)
-        now = time.perf_counter()
-        total_loss, total_tokens = total_loss + loss, total_tokens + count
-        per_token, per_second = loss / max(count, 1), count / (now - started)
-        loss_sum, tokens = torch.zeros_like(loss_sum), torch.zeros_like(tokens)
-        started, reported = now, step
-        bar.set_postfix_str(f"loss {per_token:.4f}, {per_second:,.0f} tokens/s")
-        if report is not None:
-            report(step, per_token, per_second)
-
-    with torch.set_grad_enabled(optimizer is not None), bar:
-        for step, batch in enumerate(bar, 1):
-            if not hasattr(batch, "tgt_mask"):
-                kind = type(batch).__name__
-                raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")
-            if batch.tgt is None or batch.tgt_y is None or batch.ntokens is None:
-                raise ValueError(f"batch {step} of data has no target")
-            output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
-            loss = loss_compute(output, batch.tgt_y, batch.ntokens)
-            if optimizer is not None:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
-            loss_sum = loss_sum.to(loss.device) + loss.detach().float() * batch.ntokens
-            tokens = tokens.to(loss.device) + batch.ntokens
-            if step % report_every == 0:
-                look()
-        if step > reported:
-            look()
-    if step == 0:
-        raise ValueError("data holds no batch")
-    return total_loss / max(total_tokens, 1)
+def _require_target(step: int, batch: object) -> None:
+    """Require a `Batch` that has a target."""
+    if not hasattr(batch, "tgt_mask"):
+        kind = type(batch).__name__
+        raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")
+    if any(getattr(batch, name, None) is None for name in ("tgt", "tgt_y", "ntokens")):
+        raise ValueError(f"batch {step} of data has no target")
 
 
 def _print_line(step: int, loss: float, tokens_per_second: float) -> None:

@@ -108,6 +108,11 @@ def measure(
                 taken = attempt(candidate, functools.partial(timer, candidate.call))
                 seconds[candidate.name].append(taken)
     us = {n: round(1e6 * statistics.median(s), 3) for n, s in seconds.items() if n not in dropped}
+    return _entry(job, us, dropped)
+
+
+def _entry(job: Job, us: dict[str, float], dropped: dict[str, str]) -> Entry:
+    """Choose the fastest candidate; the first one where it ties with the fastest."""
     able = [c.name for c in job.candidates if c.name in us and not c.baseline]
     choice = min(able, key=us.__getitem__, default=None)
     if choice is None:
@@ -270,12 +275,12 @@ def supervise(
     """
     deadline = time.monotonic() + seconds
     while True:
-        running: tuple[Class, str] | None = None
-        group, heard, reason = -1, False, ""
+        report, reason = _Report(work, keep, step), ""
         one = _Worker(work)
         try:
             while True:
-                left, patience = deadline - time.monotonic(), silence if heard else STARTING
+                left = deadline - time.monotonic()
+                patience = silence if report.begun else STARTING
                 if left <= 0:
                     return False
                 try:
@@ -287,28 +292,45 @@ def supervise(
                     continue
                 if message is None:
                     break
-                what, *rest = message
-                heard = True
-                if what == "end":
+                if message[0] == "end":
                     return True
-                if what == "group":
-                    group, running = rest[0], None
-                    step(group)
-                elif what == "try":
-                    running = (rest[0], rest[1]), rest[2]
-                elif what == "skip":
-                    work.skipped[rest[0]] = rest[1]
-                elif what == "entry":
-                    key, entry = (rest[0], rest[1]), Entry(*rest[2:])
-                    work.done[key], running = entry, None
-                    keep(key, entry)
+                report.take(*message)
         finally:
             ended = one.end()
-        reason = reason or f"it crashes: {ended}"
-        if running is not None:
-            key, name = running
-            work.failed.setdefault(key, {})[name] = reason
-        elif group >= 0:
-            work.skipped[group] = reason
+        report.blame(reason or f"it crashes: {ended}", ended)
+
+
+class _Report:
+    """What a worker has reported: the group that it is in, and the candidate that runs."""
+
+    def __init__(
+        self, work: Work, keep: Callable[[Class, Entry], None], step: Callable[[int], None]
+    ) -> None:
+        self.work, self.keep, self.step = work, keep, step
+        self.begun, self.group = False, -1
+        self.running: tuple[Class, str] | None = None
+
+    def take(self, what: str, *rest: Any) -> None:
+        """Take a message of the worker's."""
+        self.begun = True
+        if what == "group":
+            self.group, self.running = rest[0], None
+            self.step(self.group)
+        elif what == "try":
+            self.running = (rest[0], rest[1]), rest[2]
+        elif what == "skip":
+            self.work.skipped[rest[0]] = rest[1]
+        elif what == "entry":
+            key, entry = (rest[0], rest[1]), Entry(*rest[2:])
+            self.work.done[key], self.running = entry, None
+            self.keep(key, entry)
+
+    def blame(self, reason: str, ended: str) -> None:
+        """Note what the next worker leaves out, because this one has ended in it."""
+        if self.running is not None:
+            key, name = self.running
+            self.work.failed.setdefault(key, {})[name] = reason
+        elif self.group >= 0:
+            self.work.skipped[self.group] = reason
         else:
             raise RuntimeError(f"the process that measures does not start: {ended}")

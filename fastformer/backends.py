@@ -348,20 +348,19 @@ def run(op: str, **arguments: Any) -> Any:
                 return run(op, **arguments)
     backend = current_backend()
     choice = choose(op, arguments, backend)
-    if _state.explained is not None:
-        _state.explained.append(_with_figures(choice, arguments))
+    state = _state
+    if state.explained is not None:
+        state.explained.append(_with_figures(choice, arguments))
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
-    if _state.on_choice is not None:
-        _state.on_choice(_with_figures(choice, arguments))
-        if _state.on_call is not None:
-            _state.on_call(op, arguments)
-    if choice.backend == "triton":
-        return autograd.apply(op, arguments)
-    if choice.backend != "reference":
-        return autograd.apply(op, arguments, choice.backend)
-    if backend == "auto" and not torch.compiler.is_compiling():
-        _log_once(choice)
-    return getattr(reference, op)(**arguments)
+    if state.on_choice is not None:
+        state.on_choice(_with_figures(choice, arguments))
+        if state.on_call is not None:
+            state.on_call(op, arguments)
+    if choice.backend == "reference":
+        if backend == "auto" and not torch.compiler.is_compiling():
+            _log_once(choice)
+        return getattr(reference, op)(**arguments)
+    return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

@@ -20,7 +20,7 @@ from fastformer import reference
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_STRIDED, _autocasts = torch.strided, torch._C._is_any_autocast_enabled
+STRIDED, autocasts = torch.strided, torch._C._is_any_autocast_enabled
 INTS, FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 
 
@@ -33,7 +33,7 @@ def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
     """Require a dense tensor, whose elements lie in memory by their strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
-    if x.layout is not _STRIDED or x.is_nested:
+    if x.layout is not STRIDED or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} is a {kind} tensor; expected a dense one (to_dense, to_padded)")
 
@@ -44,7 +44,7 @@ def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) 
     for name, x in tensors.items():
         if x is None and name in optional:
             continue
-        if not isinstance(x, Tensor) or x.layout is not _STRIDED or x.is_nested:
+        if not isinstance(x, Tensor) or x.layout is not STRIDED or x.is_nested:
             require_tensor(name, x)
         assert x is not None
         if first is None:
@@ -140,7 +140,7 @@ def seed_tensor(
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype of the surrounding torch.autocast on the device of x, or None."""
-    if not _autocasts():
+    if not autocasts():
         return None
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -150,7 +150,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast tensors to the dtype of the surrounding torch.autocast, if any; float64 stays."""
-    if not _autocasts():
+    if not autocasts():
         return tensors
     first = next((x for x in tensors if isinstance(x, Tensor)), None)
     dtype = None if first is None else autocast_dtype(first)

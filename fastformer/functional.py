@@ -26,10 +26,13 @@ from torch import Tensor
 
 from fastformer import backends, reference
 from fastformer.checks import (
+    FLOATING,
     INTEGERS,
     INTS,
+    STRIDED,
     autocast,
     autocast_dtype,
+    autocasts,
     may_read,
     require_choice,
     require_device,
@@ -72,6 +75,7 @@ __all__ = [
 
 
 ALIGNMENTS = ("top_left", "bottom_right")
+Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
 
 
 @backends.operation(kernel="attention")
@@ -170,17 +174,19 @@ def scaled_dot_product_attention(
     architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
     Sinks".
     """
-    query, key, value = autocast(query, key, value)
-    require_floating(query=query, key=key, value=value)
-    three = query.dim() == 3
-    if not query.dim() == key.dim() == value.dim() == 4:
+    three = False
+    if not _are_heads(query, key, value):
+        query, key, value = autocast(query, key, value)
+        require_floating(query=query, key=key, value=value)
+        three = query.dim() == 3
         query, key, value = _with_heads(three, query=query, key=key, value=value)
-    if attn_mask is not None or bias is not None:
-        attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], three)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
-    scale = _require_attention(query, key, value, scale, enable_gqa)
+    scale, scores = _require_attention(query, key, value, scale, enable_gqa)
+    if attn_mask is not None or bias is not None:
+        attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, three)
     if key_lengths is not None:
-        _require_lengths(key_lengths, query, key.shape[2])
+        _require_lengths(key_lengths, query, scores[3])
+        key_lengths = key_lengths.contiguous()
     p = require_probability("dropout_p", dropout_p)
     attention = Attention(
         attn_mask,
@@ -188,13 +194,13 @@ def scaled_dot_product_attention(
         require_flag("is_causal", is_causal),
         scale,
         bias,
-        None if key_lengths is None else key_lengths.contiguous(),
-        _window(window),
+        key_lengths,
+        None if window is None else _window(window),
         require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        _slopes(alibi_slopes, query),
-        _softcap(softcap),
-        _sinks(sinks, query),
-        seed_tensor(dropout_seed, p, query.device),
+        None if alibi_slopes is None else _slopes(alibi_slopes, query),
+        None if softcap is None else _softcap(softcap),
+        None if sinks is None else _sinks(sinks, query),
+        None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
     )
     result = backends.run(
         "scaled_dot_product_attention",
@@ -264,7 +270,7 @@ def packed_attention(
         if x.dim() != 3:
             raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    scale = _require_attention(q, k, v, scale, True)
+    scale, _ = _require_attention(q, k, v, scale, True)
     for name, cu, x_name, x, longest in (
         ("cu_seqlens_q", cu_seqlens_q, "query", query, max_q),
         ("cu_seqlens_k", cu_seqlens_k, "key", key, max_k),
@@ -421,12 +427,12 @@ def attention_weights(
     query, key = autocast(query, key)
     require_floating(query=query, key=key)
     query, key = _with_heads(False, query=query, key=key)
-    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, key.shape[2], False)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
-    scale = _require_attention(query, key, key, scale, enable_gqa)
+    scale, scores = _require_attention(query, key, key, scale, enable_gqa)
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, False)
     if key_lengths is not None:
-        _require_lengths(key_lengths, query, key.shape[2])
-    for name, x, n in (("rows", rows, query.shape[2]), ("heads", heads, query.shape[1])):
+        _require_lengths(key_lengths, query, scores[3])
+    for name, x, n in (("rows", rows, scores[2]), ("heads", heads, scores[1])):
         _require_index(name, x, n, query)
     attention = Attention(
         attn_mask,
@@ -444,6 +450,22 @@ def attention_weights(
     return reference.attention_weights(query, key, attention, rows, heads)
 
 
+def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether these are dense tensors [B, H, S, D] of one dtype and device, and not to be cast.
+
+    Most calls have such; one look at each costs a third of the checks that name what is wrong.
+    """
+    return (
+        type(query) is type(key) is type(value) is Tensor
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in FLOATING
+        and query.device == key.device == value.device
+        and query.layout is key.layout is value.layout is STRIDED
+        and query.dim() == key.dim() == value.dim() == 4
+        and not (query.is_nested or key.is_nested or value.is_nested or autocasts())
+    )
+
+
 def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
     """Return each as [B, H, S, D]; one head is added where the query has three dimensions."""
     for name, x in tensors.items():
@@ -457,9 +479,11 @@ def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
 
 def _require_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
-) -> float:
-    """Check the shapes [B, H, S, D] against each other, and return the scale or its default."""
-    batch, heads, _, dim = query.shape
+) -> tuple[float, Scores]:
+    """Check the shapes [B, H, S, D] against each other. Return the scale or its default, and the
+    shape of the scores.
+    """
+    batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
     value_batch, value_heads, value_length, value_dim = value.shape
     if key_batch != batch or value_batch != batch:
@@ -492,8 +516,10 @@ def _require_attention(
 
 def _default_scale(scale: float | None, dim: int) -> float:
     if scale is None:
-        return 1.0 / math.sqrt(max(1, dim))
-    return require_number("scale", scale, "a number or None")
+        scale = 1.0 / math.sqrt(max(1, dim))
+    else:
+        scale = require_number("scale", scale, "a number or None")
+    return scale, (batch, heads, q_length, k_length)
 
 
 def _require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
@@ -560,7 +586,7 @@ def _refuse_gradients(**tensors: Tensor | None) -> None:
 
 
 def _mask_and_bias(
-    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, k_length: int, three: bool
+    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, scores: Scores, three: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask and the bias, checked; a floating mask is the bias, and a mask or a bias
     [B, Sq, Sk] gets one head where the query has none.
@@ -568,25 +594,25 @@ def _mask_and_bias(
     bias_name = "bias"
     if attn_mask is not None:
         require_tensor("attn_mask", attn_mask)
-        if attn_mask.is_floating_point():
-            if bias is not None:
-                raise ValueError(
-                    f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
-                    "expected one of the two, or a boolean mask"
-                )
-            attn_mask, bias, bias_name = None, attn_mask, "attn_mask"
-        elif attn_mask.dtype != torch.bool:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = _broadcast("attn_mask", attn_mask, query, scores, three)
+        elif not attn_mask.is_floating_point():
             raise TypeError(
                 f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
                 "takes part, or a floating dtype, to be added to the scores"
             )
+        elif bias is not None:
+            raise ValueError(
+                f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
+                "expected one of the two, or a boolean mask"
+            )
         else:
-            attn_mask = _broadcast("attn_mask", attn_mask, query, k_length, three)
+            attn_mask, bias, bias_name = None, attn_mask, "attn_mask"
     if bias is not None:
         _require_bias(bias_name, bias, query)
-        if bias.dtype != torch.float32 and autocast_dtype(query) is not None:
+        if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
             bias = bias.to(query.dtype)
-        bias = _broadcast("bias", bias, query, k_length, three)
+        bias = _broadcast("bias", bias, query, scores, three)
     return attn_mask, bias
 
 
@@ -600,14 +626,12 @@ def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
         )
 
 
-def _broadcast(name: str, x: Tensor, query: Tensor, k_length: int, three: bool) -> Tensor:
+def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool) -> Tensor:
     if x.device != query.device:
         require_device(name, x, "query", query)
-    batch, heads, q_length, _ = query.shape
-    full = (batch, q_length, k_length) if three else (batch, heads, q_length, k_length)
-    shape = x.shape
+    shape, full = x.shape, scores[:1] + scores[2:] if three else scores
     fits = len(shape) <= len(full)
-    for have, want in zip(shape, full[len(full) - len(shape) :]):
+    for have, want in zip(reversed(shape), reversed(full)):
         fits = fits and (have == want or have == 1)
     if not fits:
         raise ValueError(

@@ -79,7 +79,7 @@ def eager(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Say whether the values of x can be read for free: it is an eager tensor on the CPU."""
-    return x.device.type == "cpu" and eager(x)
+    return x.is_cpu and eager(x)
 
 
 def philox(
@@ -288,7 +288,7 @@ def _visible(
         j = torch.arange(k_length, device=key.device)
     if key_lengths is not None:
         visible = keys = j < key_lengths.view(-1, 1, 1, 1)
-    for mask in (attention.attn_mask, None if bias is None else _left_by(bias.detach())):
+    for mask in (attention.attn_mask, None if bias is None else _left_by(bias)):
         if mask is None:
             continue
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
@@ -304,9 +304,16 @@ def _visible(
     return visible, keys
 
 
+# What a bias of each dtype holds at least where it masks out no key.
+_LEAST = {
+    dtype: max(MASKED_OUT, torch.finfo(dtype).min)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+}
+
+
 def _left_by(bias: Tensor) -> Tensor | None:
     """Return the keys that a bias does not mask out; None where these are known to be all."""
-    least = max(MASKED_OUT, torch.finfo(bias.dtype).min)
+    bias, least = bias.detach() if bias.requires_grad else bias, _LEAST[bias.dtype]
     if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
         return None
     return ~(bias < least)  # NaN stays
@@ -350,17 +357,6 @@ def _score_terms(
 def _finite(x: Tensor) -> bool:
     """Say whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
     return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
-
-
-def _near_zero(added: Tensor) -> bool:
-    """Say whether each row is known to add nothing large to some key, or to mask out all keys."""
-    if not readable(added):
-        return False
-    peak = added.detach().amax(-1)
-    low, high = map(float, peak.aminmax())
-    if low > -1e3 and high < 1e3:
-        return True
-    return bool(((peak.abs() < 1e3) | (peak == float("-inf"))).all())
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
@@ -429,10 +425,29 @@ def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
 
 def _is_plain(attention: Attention) -> bool:
     """Say whether at most a causal mask from the top left changes the scores."""
-    mask, _, is_causal, _, bias, lengths, window, alignment, slopes, *_ = attention
+    mask, _, is_causal, _, bias, lengths, window, alignment, slopes = attention[:9]
     if mask is not None or bias is not None or lengths is not None or window is not None:
         return False
     return slopes is None and not (is_causal and alignment == "bottom_right")
+
+
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
+    """Call torch's op with causality alone, a mask alone or a bias alone; return None for any other
+    description, and where key, value or result need more preparation.
+    """
+    mask, _, is_causal, scale, bias, lengths, window, alignment, slopes = attention[:9]
+    if lengths is not None or window is not None or slopes is not None:
+        return None
+    if mask is None and bias is None:
+        if is_causal and alignment == "bottom_right":
+            return None
+        return _plain(query, key, value, is_causal, scale)
+    if is_causal or not eager(query):
+        return None
+    if bias is None:
+        assert mask is not None
+        return _masked_attention(query, key, value, mask, scale)
+    return _biased_attention(query, key, value, bias, scale) if mask is None else None
 
 
 def _plain(
@@ -456,21 +471,6 @@ def _plain(
     return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
 
 
-def _under_one(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
-    """Call torch's op with a mask alone or a bias alone; return None for any other description, and
-    where key, value or result need more preparation.
-    """
-    mask, _, is_causal, scale, bias, lengths, window, _, slopes, *_ = attention
-    if is_causal or lengths is not None or window is not None or slopes is not None:
-        return None
-    if (mask is None) == (bias is None) or not eager(query):
-        return None
-    if mask is not None:
-        return _masked_attention(query, key, value, mask, scale)
-    assert bias is not None
-    return _biased_attention(query, key, value, bias, scale)
-
-
 _short_masks: dict[tuple[int, int, bool, torch.dtype], Tensor] = {}
 
 
@@ -491,37 +491,63 @@ def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) ->
     return mask
 
 
-def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
-) -> Tensor | None:
-    """Call torch's op with a boolean mask; return None where the result is not finite.
+def _holds_nan(x: Tensor) -> bool:
+    """Say whether an eager tensor on the CPU, not an empty one, holds NaN, or -inf: in one pass."""
+    return not float(x.detach().min() if x.requires_grad else x.min()) > float("-inf")
 
-    A finite result is right: a query that sees no key has zeros there, and no key that is masked
-    out for all has a share in it, whatever it holds.
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> Tensor | None:
+    """Call torch's op with a mask, boolean or of -inf; return None where the result holds NaN.
+
+    A result without NaN is right: a query that sees no key has zeros there, and no key that is
+    masked out for all has a share in it, whatever it holds.
     """
-    if visible.dim() < 2:
-        visible = visible.view(1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, visible, 0.0, scale=scale)
-    if out.requires_grad and visible.shape[-2] == 1 and not (_finite(key) and _finite(value)):
+    if mask.dim() < 2:
+        mask = mask.view(1, -1)
+    out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    if out.requires_grad and mask.shape[-2] == 1 and not (_finite(key) and _finite(value)):
         return None  # the gradients would not be finite
-    return out if _finite(out) else None
+    return None if _holds_nan(out) else out
 
 
 def _biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor | None:
-    """Call torch's op with a bias; return None where the bias masks out a key."""
-    if _left_by(bias.detach()) is not None:
+    """Call torch's op with a bias; return None where it masks out all keys of a query, and where
+    the gradient of torch's op would keep too few digits.
+    """
+    if not readable(bias) or (_differentiates(query, key, value, bias) and not _near_zero(bias)):
         return None
-    # The gradient of torch's op keeps lse alone, which a large score leaves no digits.
-    if _differentiates(query, key, value, bias) and not _near_zero(bias):
-        return None
-    bias = torch.atleast_2d(bias)  # torch's op takes no fewer
-    return F.scaled_dot_product_attention(query, key, value, bias, 0.0, scale=scale)
+    terms, least = bias.detach() if bias.requires_grad else bias, _LEAST[bias.dtype]
+    if float(terms.min()) >= least:
+        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op takes no fewer
+        return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    if float(terms.amax(-1).min()) >= least:  # each query sees a key
+        return _masked_attention(query, key, value, bias, scale)
+    return None
+
+
+def _near_zero(added: Tensor) -> bool:
+    """Say whether each row is known to add nothing large to some key, or to mask out all keys.
+
+    The gradient of torch's op keeps lse alone, which a large term leaves no digits.
+    """
+    if not readable(added):
+        return False
+    peak = added.detach().amax(-1)
+    low, high = map(float, peak.aminmax())
+    if low > -1e3 and high < 1e3:
+        return True
+    return bool(((peak.abs() < 1e3) | (peak == float("-inf"))).all())
 
 
 def _differentiates(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    for x in tensors:  # a generator would take twice the time
+        if x is not None and x.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def scaled_dot_product_attention(
@@ -530,14 +556,11 @@ def scaled_dot_product_attention(
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
-    fast, out = not return_lse and _torch_computes(query, value, attention), None
-    if fast and _is_plain(attention):
-        out = _plain(query, key, value, attention.is_causal, attention.scale)
-        fast = False  # without a result the formula computes it
-    elif fast:
-        out = _under_one(query, key, value, attention)
+    fast = not return_lse and _torch_computes(query, value, attention)
+    out = _by_torch(query, key, value, attention) if fast else None
     if out is not None:
         return out
+    fast = fast and not _is_plain(attention)  # without a result the formula computes it
     visible, keys, added = _score_terms(query, key, attention)
     if keys is not None and not (_finite(key) and _finite(value)):
         hidden = ~keys.transpose(-2, -1)  # 0 times NaN is NaN

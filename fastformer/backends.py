@@ -107,6 +107,12 @@ def current_backend() -> str:
     return inherited or _check(_default, "the environment variable FASTFORMER_BACKEND")
 
 
+def prefers_kernels(x: torch.Tensor) -> bool:
+    """Say whether this thread runs the ops on tensors like x on the kernels, if they can."""
+    backend = current_backend()
+    return backend == "triton" or (backend == "auto" and not x.is_cpu)
+
+
 def _inherited() -> str | None:
     """Return, in a thread of autograd, the backend of the thread that called backward()."""
     if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):

@@ -352,7 +352,8 @@ def paged_attention(
     require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
     _with_heads(False, query=query)
     k_length = _require_pages(query, key_pages, value_pages, block_table)
-    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, k_length, False)
+    scores = (*query.shape[:3], k_length)
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, False)
     scale = _default_scale(scale, query.shape[3])
     _require_lengths(key_lengths, query, k_length)
     if may_read(block_table) and may_read(key_lengths):
@@ -511,15 +512,13 @@ def _require_attention(
             f"query {shape_of(query)}, value {shape_of(value)}; "
             f"expected head dims of at most {MAX_HEAD_DIM}"
         )
-    return _default_scale(scale, dim)
+    return _default_scale(scale, dim), (batch, heads, q_length, k_length)
 
 
 def _default_scale(scale: float | None, dim: int) -> float:
     if scale is None:
-        scale = 1.0 / math.sqrt(max(1, dim))
-    else:
-        scale = require_number("scale", scale, "a number or None")
-    return scale, (batch, heads, q_length, k_length)
+        return 1.0 / math.sqrt(max(1, dim))
+    return require_number("scale", scale, "a number or None")
 
 
 def _require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional, reference
+from fastformer.padding import lengths_of
 
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right
@@ -223,6 +224,7 @@ def attention(
         causal_alignment="top_left" if q_length == k_length else "bottom_right",
         softcap=softcap,
         sinks=s_aux,
+        key_lengths=_known_lengths(attention_mask, query),
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
@@ -276,6 +278,12 @@ def _read_mask(
     return visible, None, sides
 
 
+def _known_lengths(attention_mask: object, query: Tensor) -> Tensor | None:
+    """Return the lengths [B] of the keys, where the mask knows those of this batch."""
+    lengths = attention_mask.lengths if isinstance(attention_mask, Mask) else None
+    return lengths if lengths is not None and len(lengths) == query.shape[0] else None
+
+
 def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:
     """Return (boolean mask, bias), one of them None, from a mask of the user's."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
@@ -312,7 +320,8 @@ class Mask:
 
     visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all. left, right:
     query i sees the keys from i - left to i + right alone, if i is counted so that the last query
-    has the position of the last key; None is no bound.
+    has the position of the last key; None is no bound. lengths: [B], past which no key is visible,
+    or None where that is not known.
     """
 
     dtype = torch.bool
@@ -325,9 +334,10 @@ class Mask:
         right: int | None,
         device: torch.device | str,
         owner: str,
+        lengths: Tensor | None = None,
     ) -> None:
         self.shape, self.visible, self.left, self.right = shape, visible, left, right
-        self.device, self.owner = device, owner
+        self.device, self.owner, self.lengths = device, owner, lengths
 
     @property
     def ndim(self) -> int:
@@ -363,8 +373,10 @@ class Mask:
         device = device.device if isinstance(device, Tensor) else device
         if device is None or isinstance(device, torch.dtype):
             return self
-        visible = None if self.visible is None else self.visible.to(device)
-        return type(self)(self.shape, visible, self.left, self.right, device, self.owner)
+        visible, lengths = (
+            None if x is None else x.to(device) for x in (self.visible, self.lengths)
+        )
+        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, lengths)
 
     def contiguous(self) -> Mask:
         return self
@@ -545,7 +557,10 @@ def mask(
         left = None
     if right is not None and right >= q_length - 1:
         right = None
-    return kind(shape, _padding(attention_mask, keys), left, right, device, owner)
+    padding, lengths = _padding(attention_mask, keys), None
+    if padding is not None and q_length == kv_length and len(padding) == batch_size:
+        lengths = lengths_of(padding[:, 0, 0])
+    return kind(shape, padding, left, right, device, owner, lengths)
 
 
 def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:

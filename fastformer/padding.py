@@ -9,10 +9,12 @@ A `Packing` replaces a mask: it tells a module that attends which tokens belong 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastformer import backends
 from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
 
 __all__ = ["Packing", "pad", "unpad"]
@@ -111,6 +113,35 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
     batch, length = valid.shape
     return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, longest)
+
+
+def lengths_of(visible: Tensor) -> Tensor | None:
+    """Return where the last visible key of each row ends, [B] int32, given a boolean [B, S], True
+    where a key is visible; None where no kernel would read it.
+
+    As `key_lengths` beside the mask it changes no result, whatever the mask is: the kernels skip
+    the blocks past it, and the mask still decides about the others. The host does not wait for it.
+    """
+    if not visible.shape[1] or not backends.prefers_kernels(visible):
+        return None
+    ends = torch.arange(1, visible.shape[1] + 1, dtype=torch.int32, device=visible.device)
+    return (visible * ends).amax(1)
+
+
+class KeyMask(NamedTuple):
+    """A mask [B, 1, S] of the keys, with their lengths [B]: what a stack hands to its layers."""
+
+    mask: Tensor
+    lengths: Tensor
+
+
+def with_lengths(mask: Any) -> Any:
+    """Return a boolean mask [B, 1, S] as a `KeyMask` where kernels read it, and any other as it is.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
+        return mask
+    lengths = lengths_of(mask[:, 0]) if mask.shape[1] == 1 else None
+    return mask if lengths is None else KeyMask(mask, lengths)
 
 
 def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.checks import shape_of
-from fastformer.padding import Packing
+from fastformer.padding import Packing, lengths_of
 from fastformer.replacements.base import (
     Accelerated,
     ops_of,
@@ -76,8 +76,9 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             ).flatten(-2)
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
+            options = dict(bias=seen.bias, key_lengths=seen.key_lengths)
             out = functional.scaled_dot_product_attention(
-                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
+                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, **options
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
@@ -195,6 +196,15 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
+    def with_lengths(self, seen: Visibility, key_padding_mask: Tensor | None) -> Visibility:
+        """Add the lengths of the keys, for the layers of a stack, from key_padding_mask [N, S] or
+        [S].
+        """
+        padding = key_padding_mask
+        if padding is None or padding.dtype != torch.bool or self._appends_keys():
+            return seen
+        return seen._replace(key_lengths=lengths_of(~torch.atleast_2d(padding)))
+
     def _appends_keys(self) -> bool:
         return self.bias_k is not None or self.add_zero_attn
 
@@ -230,7 +240,8 @@ class Visibility(NamedTuple):
 
     attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
     [N, H, L, S]. packing: of a batch without its padding. padding: key_padding_mask [N, S], True
-    for a masked key, if attn_mask holds that and nothing else.
+    for a masked key, if attn_mask holds that and nothing else. key_lengths: [N], past which the
+    padding masks out all keys, if that is known.
     """
 
     attn_mask: Tensor | None = None
@@ -238,6 +249,7 @@ class Visibility(NamedTuple):
     is_causal: bool = False
     packing: Packing | None = None
     padding: Tensor | None = None
+    key_lengths: Tensor | None = None
 
 
 def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:

@@ -133,7 +133,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal)
         stream = ResidualStream(src)
-        self._through(stream, seen)
+        self._through(stream, attention_of(first, "self_attn").with_lengths(seen, padding))
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
@@ -224,8 +224,11 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
-            hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
+            hints, first = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal), self._layers()[0]
+            seen, _, memory_seen = decoder_context(first, tgt, memory, masks, hints)
+            seen = attention_of(first, "self_attn").with_lengths(seen, tgt_key_padding_mask)
+            cross = attention_of(first, "multihead_attn")
+            return seen, memory, cross.with_lengths(memory_seen, memory_key_padding_mask)
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)

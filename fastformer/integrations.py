@@ -558,7 +558,8 @@ def mask(
     if right is not None and right >= q_length - 1:
         right = None
     padding, lengths = _padding(attention_mask, keys), None
-    if padding is not None and q_length == kv_length and len(padding) == batch_size:
+    top_left = q_length == kv_length or (left is None and right is None)
+    if padding is not None and top_left and q_length > 1 and len(padding) == batch_size:
         lengths = lengths_of(padding[:, 0, 0])
     return kind(shape, padding, left, right, device, owner, lengths)
 

@@ -136,8 +136,7 @@ class KeyMask(NamedTuple):
 
 
 def with_lengths(mask: Any) -> Any:
-    """Return a boolean mask [B, 1, S] as a `KeyMask` where kernels read it, and any other as it is.
-    """
+    """Return a boolean mask [B, 1, S] as a `KeyMask` where kernels read it, any other as it is."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
         return mask
     lengths = lengths_of(mask[:, 0]) if mask.shape[1] == 1 else None

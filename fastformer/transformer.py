@@ -37,7 +37,7 @@ from fastformer.modules import (
     require_linear_input,
     require_norm_input,
 )
-from fastformer.padding import Packing
+from fastformer.padding import KeyMask, Packing, with_lengths
 from fastformer.stream import ResidualStream, dropout_probability, is_unmodified
 
 __all__ = [
@@ -363,13 +363,14 @@ def _stack(
 
     The layers share one residual stream: the last sum of a layer is in one kernel with the norm
     that follows. context: the other arguments of a layer's forward, after which it takes its part
-    of the cache, if there is one.
+    of the cache, if there is one. The lengths of masked keys are computed once for all layers.
     """
     stream = ResidualStream(x)
+    seen = context if cache is not None else tuple(map(with_lengths, context))
     for i, layer in enumerate(layers):
         own = () if cache is None else (cache.layer(i),)
         if type(layer) is kind and is_unmodified(layer):
-            layer._through(stream, *context, *own)
+            layer._through(stream, *seen, *own)
         else:  # it is of another class or has hooks
             stream = ResidualStream(layer(stream.value(), *context, *own))
     return stream.normalize(norm)
@@ -429,9 +430,9 @@ class EncoderLayer(nn.Module):
         self._through(stream, mask)
         return stream.value()
 
-    def _through(self, stream: ResidualStream, mask: Tensor | Packing | None) -> None:
+    def _through(self, stream: ResidualStream, mask: Tensor | Packing | KeyMask | None) -> None:
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask))
+        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, mask))
         _add(stream, connections[1], self.feed_forward)
 
 
@@ -496,15 +497,30 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         memory: Tensor | None,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        src_mask: Tensor | KeyMask | None,
+        tgt_mask: Tensor | KeyMask | None,
         cache: LayerCache | None = None,
     ) -> None:
         own, kept = ({}, {}) if cache is None else ({"cache": cache}, {"cache": cache.memory})
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own))
-        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask, **kept))
+        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, tgt_mask, **own))
+        _add(stream, connections[1], lambda x: _attend(self.src_attn, x, memory, src_mask, **kept))
         _add(stream, connections[2], self.feed_forward)
+
+
+def _attend(
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor | None,
+    mask: Tensor | Packing | KeyMask | None,
+    **cache: Any,
+) -> Tensor:
+    """Return attention(x, memory, memory, mask), with the lengths of the keys if it takes them."""
+    if isinstance(mask, KeyMask):
+        mask, lengths = mask
+        if type(attention) is MultiHeadedAttention and not cache:
+            return attention(x, memory, memory, mask, key_lengths=lengths)
+    return attention(x, memory, memory, mask, **cache)
 
 
 def _add(

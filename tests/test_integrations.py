@@ -366,6 +366,35 @@ def test_heads_are_not_repeated(device, calls):
         assert options["attn_mask"].shape == (B, 1, 1, S) and options["is_causal"]
 
 
+@pytest.mark.parametrize("make", [llama, mistral, bert, bart], ids=lambda make: make.__name__)
+def test_padding_is_known_by_its_lengths(make, device, calls):
+    """A kernel skips the blocks past the last key of a sequence, whatever is padding before it. A
+    step of decoding does without.
+    """
+    model, given = make().to(device).eval(), inputs(make, "right", device)
+    visible = given["attention_mask"]
+    visible[0, 2] = 0
+    want = outcome(model, "eager", given)
+    with ff.use_backend("triton"):
+        have = outcome(model, "fastformer", given)
+    torch.testing.assert_close(have, want, rtol=1e-3, atol=1e-4)
+    ends = [int(row.nonzero().max()) + 1 for row in visible]
+    known = [options["key_lengths"] for _, options in calls if options["attn_mask"] is not None]
+    assert min(ends) < S and known and all(x.tolist() == ends for x in known)
+    assert all(x is known[0] or make is bart for x in known)
+    calls.clear()
+    with torch.no_grad(), ff.use_backend("reference"):
+        model(**given)
+    assert calls and all(options["key_lengths"] is None for _, options in calls)
+    if make is llama:
+        calls.clear()
+        prompt = dict(attention_mask=visible.flip(1), max_new_tokens=2, do_sample=False)
+        with torch.no_grad(), ff.use_backend("triton"):
+            model.generate(given["input_ids"], **prompt)
+        lengths = [options["key_lengths"] for _, options in calls]
+        assert lengths[0] is not None and lengths[-1] is None
+
+
 def test_the_cheapest_call(device, calls):
     """Without padding there is no mask, of causality and window neither; the one query of a step of
     decoding has no diagonal.

@@ -1,10 +1,13 @@
-"""Packed batches: unpad, pad, packed_attention, and an encoder that computes no padding."""
+"""Packed batches: unpad, pad, packed_attention, and an encoder that computes no padding. Padding
+masks whose lengths are known to the kernels.
+"""
 
 import pytest
 import torch
+from torch import nn
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import backends, functional, padding, use_backend
 from fastformer.description import Attention, pack
 
 
@@ -337,3 +340,102 @@ def test_padding_of_bits():
     bits, packing = ff.unpad(torch.tensor([[True, False, True]]), torch.tensor([2]))
     for value in (False, True):
         assert ff.pad(bits, packing, value).tolist() == [[True, False, value]]
+
+
+# ---------------------------------------------------------------------------- lengths beside a mask
+
+# Six tokens of two kept ones, where a mask is a prefix, has a hole, is none, or begins late.
+VISIBLE = torch.tensor(
+    [[1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]],
+    dtype=torch.bool,
+)
+
+
+def test_lengths_of_a_mask(device):
+    visible = VISIBLE.to(device)
+    with use_backend("triton"):
+        lengths = padding.lengths_of(visible)
+        assert lengths.dtype == torch.int32 and lengths.tolist() == [2, 4, 0, 6]
+        assert padding.lengths_of(visible[:0]).shape == (0,)
+        assert padding.lengths_of(visible[:, :0]) is None
+    with use_backend("reference"):
+        assert padding.lengths_of(visible) is None
+    with use_backend("auto"):
+        assert (padding.lengths_of(visible) is None) == (device.type == "cpu")
+
+
+def attentions(backend, call):
+    """Return the result of a call, and the descriptions of the attentions that ran in it."""
+    seen = []
+    with use_backend(backend), backends.observe(on_call=lambda op, given: seen.append((op, given))):
+        out = call()
+    return out, [given["attention"] for op, given in seen if "attention" in op]
+
+
+def check_lengths(call, layers, device):
+    """Compare a call with lengths to one without; each of `layers` says how many attentions of one
+    stack follow, and whether these have lengths.
+    """
+    want, plain = attentions("reference", call)
+    assert all(described.key_lengths is None for described in plain)
+    got, calls = attentions("triton", call)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    known = [described.key_lengths for described in calls]
+    assert [x is not None for x in known] == layers
+    assert all(x is None or x.tolist() == [2, 4, 0, 6] for x in known)
+    return known
+
+
+def test_a_stack_computes_the_lengths_of_its_keys_once(device):
+    torch.manual_seed(0)
+    model = ff.make_model(9, 9, 2, 16, 32, 2, 0.0).to(device).eval()
+    src = torch.where(VISIBLE, 5, 0).to(device)
+    batch = ff.Batch(src, torch.randint(1, 9, (4, 5), device=device))
+    given = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
+    decoder = [False, True] * 2
+    known = check_lengths(lambda: model(*given), [True, True, *decoder], device)
+    assert known[0] is known[1] and known[3] is known[5]
+    model.encoder.layers[0].register_forward_hook(lambda *_: None)  # it is called as a module
+    check_lengths(lambda: model(*given), [False, True, *decoder], device)
+    seen = []
+
+    class Own(nn.Module):
+        def forward(self, query, key, value, mask):
+            seen.append(mask)
+            return query
+
+    model.encoder.layers[1].self_attn = Own()
+    check_lengths(lambda: model(*given), [False, *decoder], device)
+    assert all(mask is batch.src_mask for mask in seen) and len(seen) == 2
+
+
+def test_a_stack_of_torchs_knows_the_lengths_of_its_keys(device):
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 2, 2, 32, 0.0, batch_first=True).to(device)  # in training
+    src, tgt = torch.randn(4, 6, 16, device=device), torch.randn(4, 6, 16, device=device)
+    hidden = ~VISIBLE.to(device)
+    causal = torch.ones(6, 6, dtype=torch.bool, device=device).triu(1)
+    masks = dict(tgt_mask=causal, memory_key_padding_mask=hidden)
+    ff.accelerate(model)
+
+    def call():
+        return model(src, tgt, src_key_padding_mask=hidden, tgt_key_padding_mask=hidden, **masks)
+
+    def call_apart():  # the decoder alone: the encoder computes no padding that nobody sees
+        memory = model.encoder(src, None, hidden)
+        return model.decoder(tgt, memory, tgt_key_padding_mask=hidden, **masks)
+
+    known = check_lengths(call_apart, [True] * 6, device)
+    assert known[0] is known[1] and known[2] is known[4] and known[3] is known[5]
+    _, calls = attentions("triton", call)
+    assert [x.key_lengths is not None for x in calls] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("appended", [{"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_appended_keys_lie_past_any_length(appended, device):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    layer.self_attn = nn.MultiheadAttention(16, 2, batch_first=True, **appended)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).to(device)
+    x, hidden = torch.randn(4, 6, 16, device=device), ~VISIBLE.to(device)
+    ff.accelerate(model)
+    check_lengths(lambda: model(x, src_key_padding_mask=hidden), [False], device)

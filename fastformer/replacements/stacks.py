@@ -224,7 +224,8 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
-            hints, first = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal), self._layers()[0]
+            hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
+            first = self._layers()[0]
             seen, _, memory_seen = decoder_context(first, tgt, memory, masks, hints)
             seen = attention_of(first, "self_attn").with_lengths(seen, tgt_key_padding_mask)
             cross = attention_of(first, "multihead_attn")

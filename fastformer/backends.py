@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer import alternatives, autograd, cases, reference, tuning
+from fastformer.cases import Arguments
 
 Op = Callable[..., Any]  # a public function
-Arguments = dict[str, Any]  # what it hands to `run`, by name
 BACKENDS = ("auto", "triton", "reference")
 # GPU models on which a run of the whole suite is committed under benchmarks/results.
 VERIFIED_GPUS: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ where their keys agree, in which each size is rounded up to a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from fastformer.description import Attention
 
 Sizes = dict[str, int]
+Arguments = dict[str, Any]  # of an op, by name
 Options = dict[str, Any]  # those that differ from the default: True, a word or a number
 
 
@@ -45,7 +46,7 @@ class Case(NamedTuple):
         sizes = ((name, min(n, limits.get(name, n))) for name, n in self.sizes)
         return self._replace(sizes=tuple(sizes))
 
-    def arguments(self, device: torch.device, seed: int = 0) -> dict[str, Any]:
+    def arguments(self, device: torch.device, seed: int = 0) -> Arguments:
         """Return random arguments of the public function; with `gradient` the floating tensors, but
         those that have none, require gradients.
         """
@@ -62,7 +63,7 @@ def _words(options: Iterable[tuple[str, Any]]) -> list[str]:
     return [name if value is True else f"{name}={value}" for name, value in options]
 
 
-def of(op: str, arguments: Mapping[str, Any]) -> Case | None:
+def of(op: str, arguments: Arguments) -> Case | None:
     """Return the case of a checked call, as `backends.run` has its arguments; None for a call that
     is not measured.
     """
@@ -83,7 +84,7 @@ def case(op: str, dtype: str, sizes: Sizes, gradient: bool = False, **options: A
     return Case(op, dtype, tuple(sizes.items()), given, gradient)
 
 
-def differentiated(arguments: Mapping[str, Any]) -> bool:
+def differentiated(arguments: Arguments) -> bool:
     """Say whether a call will have a backward."""
     tensors = (x for x in arguments.values() if isinstance(x, Tensor))
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -108,7 +109,7 @@ class Maker:
 
 class _Family(NamedTuple):
     describe: Callable[..., tuple[Sizes, Options]]
-    build: Callable[[Maker, Sizes, Options], dict[str, Any]]
+    build: Callable[[Maker, Sizes, Options], Arguments]
     limits: Sizes
 
 
@@ -153,7 +154,7 @@ def _attention(
     return sizes, dict(heads_inside=inside, **_options_of(attention))
 
 
-def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     B, H, G, Sq, Sk, D, Dv = sizes.values()
 
     def heads(n: int, length: int, width: int, scale: float = 1.0) -> Tensor:
@@ -162,7 +163,7 @@ def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[st
         return make.normal(B, length, n, width, scale=scale).transpose(1, 2)
 
     shapes = {"keys": (1, Sk), "rows": (Sq, 1), "all": (Sq, Sk)}
-    given: dict[str, Any] = dict(query=heads(H, Sq, D, 1.5))
+    given: Arguments = dict(query=heads(H, Sq, D, 1.5))
     given |= dict(key=heads(G, Sk, D, 1.5), value=heads(G, Sk, Dv))
     given |= _band(options) | dict(enable_gqa=G != H)
     if "mask" in options:
@@ -183,9 +184,9 @@ def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[st
     return given
 
 
-def _band(options: Options) -> dict[str, Any]:
+def _band(options: Options) -> Arguments:
     """Return the arguments that padded and packed attention share."""
-    given: dict[str, Any] = dict(is_causal="causal" in options)
+    given: Arguments = dict(is_causal="causal" in options)
     if "bottom_right" in options:
         given["causal_alignment"] = "bottom_right"
     if "left" in options or "right" in options:
@@ -193,7 +194,7 @@ def _band(options: Options) -> dict[str, Any]:
     return given | _dropout(options)
 
 
-def _dropout(options: Options) -> dict[str, Any]:
+def _dropout(options: Options) -> Arguments:
     return dict(dropout_p=DROPOUT, dropout_seed=SEED) if "dropout" in options else {}
 
 
@@ -206,7 +207,7 @@ def _packed(
     return sizes, _options_of(attention)
 
 
-def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     B, H, G, Sq, Sk, D, Dv = sizes.values()
     given = dict(query=make.normal(B * Sq, H, D, scale=1.5), max_q=Sq, max_k=Sk)
     given |= dict(key=make.normal(B * Sk, G, D, scale=1.5), value=make.normal(B * Sk, G, Dv))
@@ -237,9 +238,9 @@ def _norm(
     return dict(M=input.numel() // n, N=n), dict(**options, dropout=dropout_p > 0)
 
 
-def _norm_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _norm_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     n = sizes["N"]
-    given: dict[str, Any] = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
+    given: Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
     for name in ("weight", "bias"):
         if name in options:
             x = make.normal(n)
@@ -248,7 +249,7 @@ def _norm_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, An
     return given | (dict(unbiased=True) if "unbiased" in options else {})
 
 
-def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     given = dict(bias=None) | _norm_arguments(make, sizes, options) | _dropout(options)
     del given["normalized_shape"]
     return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
@@ -267,12 +268,12 @@ def _layers(
     return sizes, dict(activation=more.get("activation", False), **options)
 
 
-def _layers_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _layers_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     """Of feed_forward, which has an activation, or of a gated layer, which has two halves."""
     M, d, F, out = sizes.values()
     gated = "activation" not in options
     w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)
-    given: dict[str, Any] = {"input": make.normal(M, d), b: None, "b_2": None}
+    given: Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
     given |= {w: make.normal(rows, d, scale=d**-0.5), "w_2": make.normal(out, F, scale=F**-0.5)}
     given |= {b: make.normal(rows)} if "b_1" in options else {}
     given |= {"b_2": make.normal(out)} if "b_2" in options else {}
@@ -294,9 +295,9 @@ def _loss(
     return dict(M=target.numel(), N=n, V=classes), options
 
 
-def _loss_arguments(make: Maker, sizes: Sizes, options: Options) -> dict[str, Any]:
+def _loss_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     M, V = sizes["M"], sizes["V"]
-    given: dict[str, Any] = dict(target=make.integers(0, V, M), reduction=options["reduction"])
+    given: Arguments = dict(target=make.integers(0, V, M), reduction=options["reduction"])
     if "smoothing" in options:
         given |= dict(label_smoothing=0.1, smoothing=options["smoothing"], ignore_index=0)
     if "N" not in sizes:

@@ -88,7 +88,7 @@ class _Call:
     def by_reference(self) -> tuple[Tensor, ...]:
         return self.results(self.given, "reference")
 
-    def results(self, given: dict[str, Any], backend: str) -> tuple[Tensor, ...]:
+    def results(self, given: cases.Arguments, backend: str) -> tuple[Tensor, ...]:
         """Return outputs and gradients."""
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
         with backends.use_backend(backend), torch.set_grad_enabled(self.case.gradient):
@@ -166,7 +166,7 @@ def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iter
     call, chosen = _Call(case, device), {}  # type: ignore[var-annotated]
     computed = False  # by torch's op
 
-    def look(op: str, arguments: Mapping[str, Any]) -> None:
+    def look(op: str, arguments: cases.Arguments) -> None:
         nonlocal computed
         computed = alternatives.signature(op, arguments) is not None
 
@@ -220,7 +220,7 @@ def standard() -> list[Case]:
 
 
 def _attentions(dtype: str, gradient: bool) -> Iterator[Case]:
-    options: list[dict[str, Any]] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
+    options: list[cases.Options] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
     options += [dict(mask="keys"), dict(mask="keys", dropout=True)]
     for length, D in itertools.product((4096, 1024, 2048, 512, 8192, 256, 16384, 128), (64, 128)):
         sizes = dict(B=max(1, 16384 // length), H=1024 // D, G=1024 // D)
@@ -244,7 +244,7 @@ def _layers(dtype: str, gradient: bool) -> Iterator[Case]:
     for M, d in itertools.product((16384, 4096), (512, 1024, 4096)):
         sizes = dict(M=M, d=d, F=4 * d, out=d)
         for kind, p in itertools.product(("relu", "gelu"), (True, False)):
-            options: dict[str, Any] = dict(activation=kind, b_1=True, b_2=True, dropout=p)
+            options: cases.Options = dict(activation=kind, b_1=True, b_2=True, dropout=p)
             yield cases.case("feed_forward", dtype, sizes, gradient, **options)
         yield cases.case("swiglu", dtype, sizes, gradient)
         yield cases.case("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
@@ -369,7 +369,7 @@ def tune(
     checks.require_flag("dry_run", dry_run)
     calls: dict[torch.device, dict[Class, Case]] = {}
 
-    def record(op: str, arguments: Mapping[str, Any]) -> None:
+    def record(op: str, arguments: cases.Arguments) -> None:
         case, device = cases.of(op, arguments), next(iter(arguments.values())).device
         if case is not None:
             calls.setdefault(device, {}).setdefault((op, case.key), case)

@@ -150,6 +150,14 @@ def test_functions_are_short(path):
             assert lines <= 80, f"{node.name} has {lines} lines"
 
 
+def test_any_is_rare():
+    """At most one `Any` in 50 lines: what is known of a value is in its type."""
+    sources = [path.read_text() for path in FILES]
+    names = [n for text in sources for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)]
+    count = sum(name.id == "Any" for name in names)
+    assert 0 < 50 * count <= sum(text.count("\n") for text in sources), count
+
+
 def test_every_op_has_its_files():
     for op in backends.OPERATIONS:
         stem = backends._kernel_files[op]

@@ -2,6 +2,7 @@
 figures.
 
     python -m benchmarks.gpu --out FOLDER --only first           nine minutes: what matters most
+    python -m benchmarks.gpu --out FOLDER --only tune            what is fastest on this GPU
     python -m benchmarks.gpu --out FOLDER --only tests           the tests of the kernels
     python -m benchmarks.gpu --out FOLDER --only rest            everything else
     python -m benchmarks.gpu --out OTHER --resume FOLDER/run.zip      resumes on another machine
@@ -10,10 +11,10 @@ figures.
 
 Each part is a process of its own with a time limit. If one crashes, hangs or loses the GPU, only
 the test that was running is lost, and the next parts run. FOLDER holds results.json, report.md and
-run.zip, which holds a log and a journal (a JSON line for each test) of each part. They are
-rewritten after each part and every few seconds, so an interrupted run loses little, and the same
-command resumes it. The exit status is 1 if a part or a test failed. Without a GPU a small run of
-the same kind is made.
+run.zip, which holds a log and a journal (a JSON line for each test) of each part, and, after tune,
+tuning.json, what `fastformer tune` found. They are rewritten after each part and every few seconds,
+so an interrupted run loses little, and the same command resumes it. The exit status is 1 if a part
+or a test failed. Without a GPU a small run of the same kind is made.
 
 --prepare runs the same parts over benchmarks/stand_in, which launches nothing, and saves what
 Triton has compiled. Such a cache fits one version of Triton, one version of Python and one
@@ -48,7 +49,7 @@ POLL_SECONDS = 0.2
 SAVE_SECONDS = 15.0  # a run that is killed loses at most this
 ENDED = ("done", "failed (1)")  # is not started again
 FINE = ("done", "no time", "no more time")  # the last two: the time of the run was up
-RUN, STATUS = "run.zip", "parts.json"
+RUN, STATUS, TUNING = "run.zip", "parts.json", "tuning.json"
 
 Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
@@ -148,8 +149,10 @@ def on_gpu() -> dict[str, list[Part]]:
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
     ]  # fmt: skip
+    tune = [*COMMAND, "tune", "--minutes", "8", "--out", f"FOLDER/{TUNING}"]
     return {
         "first": first,
+        "tune": [Part("tune", tune, 530, silence=200.0)],  # a candidate may be silent for 180 s
         "tests": [tests("kernel-tests", 560, kernel_tests, processes=8)],
         "rest": rest,
     }
@@ -320,6 +323,8 @@ class Run:
         _write(self.work / STATUS, json.dumps(parts, indent=1) + "\n")
         archives.pack(self.work, self.out / RUN, archives.RUN)
         _write(self.out / "results.json", json.dumps(data, indent=1) + "\n")
+        if (self.work / TUNING).exists():
+            _write(self.out / TUNING, (self.work / TUNING).read_text())
         if results.rows:
             cut = [
                 f"- {one['part']}: {one['status']}\n" for one in parts if one["status"] != "done"

@@ -362,7 +362,7 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     print(result)
     if not result.done:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
-    print(f"Wrote {file}")
+    print(f"Wrote {file}" if file.exists() else "Nothing was measured")
     return 0
 
 

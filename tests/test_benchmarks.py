@@ -471,6 +471,7 @@ def test_the_parts_for_a_gpu_are_in_order(benchmarks):
     assert [[part.name for part in parts] for parts in groups.values()] == [
         ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "loss", "norms",
          "model"],
+        ["tune"],
         ["kernel-tests"],
         ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",
          "more-flex", "compiled-model", "embedding"],

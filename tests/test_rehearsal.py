@@ -84,9 +84,12 @@ groups = gpu.on_gpu()
 for parts in groups.values():
     for i, part in enumerate(parts):
         silence = 60.0 if part.name == "kernel-tests" else 600.0
-        steps = ["--steps", "2"] if part.name == "copy-task" else []
+        less = {
+            "copy-task": ["--steps", "2"],
+            "tune": ["--only", "^layer_norm bfloat16 M=4096 N=512 .*forward$"],
+        }
         parts[i] = replace(
-            part, command=[*part.command, *steps], seconds=3600, silence=silence,
+            part, command=[*part.command, *less.get(part.name, [])], seconds=3600, silence=silence,
             processes=min(part.processes, 2),
         )
 gpu.on_gpu = lambda: groups
@@ -171,7 +174,8 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     )
     assert done.returncode == 1, done.stderr  # as tests have failed
     out = tmp_path / "second"
-    assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "run.zip"}
+    files = {"results.json", "report.md", "run.zip"} | ({"tuning.json"} if everything else set())
+    assert {path.name for path in out.iterdir()} == files
     data = json.loads((out / "results.json").read_text())
     assert data["failed"].pop(HANGS) == "did not finish"
     assert "illegal memory access" in data["failed"].pop(LOSES_THE_GPU)
@@ -214,6 +218,21 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     assert "its times mean nothing" in text and "| packed, by events |" in text
     results = report.load(out / "results.json")
     assert results.rows and report.speed_block(results) == report.UNMEASURED
+
+
+def test_the_part_that_tunes(environment, tmp_path):
+    """Every candidate of a class compiles, and all of them tie: every call takes as long."""
+    words = ["--only", "tune", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", RUN, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert statuses(data) == {"tune": "done"}
+    (machine,) = json.loads((tmp_path / "out" / "tuning.json").read_text())["machines"]
+    assert machine["gpu"] == device.STAND_IN
+    ((name, found),) = machine["classes"]["layer_norm forward"].items()
+    assert "bfloat16" in name and len(found["us"]) > 4
+    assert all("ties" in reason for reason in found["dropped"].values())
 
 
 def test_no_test_hands_the_kernels_tensors_of_the_cpu(environment, request):

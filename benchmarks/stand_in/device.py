@@ -90,6 +90,10 @@ def appear(folder: Path) -> None:
     def pretends(x: torch.Tensor) -> bool:
         return actual(x) == meta and not state.inside
 
+    class Generator(torch.Generator):  # of the CPU: there is no other
+        def __new__(cls, device: Any = None) -> Any:
+            return super().__new__(cls)
+
     class Device(TorchDispatchMode):
         def __torch_dispatch__(
             self, op: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -203,6 +207,7 @@ def appear(folder: Path) -> None:
     attention = torch.nn.functional.scaled_dot_product_attention
     move, torch.Tensor.to = torch.Tensor.to, to
     make_tensor, torch.tensor = torch.tensor, tensor
+    torch.Generator = Generator
     torch.Tensor.device = property(lambda x: cuda if pretends(x) else actual(x))
     torch.Tensor.is_cuda = property(pretends)
     torch.Tensor.is_meta = property(lambda x: actual(x) == meta and not pretends(x))
@@ -319,6 +324,7 @@ def _cuda() -> dict[str, Any]:
         memory_reserved=lambda device=None: 0,
         reset_peak_memory_stats=lambda device=None: None,
         empty_cache=lambda: None,
+        _sleep=lambda cycles: None,
         manual_seed=lambda seed: None,
         manual_seed_all=lambda seed: None,
     )

@@ -40,6 +40,10 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
     keep_attention = False
     attn = None  # for an original class that does not set it
 
+    @property
+    def kv_heads(self) -> int:  # type: ignore[override]
+        return self.h
+
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
@@ -113,6 +117,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
 
 class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
     _arguments = ("x",)
+    activation = "relu"  # for an original class that does not set it
 
     def forward(self, x: Tensor) -> Tensor:
         reason = tensor_obstacle(x)

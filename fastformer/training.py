@@ -51,7 +51,7 @@ class Batch:
     """A batch of sources and targets, with their masks.
 
     Args:
-        src: [B, S] token ids.
+        src: [B, S] token ids; None in a batch of a language model.
         tgt: [B, T] token ids, T at least 2; None where only the source is wanted.
         pad: the id of padding.
 
@@ -64,35 +64,44 @@ class Batch:
         ntokens: the number of tokens in tgt_y that are not padding, a tensor (reading it waits for
             a GPU).
 
-    The last four are None without a target. `to(device)` gives the batch on another device.
+    The first two are None without a source, and tgt_mask is then [B, 1, T-1], True where tgt is not
+    padding: a language model is causal by itself. The last four are None without a target.
+    `to(device)` gives the batch on another device.
 
     Raises:
         ValueError: src or tgt not of two dimensions, several batch sizes or devices, T less than 2.
         TypeError: ids that are not integers, a pad that is no int.
     """
 
+    src: Tensor | None = None
+    src_mask: Tensor | None = None
     tgt: Tensor | None = None
     tgt_y: Tensor | None = None
     tgt_mask: Tensor | None = None
     ntokens: Tensor | None = None
 
-    def __init__(self, src: Tensor, tgt: Tensor | None = None, pad: int = 0) -> None:
-        require_token_ids("src", src)
+    def __init__(self, src: Tensor | None, tgt: Tensor | None = None, pad: int = 0) -> None:
         require_int("pad", pad)
-        self.src = src
-        self.src_mask = (src != pad).unsqueeze(-2)
+        if src is not None:
+            require_token_ids("src", src)
+            self.src, self.src_mask = src, _kept(src, pad)
         if tgt is None:
+            if src is None:
+                raise TypeError("src and tgt are None; expected token ids in one of them")
             return
         require_token_ids("tgt", tgt)
-        if tgt.shape[0] != src.shape[0]:
-            raise ValueError(f"tgt {list(tgt.shape)}; expected the batch of src {list(src.shape)}")
         if tgt.shape[1] < 2:
             raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
-        if tgt.device != src.device:
-            raise ValueError(f"tgt is on {tgt.device}; expected the device of src, {src.device}")
         self.tgt = tgt[:, :-1]
         self.tgt_y = tgt[:, 1:]
-        self.tgt_mask = self.make_std_mask(self.tgt, pad)
+        if src is None:
+            self.tgt_mask = _kept(self.tgt, pad)
+        else:
+            if tgt.shape[0] != src.shape[0]:
+                given, expected = list(tgt.shape), list(src.shape)
+                raise ValueError(f"tgt {given}; expected the batch of src {expected}")
+            require_device("tgt", tgt, "src", src)
+            self.tgt_mask = self.make_std_mask(self.tgt, pad)
         self.ntokens = (self.tgt_y != pad).sum()
 
     @staticmethod
@@ -103,7 +112,7 @@ class Batch:
         """
         require_token_ids("tgt", tgt)
         require_int("pad", pad)
-        return (tgt != pad).unsqueeze(-2) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
+        return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
         """Return a batch with these tensors on the device; this batch does not change.
@@ -121,8 +130,14 @@ class Batch:
         return batch
 
     def __repr__(self) -> str:
-        tgt = "None" if self.tgt is None else str(list(self.tgt.shape))
-        return f"Batch(src={list(self.src.shape)}, tgt={tgt}, device={self.src.device})"
+        src, tgt = (None if x is None else list(x.shape) for x in (self.src, self.tgt))
+        device = next(x.device for x in (self.src, self.tgt) if x is not None)
+        return f"Batch(src={src}, tgt={tgt}, device={device})"
+
+
+def _kept(tokens: Tensor, pad: int) -> Tensor:
+    """Return the mask of padding [B, 1, T] of tokens [B, T]: True keeps a token."""
+    return torch.ne(tokens, pad).unsqueeze(-2)
 
 
 class LabelSmoothing(nn.Module):
@@ -358,8 +373,9 @@ def run_epoch(
 
     Args:
         data: batches with targets; where it has a length, the bar shows how much is left.
-        model: called as model(src, tgt, src_mask, tgt_mask). Its mode is the caller's:
-            model.train() before training, model.eval() before an evaluation.
+        model: called as model(src, tgt, src_mask, tgt_mask), or as model(tgt, tgt_mask) with
+            batches without a source. Its mode is the caller's: model.train() before training,
+            model.eval() before an evaluation.
         loss_compute: (output, tgt_y, ntokens) -> loss per token, such as `SimpleLossCompute`.
         optimizer: steps once a batch. None: an evaluation, without gradients.
         scheduler: steps after the optimizer.
@@ -398,7 +414,7 @@ def run_epoch(
     with torch.set_grad_enabled(optimizer is not None), bar:
         for step, batch in enumerate(bar, 1):
             _require_target(step, batch)
-            output = model(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+            output = model(*_inputs(batch))
             loss = loss_compute(output, batch.tgt_y, batch.ntokens)
             if optimizer is not None:
                 _update(loss, optimizer, scheduler)
@@ -410,6 +426,13 @@ def run_epoch(
     if step == 0:
         raise ValueError("data holds no batch")
     return meter.loss / max(meter.tokens, 1)
+
+
+def _inputs(batch: Batch) -> tuple[Tensor | None, ...]:
+    """Return what a model is called with, or a language model with a batch without a source."""
+    if batch.src is None:
+        return batch.tgt, batch.tgt_mask
+    return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
 
 
 def _update(loss: Tensor, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:

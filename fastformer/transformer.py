@@ -6,6 +6,10 @@ or 1.
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
 
+and a language model, of `make_decoder`: an encoder whose layers are causal.
+
+    tokens [B, T] -> embed -> decoder -> [B, T, d] -> generator -> [B, T, vocab]
+
 Shapes: B batch, S source length, T target length, d d_model.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 3; the names are those of
@@ -47,6 +51,8 @@ __all__ = [
     "EncoderDecoder",
     "EncoderLayer",
     "Generator",
+    "LanguageModel",
+    "make_decoder",
     "make_model",
     "subsequent_mask",
 ]
@@ -136,6 +142,51 @@ def make_model(
     return _initialised(EncoderDecoder(encoder, decoder, src_embed, tgt_embed, generator))
 
 
+def make_decoder(
+    vocab: int,
+    N: int = 6,
+    d_model: int = 512,
+    d_ff: int = 2048,
+    h: int = 8,
+    dropout: float = 0.1,
+    *,
+    norm_first: bool = True,
+    activation: str = "relu",
+    norm: str = "layer",
+    kv_heads: int | None = None,
+    learned_positions: bool = False,
+    max_len: int = 5000,
+    padding_idx: int | None = None,
+    tie_generator: bool = False,
+) -> LanguageModel:
+    """Build a decoder-only language model, initialised as `make_model` is.
+
+    Its layers are those of an encoder, causal self-attention and feed-forward: a token sees itself
+    and those before it.
+
+    Args:
+        vocab: number of tokens.
+        N: layers.
+        d_model, d_ff, h, dropout, norm_first, activation, norm, kv_heads, learned_positions,
+            max_len, padding_idx, tie_generator: as in `make_model`.
+
+    Raises ValueError and TypeError as `make_model` does.
+
+    Source: Liu et al. 2018, "Generating Wikipedia by Summarizing Long Sequences", section 4.2.3.
+    """
+    require_size(vocab=vocab)
+    require_size(0, N=N)
+    attn = MultiHeadedAttention(h, d_model, dropout, kv_heads)
+    ff = PositionwiseFeedForward(d_model, d_ff, dropout, activation)
+    layer = EncoderLayer(d_model, attn, ff, dropout, norm_first, norm, is_causal=True)
+    decoder = Encoder(layer, N, norm if norm_first else None)
+    tokens, generator = Embeddings(d_model, vocab, padding_idx), Generator(d_model, vocab)
+    if require_flag("tie_generator", tie_generator):
+        generator.proj.weight = tokens.lut.weight
+    position = PositionalEncoding(d_model, dropout, max_len, learned_positions)
+    return _initialised(LanguageModel(nn.Sequential(tokens, position), decoder, generator))
+
+
 def _initialised(model: Model) -> Model:
     """Draw the weights of two dimensions by xavier_uniform_; the rows of padding are zero.
 
@@ -210,6 +261,36 @@ class EncoderDecoder(nn.Module):
         _require_cache(cache)
         x = _embedded(self.tgt_embed, tgt, cache)
         return self.decoder(x, memory, src_mask, tgt_mask, cache)
+
+
+class LanguageModel(nn.Module):
+    """An embedding and a stack of causal layers, and a generator that the user calls.
+
+    Args:
+        embed: token ids [B, T] -> [B, T, d_model].
+        decoder: such as an `Encoder` whose layers are causal.
+        generator: [.., d_model] -> log-probabilities [.., vocab].
+
+    forward(tokens, mask=None, cache=None): tokens [B, T], mask [B, 1, T], [B, T, T], [1, T, T] or
+    None -> [B, T, d_model], the input of `generator`. With a `DecoderCache` the tokens follow those
+    that the cache holds, and the last size of the mask counts both.
+
+    Raises ValueError and TypeError as its parts do.
+    """
+
+    def __init__(self, embed: nn.Module, decoder: Encoder, generator: Generator) -> None:
+        super().__init__()
+        require_callable(embed=embed, decoder=decoder, generator=generator)
+        self.embed = embed
+        self.decoder = decoder
+        self.generator = generator
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, cache: DecoderCache | None = None
+    ) -> Tensor:
+        require_tensor("tokens", tokens)
+        _require_cache(cache)
+        return self.decoder(_embedded(self.embed, tokens, cache), mask, cache)
 
 
 def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
@@ -302,8 +383,9 @@ class Encoder(nn.Module):
         norm: "layer", a LayerNorm, "rms", an RMSNorm, or None for no norm after the last layer, as
             in post-norm.
 
-    forward(x, mask) is that of EncoderLayer. Raises ValueError if N is negative or the norm
-    unknown, TypeError if `layer` is not a module with a `size`.
+    forward(x, mask, cache=None) is that of EncoderLayer; a cache is a `DecoderCache`. Raises
+    ValueError if N is negative or the norm unknown, TypeError if `layer` is not a module with a
+    `size`.
     """
 
     def __init__(self, layer: EncoderLayer, N: int, norm: str | None = "layer") -> None:
@@ -312,9 +394,12 @@ class Encoder(nn.Module):
         self.layers = clones(layer, N)
         self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
 
-    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | Packing | None, cache: DecoderCache | None = None
+    ) -> Tensor:
         require_norm_input("x", x, self.norm)
-        return _stack(self.layers, EncoderLayer, self.norm, x, mask)
+        _require_cache(cache)
+        return _stack(self.layers, EncoderLayer, self.norm, x, mask, cache=cache)
 
 
 class Decoder(nn.Module):
@@ -381,6 +466,11 @@ def _require_cache(cache: DecoderCache | None) -> None:
         raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
 
 
+def _require_layer_cache(cache: LayerCache | None) -> None:
+    if cache is not None and not isinstance(cache, LayerCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
+
+
 def _require_layer(layer: nn.Module) -> None:
     if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "size", None), int):
         kind = type(layer).__name__
@@ -399,9 +489,14 @@ class EncoderLayer(nn.Module):
         feed_forward: a module that is called with x.
         dropout: probability that an element of a sublayer's output is dropped, in training.
         norm_first, norm: as in `SublayerConnection`.
+        is_causal: if True, a token sees itself and those before it, and the mask hides more;
+            self_attn is then called with is_causal=True as well.
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
     In a packed batch x is [tokens, size] and mask its `Packing`.
+
+    forward(x, mask, cache), of a causal layer: x follows what the `LayerCache` holds, and so does
+    the last size of the mask.
 
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
@@ -416,6 +511,7 @@ class EncoderLayer(nn.Module):
         dropout: float,
         norm_first: bool = True,
         norm: str = "layer",
+        is_causal: bool = False,
     ) -> None:
         super().__init__()
         require_callable(self_attn=self_attn, feed_forward=feed_forward)
@@ -423,16 +519,30 @@ class EncoderLayer(nn.Module):
         self.feed_forward = feed_forward
         self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 2)
         self.size = size
+        self.is_causal = require_flag("is_causal", is_causal)
 
-    def forward(self, x: Tensor, mask: Tensor | Packing | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | Packing | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        _require_layer_cache(cache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         stream = ResidualStream(x)
-        self._through(stream, mask)
+        self._through(stream, mask, cache)
         return stream.value()
 
-    def _through(self, stream: ResidualStream, mask: Tensor | Packing | KeyMask | None) -> None:
+    def _through(
+        self,
+        stream: ResidualStream,
+        mask: Tensor | Packing | KeyMask | None,
+        cache: LayerCache | None = None,
+    ) -> None:
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, mask))
+        options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
+        if cache is not None:
+            if not self.is_causal:
+                raise ValueError("cache is given to a layer with is_causal=False; expected None")
+            options["cache"] = cache
+        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, mask, **options))
         _add(stream, connections[1], self.feed_forward)
 
 
@@ -484,8 +594,7 @@ class DecoderLayer(nn.Module):
         tgt_mask: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        if cache is not None and not isinstance(cache, LayerCache):
-            raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
+        _require_layer_cache(cache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:
             require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
@@ -513,14 +622,14 @@ def _attend(
     x: Tensor,
     memory: Tensor | None,
     mask: Tensor | Packing | KeyMask | None,
-    **cache: Any,
+    **options: Any,
 ) -> Tensor:
     """Return attention(x, memory, memory, mask), with the lengths of the keys if it takes them."""
     if isinstance(mask, KeyMask):
         mask, lengths = mask
-        if type(attention) is MultiHeadedAttention and not cache:
-            return attention(x, memory, memory, mask, key_lengths=lengths)
-    return attention(x, memory, memory, mask, **cache)
+        if type(attention) is MultiHeadedAttention and "cache" not in options:
+            return attention(x, memory, memory, mask, key_lengths=lengths, **options)
+    return attention(x, memory, memory, mask, **options)
 
 
 def _add(

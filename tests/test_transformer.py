@@ -49,7 +49,9 @@ def batch(device="cpu", B=2, S=7, T=5):
 def tutorial(
     state, src, tgt, src_mask, tgt_mask, norm_first=True, activation="relu", padding_idx=None
 ):
-    """The model from its state dict, in float64, with nothing of fastformer."""
+    """The model from its state dict, in float64, with nothing of fastformer; without tgt what the
+    generator makes of the encoder's output.
+    """
     state = {key: tensor.double() for key, tensor in state.items()}
     d = state["generator.proj.weight"].shape[1]
 
@@ -104,6 +106,8 @@ def tutorial(
         memory = add(memory, f"{layer}.sublayer.0", heads, f"{layer}.self_attn", src_mask)
         memory = add(memory, f"{layer}.sublayer.1", ff, f"{layer}.feed_forward")
     memory = norm(memory, "encoder.norm")
+    if tgt is None:
+        return linear(memory, "generator.proj").log_softmax(-1)
     x = embed(tgt, "tgt_embed")
     for layer in layers("decoder"):
         x = add(x, f"{layer}.sublayer.0", heads, f"{layer}.self_attn", tgt_mask)

@@ -126,6 +126,17 @@ def model_options():
     )  # fmt: skip
 
 
+def language_model():
+    return ff.make_decoder(V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0).requires_grad_(False)
+
+
+def held():
+    """The cache of a language model after S - T tokens."""
+    cache = ff.DecoderCache(S)
+    language_model()(ids(B, S - T), cache=cache)
+    return cache
+
+
 def encoder_layer():
     return model().encoder.layers[0]
 
@@ -143,7 +154,7 @@ def batch():
 
 
 def stream():
-    return dict(x=floats(B, T, D), mask=torch.ones(B, 1, T, dtype=torch.bool))
+    return dict(x=floats(B, T, D), mask=torch.ones(B, 1, T, dtype=torch.bool), cache=None)
 
 
 def decoded():
@@ -169,6 +180,11 @@ CALLS = {
     "make_model": lambda: (ff.make_model, lambda: dict(
         src_vocab=V, tgt_vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, tie_source=True,
         **model_options())),
+    "make_decoder": lambda: (ff.make_decoder, lambda: dict(
+        vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, **model_options())),
+    "LanguageModel": lambda: (ff.LanguageModel, lambda: dict(language_model().named_children())),
+    "LanguageModel.forward": lambda: (language_model().forward, lambda: dict(
+        tokens=ids(B, T), mask=torch.ones(B, 1, S, dtype=torch.bool), cache=held())),
     "Embeddings": lambda: (ff.Embeddings, lambda: dict(d_model=D, vocab=V, padding_idx=0)),
     "Embeddings.forward": lambda: (ff.Embeddings(D, V).forward, lambda: dict(x=ids(B, S))),
     "PositionalEncoding": lambda: (ff.PositionalEncoding, lambda: dict(
@@ -203,7 +219,8 @@ CALLS = {
         ff.SublayerConnection(D, 0.1).forward, lambda: dict(x=floats(B, T, D), sublayer=nn.Tanh())),
     "EncoderLayer": lambda: (ff.EncoderLayer, lambda: dict(
         size=D, self_attn=ff.MultiHeadedAttention(H, D),
-        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms")),
+        feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms",
+        is_causal=True)),
     "EncoderLayer.forward": lambda: (encoder_layer().forward, stream),
     "DecoderLayer": lambda: (ff.DecoderLayer, lambda: dict(
         size=D, self_attn=ff.MultiHeadedAttention(H, D), src_attn=ff.MultiHeadedAttention(H, D),
@@ -368,6 +385,7 @@ def matching(call, table):
 LEGITIMATE = {
     "a bias that is left out": ["*.b None", "*.b_1 None", "*.b_2 None", "dropout_add*.bias None"],
     "a term that is left out": ["embed.positional None"],
+    "a batch of a language model": ["Batch.src None"],
     "no norm follows the last layer": ["Encoder.norm None", "Decoder.norm None"],
     "nothing is masked": ["*coder*.*mask None", *[f"{of}.src_mask None" for of in SEARCHES]],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")

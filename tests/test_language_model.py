@@ -1,0 +1,193 @@
+"""The decoder-only model against the tutorials' layers in float64, with a cache, and trained."""
+
+import math
+
+import pytest
+import torch
+from test_transformer import tutorial
+
+from fastformer import (
+    Batch,
+    DecoderCache,
+    EncoderLayer,
+    LabelSmoothing,
+    LanguageModel,
+    LayerNorm,
+    MultiHeadedAttention,
+    PositionwiseFeedForward,
+    SimpleLossCompute,
+    make_decoder,
+    make_model,
+    pad,
+    run_epoch,
+    subsequent_mask,
+    unpad,
+)
+
+B, T, V = 2, 7, 13
+OPTIONS = {
+    "plain": {},
+    "post-norm": {"norm_first": False, "activation": "gelu"},
+    "all": {
+        "norm": "rms", "activation": "swiglu", "kv_heads": 1, "learned_positions": True,
+        "max_len": 9, "padding_idx": 0, "tie_generator": True,
+    },
+}  # fmt: skip
+
+
+def small_model(device="cpu", N=2, **options):
+    """A model in which no parameter is zero or one."""
+    model = make_decoder(V, N, d_model=16, d_ff=24, h=2, dropout=0.0, **options)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model.to(device)
+
+
+def padded(device, side="right"):
+    tokens = torch.randint(1, V, (B, T), device=device)
+    tokens[1, slice(4, None) if side == "right" else slice(0, 3)] = 0
+    return tokens, (tokens != 0).unsqueeze(-2)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_against_the_layers_of_the_tutorials(case, backend, device):
+    """Log-probabilities and the gradient of every parameter, of an encoder with a causal mask."""
+    options = OPTIONS[case]
+    model, (tokens, mask) = small_model(device, **options), padded(device)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    leaves = {id(p): p.detach().double().requires_grad_() for p in parameters.values()}
+    oracle = {name: leaves[id(p)] for name, p in parameters.items()}
+    state = {**model.state_dict(), **oracle}
+    for ours, theirs in (("decoder.", "encoder."), ("embed.", "src_embed.")):
+        state = {name.replace(ours, theirs): x for name, x in state.items()}
+    names = ("norm_first", "activation", "padding_idx")
+    told = {name: options[name] for name in names if name in options}
+    causal = mask & subsequent_mask(T).to(device)
+    expected = tutorial(state, tokens, None, causal, None, **told)
+    actual = model.generator(model(tokens, mask))
+    torch.testing.assert_close(actual.double(), expected, atol=3e-5, rtol=1e-5)
+    upstream = torch.randn_like(expected)
+    (expected * upstream).sum().backward()
+    (actual * upstream.float()).sum().backward()
+    for name, p in model.named_parameters():
+        error = (p.grad - oracle[name].grad).norm()
+        assert error < 1e-4 * oracle[name].grad.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_cache_computes_what_the_whole_sequence_does(case, side, backend, device):
+    """In pieces of several tokens and of one; with padding the mask counts what the cache holds."""
+    model = small_model(device, **OPTIONS[case]).eval().requires_grad_(False)
+    tokens, mask = padded(device, side)
+    mask = None if side is None else mask
+    whole, cache = model(tokens, mask), DecoderCache(T)
+    for piece in (slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)):
+        seen = None if mask is None else mask[..., : piece.stop]
+        out = model(tokens[:, piece], seen, cache)
+        torch.testing.assert_close(out, whole[:, piece], atol=2e-5, rtol=1e-5)
+    assert cache.longest == T
+    if "kv_heads" in OPTIONS[case]:
+        assert cache.layers[0].own.key.shape == (B, 1, T, 8)
+    with pytest.raises(ValueError, match="the cache holds 7 of its capacity of 7"):
+        model(tokens[:, :1], None, cache)
+
+
+def test_a_token_sees_none_that_follows(backend, device):
+    model = small_model(device).eval()
+    tokens, _ = padded(device)
+    before = model(tokens)
+    tokens[:, 3] = tokens[:, 3] % 12 + 1
+    after = model(tokens)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert ((before - after)[:, 3:].abs().amax(-1) > 1e-4).all()
+
+
+def test_packed(backend, device):
+    """Without padding the layers are causal, too."""
+    model = small_model(device).eval()
+    x, lengths = model.embed(padded(device)[0]), torch.tensor([T, 4], device=device)
+    tokens, packing = unpad(x, lengths)
+    have = model.decoder(tokens, packing)
+    torch.testing.assert_close(have, unpad(model.decoder(x, None), lengths)[0])
+    assert pad(have, packing).shape == x.shape
+
+
+def test_the_model_and_its_names():
+    model = make_decoder(V, 2, 16, 24, 2)
+    assert type(model) is LanguageModel and type(model.decoder.norm) is LayerNorm
+    encoder = make_model(V, V, 2, 16, 24, 2).encoder
+    names = {f"decoder.{name}" for name in encoder.state_dict()}
+    others = {"embed.0.lut.weight", "embed.1.pe", "generator.proj.weight", "generator.proj.bias"}
+    assert set(model.state_dict()) == names | others
+    assert not list(make_decoder(V, 0, 16, 24, 2, norm_first=False).decoder.parameters())
+    tied = make_decoder(V, 1, 16, 24, 2, tie_generator=True, padding_idx=0)
+    assert tied.generator.proj.weight is tied.embed[0].lut.weight
+    assert not tied.generator.proj.weight[0].any() and tied.generator.proj.weight[1:].all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab": 0}, "vocab is 0; expected 1 or more"),
+        ({"N": -1}, "N is -1; expected 0 or more"),
+        ({"kv_heads": 3}, "kv_heads is 3; expected a divisor of h = 8"),
+        ({"norm": "batch"}, "norm is 'batch'; expected one of layer, rms"),
+    ],
+)
+def test_make_decoder_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_decoder(**{"vocab": V, "d_model": 16, "N": 1} | arguments)
+
+
+def test_a_cache_wants_a_causal_layer():
+    attention, x = MultiHeadedAttention(2, 16), torch.randn(B, T, 16)
+    layer = EncoderLayer(16, attention, PositionwiseFeedForward(16, 24), 0.0).requires_grad_(False)
+    with pytest.raises(ValueError, match="cache is given to a layer with is_causal=False"):
+        layer(x, None, DecoderCache(T).layer(0))
+
+
+# ---------------------------------------------------------------------------------------- training
+
+
+def test_a_batch_without_a_source():
+    tokens = torch.tensor([[3, 4, 5, 0], [0, 6, 7, 8]])
+    batch = Batch(None, tokens)
+    assert batch.src is None and batch.src_mask is None
+    assert torch.equal(batch.tgt, tokens[:, :-1]) and torch.equal(batch.tgt_y, tokens[:, 1:])
+    assert batch.tgt_mask.tolist() == [[[True, True, True]], [[False, True, True]]]
+    assert batch.ntokens == 5
+    assert repr(batch.to("meta")) == "Batch(src=None, tgt=[2, 3], device=meta)"
+    with pytest.raises(TypeError, match="src and tgt are None; expected token ids in one of them"):
+        Batch(None)
+
+
+def test_it_learns_to_repeat():
+    """Of a random half and its copy only the second can be predicted."""
+    half, vocab, floor = 4, 8, 3 / 7 * math.log(7)
+    model = make_decoder(
+        vocab, 2, 32, 64, 2, 0.0, norm="rms", activation="swiglu", learned_positions=True,
+        max_len=2 * half,
+    )  # fmt: skip
+    compute = SimpleLossCompute(model.generator, LabelSmoothing(vocab, padding_idx=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=150)
+
+    def batches(n):
+        for _ in range(n):
+            x = torch.randint(1, vocab, (32, half))
+            yield Batch(None, torch.cat([x, x], 1))
+
+    quiet = {"progress": False}
+    before = run_epoch(batches(2), model.eval(), compute, **quiet)
+    run_epoch(batches(150), model.train(), compute, optimizer, falling, **quiet)
+    after = run_epoch(batches(2), model.eval(), compute, **quiet)
+    assert before > math.log(7) and after < floor + 0.1
+    x = torch.randint(1, vocab, (64, half))
+    tokens, cache, new = x, DecoderCache(2 * half), x
+    with torch.no_grad():
+        for _ in range(half):
+            new = model.generator(model(new, cache=cache)[:, -1:]).argmax(-1)
+            tokens = torch.cat([tokens, new], 1)
+    assert (tokens[:, half:] == x).float().mean() > 0.95

@@ -446,7 +446,7 @@ NAMED = {
         "EncoderDecoder.forward.src *",
         *[f"{of}.src *" for of in SEARCHES],
     ],
-    "x": ["EncoderDecoder.forward.??? *"],
+    "x": ["EncoderDecoder.forward.??? *", "LanguageModel.forward.tokens *"],
     "input": [
         "*Norm.forward.x *",
         "SublayerConnection.forward.x *",

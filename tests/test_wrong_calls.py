@@ -127,14 +127,7 @@ def model_options():
 
 
 def language_model():
-    return ff.make_decoder(V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0).requires_grad_(False)
-
-
-def held():
-    """The cache of a language model after S - T tokens."""
-    cache = ff.DecoderCache(S)
-    language_model()(ids(B, S - T), cache=cache)
-    return cache
+    return ff.make_decoder(V, N=1, d_model=D, d_ff=F, h=H, dropout=0.0)
 
 
 def encoder_layer():
@@ -184,7 +177,7 @@ CALLS = {
         vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, **model_options())),
     "LanguageModel": lambda: (ff.LanguageModel, lambda: dict(language_model().named_children())),
     "LanguageModel.forward": lambda: (language_model().forward, lambda: dict(
-        tokens=ids(B, T), mask=torch.ones(B, 1, S, dtype=torch.bool), cache=held())),
+        tokens=ids(B, T), mask=torch.ones(B, 1, T, dtype=torch.bool), cache=None)),
     "Embeddings": lambda: (ff.Embeddings, lambda: dict(d_model=D, vocab=V, padding_idx=0)),
     "Embeddings.forward": lambda: (ff.Embeddings(D, V).forward, lambda: dict(x=ids(B, S))),
     "PositionalEncoding": lambda: (ff.PositionalEncoding, lambda: dict(

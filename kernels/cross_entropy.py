@@ -586,7 +586,7 @@ def _gradients(input, weight, bias, wanted) -> list[Tensor]:
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
     return [
-        x.new_zeros(x.shape, dtype=dtype) if want and x is not None else input.new_zeros(0)
+        x.new_zeros(x.shape, dtype=dtype) if want else input.new_zeros(0)
         for want, (x, dtype) in zip(wanted, like)
     ]
 
@@ -696,15 +696,15 @@ def linear_backward(
     """
     sums = [sum_input, sum_weight, sum_bias]
     if reduction != "none":
-        factor = grad_loss.to(lse.dtype)
+        factor = grad_loss
         if reduction == "mean":  # finite where every target is ignored
             factor = factor / _count(target, ignore_index, reduction, lse.dtype).clamp_min_(1)
-        sums = [x.to(lse.dtype) * factor if need else x for x, need in zip(sums, needs)]
+        sums = [x * factor if need else x for x, need in zip(sums, needs)]
     else:
         v, n = linear_weight.shape
         labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
         x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
-        g = grad_loss.reshape(-1).to(lse.dtype).contiguous()
+        g = grad_loss.reshape(-1).contiguous()
         sums = _gradients(input, linear_weight, linear_bias, needs)
         with on_device(input):
             for first in range(0, len(x), CHUNK):

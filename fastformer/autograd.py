@@ -13,7 +13,7 @@ so is every other argument that the backward names. An optional `grad_x` is None
 depends on x. `needs` says, in the order of the returns, which gradients are wanted; an unwanted one
 comes back empty. A forward whose last argument is `needs` takes it as well.
 
-A forward whose last argument is `ahead` is told whether to compute the gradient of its one input,
+A forward whose last argument is `ahead` computes, where it is true, the gradient of its one input,
 for a `grad_x` of 1, as the last output: empty where it does not. `fastformer::<op>_backward_` makes
 that the gradient for another `grad_x`, in place, and the caller gets it: once, where the graph is
 not retained. Tracing never asks for it.

@@ -83,7 +83,7 @@ def measure(
     job: Job, timer: Timer, failed: Mapping[str, str], begin: Callable[[str], None]
 ) -> Entry:
     """Measure the candidates of a job. `failed`: those that may not be tried again, and why;
-    `begin` is told which one runs.
+    `begin` is called with the name of each that runs.
     """
     dropped, seconds = dict(failed), {c.name: [] for c in job.candidates}  # type: ignore[var-annotated]
 

@@ -19,7 +19,7 @@ dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64).
 One program owns a row, and reads it 16 bytes at a time, wherever among them it starts. Where a
 gradient is wanted it reads the row once more, from the cache, and writes dx. On given logits it
 does that for a mean, with the g of its rows if the gradient of the mean is 1; the backward computes
-dx anew from the saved logits if it is not, or if it may be asked for again.
+dx again from the saved logits if it is not, or if it may be asked for again.
 
 The linear form holds CHUNK rows of logits at a time and never all of them; for mean and sum it
 takes the gradients in the forward (three GEMMs, torch's own), for none it saves lse and computes

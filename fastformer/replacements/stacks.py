@@ -140,7 +140,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return self._stream_output(stream)
 
     def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return src_key_padding_mask if `accelerate` was told to drop the padding, or None."""
+        """Return src_key_padding_mask if `accelerate(drop_padding=True)` drops it, or None."""
         if padding is None or not self._drops_padding or src.dim() != 3:
             return None
         return padding if padding.dtype == torch.bool else None

@@ -41,6 +41,7 @@ from fastformer.modules import (
 )
 from fastformer.padding import Packing, pad, unpad
 from fastformer.patch import Report, accelerate, restore
+from fastformer.replacements.stacks import decode_step
 from fastformer.sdpa import sdpa_override
 from fastformer.training import (
     Batch,
@@ -98,6 +99,7 @@ __all__ = [
     "clones",
     "cross_entropy",
     "current_backend",
+    "decode_step",
     "dropout_add_layer_norm",
     "embed",
     "explain",

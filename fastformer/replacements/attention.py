@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.cache import LayerCache, MemoryCache
 from fastformer.checks import shape_of
 from fastformer.padding import Packing, lengths_of
 from fastformer.replacements.base import (
@@ -67,8 +68,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
         In a packed batch query, key, value and output are [tokens, E].
         """
-        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
         p = self.dropout if self.training else 0.0
+        if seen.cache is not None:
+            out = self._attend_cached(query, key, value, seen, p)
+            out = self._heads_last(out, query.dim() == 3)
+            return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
         if seen.packing is not None:
             offsets, longest = seen.packing.cu_seqlens, seen.packing.longest
             out = functional.packed_attention(
@@ -82,6 +87,25 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
+
+    def _attend_cached(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, p: float
+    ) -> Tensor:
+        """Return [N, H, L, D] over what the cache holds and, of self-attention, key and value."""
+        cache = seen.cache
+        assert cache is not None
+        kept = isinstance(cache, MemoryCache) and cache.filled
+        inputs = (query,) if kept else (query, key, value)
+        q, *new = (
+            self._heads_first(F.linear(x, w, b).unflatten(-1, (self.num_heads, self.head_dim)))
+            for x, w, b in zip(inputs, *self._projections())
+        )
+        if isinstance(cache, MemoryCache):
+            if not kept:
+                cache.fill(key, *new)
+            return cache.attend(q, seen.attn_mask, p, bias=seen.bias)
+        cache.append(*new)
+        return cache.attend(q, None, p)
 
     def _attend_with_weights(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility
@@ -171,18 +195,26 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         groups = [(query, 1), (key, 1), (value, 1)]
         if key is value and self.in_proj_weight is not None:
             groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
-        sizes, bias = [n * self.embed_dim for _, n in groups], self.in_proj_bias
-        weights: Sequence[Tensor]
-        if self.in_proj_weight is None:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        else:
-            weights = self.in_proj_weight.split(sizes)
-        biases = [None] * len(groups) if bias is None else bias.split(sizes)
+        weights, biases = self._projections([n for _, n in groups])
         out: list[Tensor] = []
         for (x, n), w, b in zip(groups, weights, biases):
             heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
             out += heads.unbind(-3)
         return out
+
+    def _projections(
+        self, counts: Sequence[int] = (1, 1, 1)
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Return the weights and the biases of query, key and value; counts: how many of these each
+        of them projects.
+        """
+        sizes, bias = [n * self.embed_dim for n in counts], self.in_proj_bias
+        weights: Sequence[Tensor]
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        else:
+            weights = self.in_proj_weight.split(sizes)
+        return weights, [None] * len(sizes) if bias is None else bias.split(sizes)
 
     def _heads_first(self, x: Tensor) -> Tensor:
         """Return [N, H, L, D] from [N, L, H, D], [L, N, H, D] or [L, H, D]."""
@@ -241,7 +273,8 @@ class Visibility(NamedTuple):
     attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
     [N, H, L, S]. packing: of a batch without its padding. padding: key_padding_mask [N, S], True
     for a masked key, if attn_mask holds that and nothing else. key_lengths: [N], past which the
-    padding masks out all keys, if that is known.
+    padding masks out all keys, if that is known. cache: what holds the keys before these, or those
+    of the memory.
     """
 
     attn_mask: Tensor | None = None
@@ -250,6 +283,7 @@ class Visibility(NamedTuple):
     packing: Packing | None = None
     padding: Tensor | None = None
     key_lengths: Tensor | None = None
+    cache: LayerCache | MemoryCache | None = None
 
 
 def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:

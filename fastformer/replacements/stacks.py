@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import reference
+from fastformer.cache import DecoderCache
+from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.modules import require_linear_input
 from fastformer.padding import Packing, packing_of, pad, unpad
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
@@ -233,6 +236,103 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
+
+
+def decode_step(
+    decoder: nn.TransformerDecoder,
+    tgt: Tensor,
+    memory: Tensor | None,
+    cache: DecoderCache,
+    *,
+    memory_mask: Tensor | None = None,
+    memory_key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Compute the output of an accelerated decoder for the tokens after those in the cache.
+
+    The result is that of `decoder` for the whole sequence under a causal mask, at its last n
+    positions. The keys and values of tgt are appended to the cache; those of the memory are
+    projected at the first step.
+
+    Args:
+        decoder: an nn.TransformerDecoder that `accelerate` has replaced, also as the part
+            `model.decoder` of an nn.Transformer.
+        tgt: [N, n, E], or [n, N, E] where batch_first is False: the embedded tokens; the first of
+            them has the position `cache.longest`.
+        memory: [N, S, E] or [S, N, E]: at each step the same tensor, or None after the first.
+        cache: of up to `cache.capacity` positions; new, or reset, for a new batch.
+        memory_mask: [n, S] or [N H, n, S], and memory_key_padding_mask: [N, S], both as in the
+            decoder's forward.
+
+    Returns:
+        The output, of the shape of tgt.
+
+    Raises:
+        ValueError: shapes that do not fit, another memory, a cache that is full; a call outside of
+            torch.no_grad() whose keys require a gradient.
+        TypeError: a decoder that was not replaced, other dtypes, a cache of another class.
+        RuntimeError: a decoder that the ops cannot run, with the reason.
+
+    Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
+    """
+    if not isinstance(decoder, FusedTransformerDecoder):
+        raise TypeError(
+            f"decoder is a {type(decoder).__name__}; expected an nn.TransformerDecoder that "
+            "fastformer.accelerate has replaced"
+        )
+    if not isinstance(cache, DecoderCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache")
+    _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
+    reason = tensor_obstacle(tgt, memory, memory_mask, memory_key_padding_mask)
+    reason = reason or decoder._obstacle()
+    layers = decoder._layers()
+    if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
+        reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
+    if reason is not None:
+        raise RuntimeError(f"decoder cannot take a cache: {reason}")
+    kept = cache.layer(0).memory
+    if kept.filled:
+        kept.require_memory("memory", memory)
+        memory = tgt.new_zeros(()).expand(_memory_shape(layers[0], tgt, kept.longest))
+    elif memory is None:
+        raise TypeError("memory is None at the first step; expected a tensor")
+    masks = (None, memory_mask, None, memory_key_padding_mask)
+    _, memory, seen = decoder_context(layers[0], tgt, memory, masks, (False, False))
+    stream = ResidualStream(tgt)
+    for i, layer in enumerate(layers):
+        own = cache.layer(i)
+        layer._through(stream, Visibility(cache=own), memory, seen._replace(cache=own.memory))
+    return decoder._stream_output(stream)
+
+
+def _require_step(
+    layer: Layer,
+    tgt: Tensor,
+    memory: Tensor | None,
+    memory_mask: Tensor | None,
+    memory_key_padding_mask: Tensor | None,
+) -> None:
+    masks = dict(memory_mask=memory_mask, memory_key_padding_mask=memory_key_padding_mask)
+    for name, x in dict(tgt=tgt, memory=memory, **masks).items():
+        if x is None and name != "tgt":
+            continue
+        require_tensor(name, x)
+        assert x is not None
+        if name not in masks:
+            if x.dim() not in (2, 3) or x.dim() != tgt.dim():
+                raise ValueError(
+                    f"{name} has shape {shape_of(x)}; expected three dimensions, or two without a "
+                    "batch, as many as tgt"
+                )
+            require_linear_input(name, x, layer.linear1)
+        require_device(name, x, "tgt", tgt)
+
+
+def _memory_shape(layer: Layer, tgt: Tensor, length: int) -> list[int]:
+    """Return the shape of a memory of that length beside tgt [N, n, E], [n, N, E] or [n, E]."""
+    cross = attention_of(layer, "multihead_attn")
+    shape = list(tgt.shape)
+    shape[1 if tgt.dim() == 3 and cross.batch_first else 0] = length
+    return shape
 
 
 class FusedTransformer(Accelerated, nn.Transformer):

@@ -167,8 +167,8 @@ def make_decoder(
     Args:
         vocab: number of tokens.
         N: layers.
-        d_model, d_ff, h, dropout, norm_first, activation, norm, kv_heads, learned_positions,
-            max_len, padding_idx, tie_generator: as in `make_model`.
+        d_model, d_ff, h, dropout, norm_first, activation, norm: as in `make_model`.
+        kv_heads, learned_positions, max_len, padding_idx, tie_generator: as there.
 
     Raises ValueError and TypeError as `make_model` does.
 

@@ -82,6 +82,12 @@ def require_probability(name: str, p: float) -> float:
     return p
 
 
+def require_dropout(name: str, p: float) -> float:
+    """Require a number in [0, 1], and round it to a multiple of 2^-16: words of 16 bits decide."""
+    p = require_probability(name, p)
+    return round(p * 65536) / 65536 if p else p
+
+
 def require_int(name: str, x: int) -> None:
     """Require an int that int64 holds."""
     if not isinstance(x, INTS) or isinstance(x, bool):

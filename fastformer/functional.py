@@ -36,6 +36,7 @@ from fastformer.checks import (
     may_read,
     require_choice,
     require_device,
+    require_dropout,
     require_eps,
     require_flag,
     require_floating,
@@ -109,8 +110,8 @@ def scaled_dot_product_attention(
         attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk] (without heads: to
             [B, Sq, Sk]); True keeps the key. It is read through its strides, never expanded. None
             keeps all keys. A floating mask is a `bias`, as in torch.
-        dropout_p: probability in [0, 1] that a weight is dropped; the others are scaled by
-            1/(1 - dropout_p). It always applies: pass 0 in evaluation.
+        dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
+            the others are scaled by 1/(1 - dropout_p). It always applies: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
         scale: the factor on query key^T; 1/sqrt(D) by default.
         bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
@@ -187,7 +188,7 @@ def scaled_dot_product_attention(
     if key_lengths is not None:
         _require_lengths(key_lengths, query, scores[3])
         key_lengths = key_lengths.contiguous()
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     attention = Attention(
         attn_mask,
         p,
@@ -281,7 +282,7 @@ def packed_attention(
             f"cu_seqlens_k has shape {shape_of(cu_seqlens_k)}; "
             f"expected that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         )
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     attention = Attention(
         None,
         p,
@@ -870,8 +871,8 @@ def dropout_add_layer_norm(
         residual: of the shape and the dtype of input.
         weight: of the norm; its shape is what is normalized over. bias: the same, or None. Of the
             input's dtype or float32.
-        dropout_p: probability in [0, 1] that an element of input is dropped; the others are scaled
-            by 1/(1 - dropout_p).
+        dropout_p: probability in [0, 1] that an element of input is dropped, as in
+            `scaled_dot_product_attention`.
         eps, unbiased: as in `layer_norm`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
             (row, column).
@@ -898,7 +899,7 @@ def dropout_add_layer_norm(
         raise ValueError(
             f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
         )
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_layer_norm",
         input=input,
@@ -975,8 +976,8 @@ def feed_forward(
         w_1: [d_ff, d], b_1: [d_ff] or None, as nn.Linear stores them.
         w_2: [d_out, d_ff], b_2: [d_out] or None.
         activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
-        dropout_p: probability in [0, 1] that a hidden element is dropped; the others are scaled by
-            1/(1 - dropout_p).
+        dropout_p: probability in [0, 1] that a hidden element is dropped, as in
+            `scaled_dot_product_attention`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
             (token, hidden unit).
 
@@ -994,7 +995,7 @@ def feed_forward(
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
     _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
     require_choice("activation", activation, ACTIVATIONS)
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "feed_forward",
         input=input,
@@ -1084,7 +1085,7 @@ def _gated(
     """Check the arguments of a gated feed-forward layer, and return them by name."""
     input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
     _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     seed = seed_tensor(dropout_seed, p, input.device)
     return dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2, dropout_p=p, dropout_seed=seed)
 
@@ -1143,8 +1144,8 @@ def embed(
         weight: [V, N], float32, float16, bfloat16 or float64, as nn.Embedding stores it.
         positional: [at least S, N], of weight's dtype or float32, shared by all sequences; None
             leaves the term out.
-        dropout_p: probability in [0, 1] that an element is dropped; the others are scaled by
-            1/(1 - dropout_p).
+        dropout_p: probability in [0, 1] that an element is dropped, as in
+            `scaled_dot_product_attention`.
         scale: the factor on the embedding; sqrt(N) by default.
         padding_idx: the token whose row gets no gradient; -1 is the last one, as in torch.
         dropout_seed: as in `dropout_add_layer_norm`.
@@ -1187,7 +1188,7 @@ def embed(
         padding_idx = require_token("padding_idx", padding_idx, classes)
     if scale is not None:
         scale = require_number("scale", scale, "a number or None")
-    p = require_probability("dropout_p", dropout_p)
+    p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "embed",
         tokens=tokens,

@@ -24,7 +24,8 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention
 
-# Philox4x32 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with 7 rounds.
+# Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
+# draws the words of tiles, 4x32 those of rows.
 PHILOX_ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
@@ -35,6 +36,13 @@ _FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint
 _KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
 _EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
 _HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
+
+_ROUND = 0xD256D193
+_FACTOR = np.array(_ROUND, np.uint64)
+_STEPS = _KEY_STEPS[:, :1, None]  # [rounds, 1, 1, 1]
+_MIX_STEP, _MIX_A, _MIX_B = (
+    x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 _BLOCK = 1 << 19  # logits at a time, likewise
 
@@ -82,7 +90,7 @@ def readable(x: Tensor) -> bool:
     return x.is_cpu and eager(x)
 
 
-def philox(
+def philox4x32(
     c0: Words, c1: Words, c2: Words, c3: Words, seed: Tensor | int, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words, Words, Words]:
     """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
@@ -100,18 +108,42 @@ def philox(
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
+def philox2x32(
+    c0: Words, c1: Words, key: Words, rounds: int = PHILOX_ROUNDS
+) -> tuple[Words, Words]:
+    """Return two random words for each counter (c0, c1) and key, likewise."""
+    for _ in range(rounds):
+        product = c0 * _ROUND
+        c0, c1 = ((product >> 32) ^ c1 ^ key) & _WORD, product & _WORD
+        key = key + _KEY_A & _WORD
+    return c0, c1
+
+
+def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
+    """Return the low and the high word of output n = 1, 2, .. of SplitMix64 (Steele et al. 2014,
+    "Fast Splittable Pseudorandom Number Generators") that starts at the seed, for int64 n.
+    """
+    z = n * _MIX_STEP + seed
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> copies the sign: the mask removes it
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX_B
+    z = z ^ (z >> 31 & (1 << 33) - 1)
+    return z & _WORD, z >> 32 & _WORD
+
+
 def dropout_threshold(p: float) -> int:
-    """Return the least 32-bit word whose element is kept."""
-    return round(p * 2**32)
+    """Return the least 16-bit word whose element is kept."""
+    return round(p * 2**16)
 
 
 def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
     """Return a boolean [planes, rows, columns], True where dropout removes an element.
 
-    Element (plane, i, j) reads word 2*(i//8 % 2) + (j//8 % 2) of counter (j', i', plane, 0), where
-    x' = x//16 * 8 + x % 8, so that one counter serves rows i, i+8 and columns j, j+8: the four
-    elements that one thread holds in a tensor-core accumulator. The mask is a pure function of
-    (seed, plane, i, j).
+    Element (plane, i, j) reads one of the four words of 16 bits that Philox2x32 gives for the
+    counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
+    of word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
+    one thread holds in a tensor-core accumulator. Key and shift of a plane are the low and the high
+    word of output number plane + 1 of SplitMix64, which starts at the seed. The mask is a pure
+    function of (seed, plane, i, j).
     """
     if readable(seed):
         return _dropped(seed, planes, rows, columns, p)
@@ -122,8 +154,8 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
 def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
     """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
 
-    Element (i, j) reads word j % 4 of counter (j // 4, i's low word, its high word, 1), in the
-    order in which a kernel that owns whole rows holds them.
+    Element (i, j) reads the high half of word j % 4 that Philox4x32 gives for the counter (j // 4,
+    i's low word, its high word, 1), in the order in which a kernel that owns whole rows holds them.
     """
     if readable(seed):
         return _dropped_rows(seed, rows, columns, p)
@@ -131,7 +163,7 @@ def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
 
 
 def _dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
-    quarter, threshold = -(-columns // 4), dropout_threshold(p)
+    quarter, threshold = -(-columns // 4), dropout_threshold(p) << 16
     if seed.device.type == "cpu":
         mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold)
     else:
@@ -157,60 +189,87 @@ def _dropped_rows_by_numpy(seed: int, rows: int, quarter: int, threshold: int) -
 def _dropped_rows_by_torch(seed: Tensor, rows: int, quarter: int, threshold: int) -> Tensor:
     i, j = (torch.arange(n, device=seed.device) for n in (rows, quarter))
     i = i.view(-1, 1)
-    words = philox(j, i & _WORD, i >> 32, 1, seed)
+    words = philox4x32(j, i & _WORD, i >> 32, 1, seed)
     return torch.stack([word < threshold for word in words], -1)
 
 
 def _dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
-    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    threshold = dropout_threshold(p)
     if seed.device.type == "cpu":
-        mask = _dropped_by_numpy(int(seed), planes, tiles_i, tiles_j, threshold)
-    else:
-        mask = _dropped_by_torch(seed, planes, tiles_i, tiles_j, threshold)
+        return _dropped_by_numpy(int(seed), planes, rows, columns, dropout_threshold(p))
+    return _dropped_by_torch(seed, planes, rows, columns, dropout_threshold(p))
+
+
+def _dropped_by_torch(seed: Tensor, planes: int, rows: int, columns: int, threshold: int) -> Tensor:
+    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
+    number, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
+    key, shift = splitmix(number.view(-1, 1, 1) + 1, seed)
+    words = philox2x32(i.view(-1, 1), j ^ shift, key)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    mask = torch.stack([half < threshold for half in halves])
+    mask = mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
     mask = mask.reshape(planes, tiles_i * 16, tiles_j * 16)
     return mask[:, :rows, :columns].contiguous()
 
 
-def _dropped_by_torch(
-    seed: Tensor, planes: int, tiles_i: int, tiles_j: int, threshold: int
-) -> Tensor:
-    plane, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
-    words = philox(j, i.view(-1, 1), plane.view(-1, 1, 1), 0, seed)
-    mask = torch.stack([word < threshold for word in words])
-    return mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
-
-
-def _dropped_by_numpy(seed: int, planes: int, tiles_i: int, tiles_j: int, threshold: int) -> Tensor:
-    """Compute `dropped` on a CPU, for whole tiles of [16, 16] elements.
+def _dropped_by_numpy(seed: int, planes: int, rows: int, columns: int, threshold: int) -> Tensor:
+    """Compute `dropped` on a CPU.
 
     It takes a half to a third of the time of `_dropped_by_torch`, whose calls cost more.
     """
-    mask = np.empty((planes * tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
-    words, limit = mask.transpose(4, 1, 0, 2, 3), np.array(threshold, np.uint64)
-    j = np.arange(tiles_j * 8, dtype=np.uint64)
-    step = max(1, _CHUNK // max(1, tiles_j * 64))
-    for first in range(0, len(mask), step):
-        tile = np.arange(first, min(first + step, len(mask)), dtype=np.uint64).reshape(-1, 1, 1)
-        plane, tile_i = np.divmod(tile, np.array(tiles_i, np.uint64))
-        shape = len(tile), 8, tiles_j * 8
-        pairs = _philox_by_numpy(j, tile_i * 8 + _EIGHT, plane, 0, seed, shape)
-        for column, pair in enumerate(pairs):
-            words[column, :, first : first + step] = (pair < limit).view(np.uint64)
-    return torch.from_numpy(mask.view(np.bool_))
+    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
+    mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
+    words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
+    numbers = np.arange(1, planes + 1, dtype=np.int64).reshape(-1, 1, 1)
+    key, shift = (word.view(np.uint64) for word in splitmix(numbers, seed))
+    keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
+    i, j = (np.arange(tiles * 8, dtype=np.uint64) for tiles in (tiles_i, tiles_j))
+    c0, c1 = i.reshape(-1, 1), j ^ shift
+    step_i = max(1, min(tiles_i, _CHUNK // max(1, tiles_j * 64)))
+    step = max(1, _CHUNK // max(1, step_i * tiles_j * 64))
+    for plane in range(0, planes, step):
+        own = slice(plane, plane + step)
+        for t in range(0, tiles_i, step_i):
+            pair = _philox2x32_by_numpy(c0[t * 8 : (t + step_i) * 8], c1[own], keys[:, own])
+            halves = pair.view(np.uint16)
+            for column in range(2):
+                drop = (halves[..., column::4] <= last).view(np.uint64)
+                place = words[column, :, own, t : t + step_i]
+                place[:] = drop.reshape(place.shape)
+    elements = mask.view(np.bool_).reshape(planes, tiles_i * 16, tiles_j * 16)
+    return torch.from_numpy(np.ascontiguousarray(elements[:, :rows, :columns]))
+
+
+def _philox2x32_by_numpy(
+    c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Compute `philox2x32`, [2, planes, n, m], of counters c0 [n, 1] and c1 [planes, 1, m] in as
+    few calls of NumPy as possible. The high words of the second half are not zero.
+    """
+    odd = c0 * _FACTOR
+    words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
+    even = np.bitwise_xor((odd >> _HALF) ^ keys[0], c1, out=words[1])
+    for n in range(1, PHILOX_ROUNDS):
+        product = words[0 if n % 2 else 2]  # the last one is words[2]
+        np.multiply(even, _FACTOR, out=product)
+        np.right_shift(product, _HALF, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_xor(even, keys[n], out=even)
+        np.bitwise_and(even, _LOW, out=even)
+        odd = product
+    return words[1:]
 
 
 def _philox_by_numpy(
     c0: Words, c1: Words, c2: Words, c3: Words, seed: int, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Compute `philox` in pairs [2, *shape]: the first and third words, the second and fourth.
+    """Compute `philox4x32` in pairs [2, *shape]: the first and third words, the second and fourth.
 
     The calls of NumPy cost most of the time where the counters are few. So one call serves both
     words of a pair, and its operands are contiguous or have no dimensions, which is fastest.
     """
     narrow = 0 if math.prod(shape) <= _FEW else 2  # until then not all counters are of full shape
     if narrow:
-        c0, c1, c2, c3 = philox(c0, c1, c2, c3, seed, narrow)
+        c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seed, narrow)
     pairs = np.empty((3, 2, *shape), np.uint64)
     pairs[0, 0], pairs[0, 1], pairs[1, 0], pairs[1, 1] = c0, c2, c1, c3
     even, odd, product = pairs.reshape(3, 2, -1)

@@ -11,6 +11,11 @@ from triton.runtime.jit import JITFunction
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(7)
+PHILOX_FACTOR = tl.constexpr(0xD256D193)
+PHILOX_STEP = tl.constexpr(0x9E3779B9)
+SPLITMIX_STEP = tl.constexpr(0x9E3779B97F4A7C15)
+SPLITMIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
+SPLITMIX_B = tl.constexpr(0x94D049BB133111EB)
 
 
 class Dropout(NamedTuple):
@@ -20,8 +25,15 @@ class Dropout(NamedTuple):
     inv_keep: Any
 
 
+class Plane(NamedTuple):
+    """What a plane draws its words with, see `dropout_plane`: a key, and a shift of counters."""
+
+    key: Any
+    shift: Any
+
+
 class Draw(NamedTuple):
-    """What a kernel draws from once it has read the seed."""
+    """What a kernel of rows draws from once it has read the seed."""
 
     seed: Any
     threshold: Any
@@ -29,19 +41,44 @@ class Draw(NamedTuple):
 
 
 @triton.jit
-def dropout_keep(seed, plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """Return which elements dropout keeps of the [BM, BN] tile at row i0 and column j0, which are
-    multiples of 16.
+def philox(key, c0, c1):
+    """Return the two words of Philox2x32 for a key and a counter of two words: Salmon et al. 2011,
+    "Parallel Random Numbers: As Easy as 1, 2, 3".
+    """
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        high = tl.umulhi(c0, PHILOX_FACTOR)
+        c0, c1 = high ^ key ^ c1, tl.mul(c0, PHILOX_FACTOR, sanitize_overflow=False)
+        key = tl.add(key, PHILOX_STEP, sanitize_overflow=False)
+    return c0, c1
 
-    Counter (j', i', plane, 0) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns
-    j, j + 8, by word 2 * (i // 8 % 2) + (j // 8 % 2): the four elements that one thread holds in a
-    tensor-core accumulator, and in its transpose, so that nothing moves between threads.
+
+@triton.jit
+def dropout_plane(seed, plane):
+    """Return the low and the high word of output number `plane` of SplitMix64 (Steele et al. 2014,
+    "Fast Splittable Pseudorandom Number Generators") that starts at the seed.
+    """
+    steps = tl.mul(plane.to(tl.uint64) + 1, SPLITMIX_STEP, sanitize_overflow=False)
+    z = tl.add(seed.to(tl.uint64, bitcast=True), steps, sanitize_overflow=False)
+    z = tl.mul(z ^ (z >> 30), SPLITMIX_A, sanitize_overflow=False)
+    z = tl.mul(z ^ (z >> 27), SPLITMIX_B, sanitize_overflow=False)
+    z = z ^ (z >> 31)
+    return Plane(z.to(tl.uint32), (z >> 32).to(tl.uint32))
+
+
+@triton.jit
+def dropout_keep(plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Return which elements of a plane dropout keeps, of the [BM, BN] tile at row i0 and column j0,
+    which are multiples of 16.
+
+    Counter (i', j' ^ shift) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns j, j + 8
+    by the first and the second word for the rows, and the low and the high half of each for the
+    columns: the four elements that one thread holds in a tensor-core accumulator, and in its
+    transpose, so that nothing moves between threads. The low 16 bits of the threshold are zero.
     """
     i = (i0 // 2 + tl.arange(0, BM // 2))[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
-    p = plane.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, j, i, p, p * 0, PHILOX_ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BM/2, BN/2, column, row]
+    w0, w1 = philox(plane.key, i, j ^ plane.shift)
+    words = tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))  # [BM/2, BN/2, row, column]
     words = words.reshape(BM // 16, 8, BN // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
     return words.reshape(BM, BN) >= threshold.to(tl.uint32, bitcast=True)
 
@@ -72,17 +109,18 @@ def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
 def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
     keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
-    return tl.where(keep, x * draw.inv_keep, 0.0)
+    return tl.where(keep, x, 0.0) * draw.inv_keep
 
 
 INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
 def dropout_arguments(p: float) -> Dropout:
-    """Return the int32 with the 32 bits of the threshold, and the factor on what is kept.
+    """Return the int32 with the 32 bits of the threshold, and the factor on what is kept, for p, a
+    multiple of 2^-16: words below p 2^32 are dropped.
 
     At p = 1 the threshold does not fit, and the factor 0 drops everything.
     """
-    threshold = min(round(p * 2**32), 2**32 - 1)
+    threshold = min(round(p * 2**16) << 16, 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold
     return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED, dropout_arguments, dropout_keep
+from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_plane
 from .launch import (
     Launch,
     accumulator,
@@ -226,8 +226,8 @@ def _store(pointers, ok, x):
 @triton.jit
 def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
     """Return which elements [BM, BN] of a tile dropout keeps."""
-    seed, plane = tl.load(SEED), tl.program_id(0) * 0
-    return dropout_keep(seed, plane, i0, j0, dropout.threshold, tile.rows, tile.columns)
+    plane = dropout_plane(tl.load(SEED), tl.program_id(0) * 0)
+    return dropout_keep(plane, i0, j0, dropout.threshold, tile.rows, tile.columns)
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def _hidden(
         _store(Z + place, ok, acc)
     h = _activate(acc, case.kind)
     if case.dropout:
-        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h, 0.0) * dropout.inv_keep
     _store(HIDDEN + place, ok, h)
 
 
@@ -300,8 +300,8 @@ def _hidden_backward(
         dz = dh * _derivative(saved, case.kind)
         if case.dropout:
             keep = _keep(SEED, i0, j0, dropout, tile)
-            h = tl.where(keep, h * dropout.inv_keep, 0.0)
-            dz = tl.where(keep, dz * dropout.inv_keep, 0.0)
+            h = tl.where(keep, h, 0.0) * dropout.inv_keep
+            dz = tl.where(keep, dz, 0.0) * dropout.inv_keep
         _store(HIDDEN + place, ok, h)
     _store(DZ + place, ok, dz)
 
@@ -318,7 +318,7 @@ def _activated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.cons
     place = _offsets(i0, i, j, size.N)
     h = _activate(_load(Z + place, ok, case.acc), case.kind)
     if case.dropout:
-        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h, 0.0) * dropout.inv_keep
     _store(HIDDEN + place, ok, h)
 
 
@@ -336,7 +336,7 @@ def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexp
     v = _load(Z + both + size.N, ok, case.acc)
     h = _activate(z, case.kind) * v
     if case.dropout:
-        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h * dropout.inv_keep, 0.0)
+        h = tl.where(_keep(SEED, i0, j0, dropout, tile), h, 0.0) * dropout.inv_keep
     _store(HIDDEN + _offsets(i0, i, j, size.N), ok, h)
 
 
@@ -358,8 +358,8 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
     h = f * v
     if case.dropout:
         keep = _keep(SEED, i0, j0, dropout, tile)
-        h = tl.where(keep, h * dropout.inv_keep, 0.0)
-        dh = tl.where(keep, dh * dropout.inv_keep, 0.0)
+        h = tl.where(keep, h, 0.0) * dropout.inv_keep
+        dh = tl.where(keep, dh, 0.0) * dropout.inv_keep
     dz = dh * v * _derivative(z, case.kind)
     dv = dh * f
     _store(HIDDEN + place, ok, h)

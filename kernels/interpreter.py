@@ -9,7 +9,7 @@ command line do.
 2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which
    int() refuses (triton#9171). Here it is read as a number.
 3. Speed: each helper call patches the whole language module again, integer operations check for
-   overflow, types are built again for every value, and Philox takes some 80 operations of 20 us.
+   overflow, types are built again for every value, and Philox takes 35 to 80 operations of 20 us.
    Here each of these is done once, or by numpy.
 """
 
@@ -24,6 +24,8 @@ import triton.language as tl
 import triton.runtime.interpreter as ti
 from triton.language import random
 
+from . import common
+
 _COMPARISONS = {
     np.less,
     np.greater,
@@ -33,7 +35,10 @@ _COMPARISONS = {
     np.not_equal,
 }
 
+_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+
 repaired = False
+replaced: dict[str, Any] = {}  # by a function in numpy: the one that is interpreted
 
 
 def _widen(words: np.ndarray) -> np.ndarray:
@@ -139,7 +144,8 @@ def _repair_speed() -> None:
     options = ti.interpreter_builder.options
     ti.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     _remember_types()
-    random.philox_impl = _philox
+    replaced.update(philox_impl=random.philox_impl, philox=common.philox)
+    random.philox_impl, common.philox = _philox4x32, _philox2x32
 
 
 def _remember_types() -> None:
@@ -182,18 +188,35 @@ def _remember_types() -> None:
     ti._get_np_dtype = known_np_dtype
 
 
-def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-    """Compute Philox4x32 in numpy instead of one interpreted operation after the other."""
+def _philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
+    """Compute Triton's Philox in numpy instead of one interpreted operation after the other."""
     assert c0.dtype == tl.uint32, "the repaired interpreter has the 32-bit form only"
-    block = next((c.type for c in (c0, c1, c2, c3) if c.type.is_block()), None)
-    counters = np.broadcast_arrays(*(c.handle.data for c in (c0, c1, c2, c3)))
-    x0, x1, x2, x3 = (c.astype(np.uint64) for c in counters)
-    y0, y1 = (k.handle.data.astype(np.uint64) for k in (k0, k1))
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x0, x1, x2, x3, y0, y1 = _wide(c0, c1, c2, c3, k0, k1)
     for _ in range(getattr(n_rounds, "value", n_rounds)):
         b, a = x2 * np.uint64(0xCD9E8D57), x0 * np.uint64(0xD2511F53)
-        x0, x1, x2, x3 = (b >> shift) ^ x1 ^ y0, b & low, (a >> shift) ^ x3 ^ y1, a & low
-        y0, y1 = (y0 + np.uint64(0x9E3779B9)) & low, (y1 + np.uint64(0xBB67AE85)) & low
-    kind = tl.uint32 if block is None else tl.block_type(tl.uint32, list(x0.shape))
-    words = (ti.TensorHandle(x.astype(np.uint32), tl.uint32) for x in (x0, x1, x2, x3))
+        x0, x1, x2, x3 = (b >> _HALF) ^ x1 ^ y0, b & _LOW, (a >> _HALF) ^ x3 ^ y1, a & _LOW
+        y0, y1 = (y0 + np.uint64(0x9E3779B9)) & _LOW, (y1 + np.uint64(0xBB67AE85)) & _LOW
+    return _as_words((c0, c1, c2, c3), (x0, x1, x2, x3))
+
+
+def _philox2x32(key: Any, c0: Any, c1: Any) -> Any:
+    """Compute `common.philox`, likewise."""
+    y, x0, x1 = _wide(key, c0, c1)
+    for _ in range(common.PHILOX_ROUNDS.value):
+        product = x0 * np.uint64(0xD256D193)
+        x0, x1 = (product >> _HALF) ^ y ^ x1, product & _LOW
+        y = (y + np.uint64(0x9E3779B9)) & _LOW
+    return _as_words((c0, c1), (x0, x1))
+
+
+def _wide(*words: Any) -> list[np.ndarray]:
+    return [word.handle.data.astype(np.uint64) for word in words]
+
+
+def _as_words(counters: tuple[Any, ...], results: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
+    """Wrap results as words of 32 bits, of the shape that the counters broadcast to."""
+    results = np.broadcast_arrays(*results)
+    block = any(c.type.is_block() for c in counters)
+    kind = tl.block_type(tl.uint32, list(results[0].shape)) if block else tl.uint32
+    words = (ti.TensorHandle(x.astype(np.uint32), tl.uint32) for x in results)
     return tuple(tl.tensor(word, kind) for word in words)

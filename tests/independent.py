@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-M32 = 0xFFFFFFFF
+M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 # ----------------------------------------------------------------------------------------- dropout
 
@@ -33,32 +33,55 @@ def philox(counter, seed, rounds=7):
     return np.stack([a, b, c, d])
 
 
+def philox_of_two(c, d, key):
+    """The two words of Philox2x32 (likewise) of a counter of two arrays and a key of 32 bits."""
+    c, d = (np.asarray(x, np.uint64) for x in np.broadcast_arrays(c, d))
+    for _ in range(7):
+        x = c * np.uint64(0xD256D193)
+        c, d = (x >> np.uint64(32)) ^ d ^ np.uint64(key), x & np.uint64(M32)
+        key = key + 0x9E3779B9 & M32
+    return c, d
+
+
+def splitmix(n, seed):
+    """Output n = 1, 2, .. of SplitMix64 (Steele et al. 2014) that starts at the seed."""
+    z = seed + n * 0x9E3779B97F4A7C15 & M64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
+    return z ^ z >> 31
+
+
 def kept(words, p):
-    """1 / (1 - p) where an element is kept, else 0."""
-    return np.zeros(words.shape) if p == 1 else (words >= round(p * 2**32)) / (1 - p)
+    """1 / (1 - p) where an element is kept, else 0; words of 16 bits."""
+    p = round(p * 2**16) / 2**16
+    return np.zeros(words.shape) if p == 1 else (words >= p * 2**16) / (1 - p)
 
 
 def tile_factors(shape, plane, p, seed):
     """Of [rows, columns] of scores, or of the hidden elements of a feed-forward, plane 0: an
-    element takes word 2 (i // 8 mod 2) + (j // 8 mod 2) of counter (j', i', plane, 0), in which
-    x' numbers x with bit 3 left out.
+    element takes the low half, or the high one if j // 8 is odd, of the first word, or the second
+    if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers x with bit 3 left out. Output
+    plane + 1 of SplitMix64 gives the key, its low word, and the shift, its high word.
     """
     if not p:
         return 1.0
-    i, j = np.ogrid[: shape[0], : shape[1]]
-    words = philox((j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, plane, 0), seed)
-    chosen = np.broadcast_to(2 * (i // 8 % 2) + j // 8 % 2, words.shape[1:])
-    return kept(np.take_along_axis(words, chosen[None], 0)[0], p)
+    i, j = np.ogrid[: int(shape[0]), : int(shape[1])]
+    z = splitmix(plane + 1, seed)
+    words = philox_of_two(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32, z & M32)
+    word = np.where(i // 8 % 2, words[1], words[0])
+    return kept(np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF)), p)
 
 
 def row_factors(shape, p, seed):
-    """Of [rows, features]: word j mod 4 of counter (j // 4, low word of i, high word of i, 1)."""
+    """Of [rows, features]: the high half of word j mod 4 of counter (j // 4, low word of i, high
+    word of i, 1).
+    """
     if not p:
         return 1.0
     i, j = np.ogrid[: math.prod(shape[:-1]), : shape[-1]]
     words = philox((j // 4, i & M32, i >> 32, 1), seed)
     chosen = np.broadcast_to(j % 4, words.shape[1:])
-    return kept(np.take_along_axis(words, chosen[None], 0)[0], p).reshape(shape)
+    return kept(np.take_along_axis(words, chosen[None], 0)[0] >> np.uint64(16), p).reshape(shape)
 
 
 # --------------------------------------------------------------------------------------- attention

@@ -16,20 +16,23 @@ try:
 except ImportError:
     triton = None
 
-M32 = 0xFFFFFFFF
+M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 def word_by_hand(seed, plane, i, j):
-    """Philox4x32-7 of one element in Python integers, from Salmon et al. 2011 and the rule of
-    `reference.dropped`.
+    """The word of one element in Python integers, from Salmon et al. 2011, Steele et al. 2014 and
+    the rule of `reference.dropped`.
     """
-    c = [j // 16 * 8 + j % 8, i // 16 * 8 + i % 8, plane, 0]
-    k = [seed & M32, seed >> 32 & M32]
+    z = seed + (plane + 1) * 0x9E3779B97F4A7C15 & M64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
+    z ^= z >> 31
+    key, c = z & M32, [i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32]
     for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & M32, a >> 32 ^ c[3] ^ k[1], a & M32]
-        k = [k[0] + 0x9E3779B9 & M32, k[1] + 0xBB67AE85 & M32]
-    return c[2 * (i // 8 % 2) + j // 8 % 2]
+        product = 0xD256D193 * c[0]
+        c = [product >> 32 ^ key ^ c[1], product & M32]
+        key = key + 0x9E3779B9 & M32
+    return c[i // 8 % 2] >> 16 * (j // 8 % 2) & 0xFFFF
 
 
 def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu"):
@@ -49,7 +52,7 @@ def test_known_answer():
     drop = reference.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
     for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
         word = word_by_hand(seed & (2**64 - 1), plane, i, j)
-        assert drop[plane, i, j] == (word < round(0.4 * 2**32))
+        assert drop[plane, i, j] == (word < round(0.4 * 2**16))
 
 
 if triton is not None:
@@ -70,30 +73,30 @@ def test_rows_past_int32(device, first):
     _rows_kept[(1,)](out, seed, first, 2**30, BM=4, BLOCK=16)
     for i, j in [(0, 0), (1, 5), (2, 14), (3, 3)]:
         low, high = (first + i) & M32, first + i >> 32
-        words = reference.philox(j // 4, low, high, 1, 77)
+        words = reference.philox4x32(j // 4, low, high, 1, 77)
         assert out[i, j] == (words[j % 4] >= 2**30)
 
 
 def test_a_word_on_the_threshold_is_kept(backend, device):
     """Of attention and of rows; with p one step larger it is dropped."""
     of_attention = word_by_hand(9, 0, 19, 37)
-    of_row = int(reference.philox(5 // 4, 3, 0, 1, 9)[5 % 4])
+    of_row = int(reference.philox4x32(5 // 4, 3, 0, 1, 9)[5 % 4]) >> 16
     ones = torch.ones(4, 8, device=device)
     for more in (0, 1):
-        weights = weights_of(9, (of_attention + more) / 2**32, backend=backend, device=device)
+        weights = weights_of(9, (of_attention + more) / 2**16, backend=backend, device=device)
         assert (weights[0, 0, 19, 37] == 0) == bool(more)
         rows = ff.embed(
             torch.zeros(4, dtype=torch.long, device=device), ones[:1], None,
-            dropout_p=(of_row + more) / 2**32, dropout_seed=9,
+            dropout_p=(of_row + more) / 2**16, dropout_seed=9,
         )  # fmt: skip
         assert (rows[3, 5] == 0) == bool(more)
 
 
 def test_at_one_the_largest_word_is_dropped_too(backend, device):
     """Which no threshold of 32 bits drops: such words come once in 2^32, here for these seeds."""
-    assert word_by_hand(61307677, 0, 1, 1) == M32
-    assert reference.philox(4 // 4, 1, 0, 1, 78149343)[4 % 4] == M32
-    weights = weights_of(61307677, 1.0, backend=backend, device=device)
+    assert word_by_hand(6219259928, 0, 1, 9) == 0xFFFF
+    assert reference.philox4x32(4 // 4, 1, 0, 1, 78149343)[4 % 4] == M32
+    weights = weights_of(6219259928, 1.0, backend=backend, device=device)
     rows = ff.embed(
         torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, 8, device=device), None,
         dropout_p=1.0, dropout_seed=78149343,
@@ -103,20 +106,32 @@ def test_at_one_the_largest_word_is_dropped_too(backend, device):
 
 def test_numpy_and_torch_draw_the_same():
     """The reference's two ways, one for a CPU and one for a GPU."""
-    seed, threshold = -(2**62) - 5, 2**31
+    seed = -(2**62) - 5
     tensor = torch.tensor([seed])
-    a = reference._dropped_by_numpy(seed, 3, 2, 5, threshold).reshape(3, 32, 80)
-    assert torch.equal(a, reference._dropped_by_torch(tensor, 3, 2, 5, threshold).reshape(a.shape))
-    a = reference._dropped_rows_by_numpy(seed, 70, 9, threshold)
-    assert torch.equal(a, reference._dropped_rows_by_torch(tensor, 70, 9, threshold))
+    for size in ((3, 30, 80), (20, 5, 7), (2, 100, 1100), (0, 3, 3), (2, 0, 3), (2, 3, 0)):
+        a = reference._dropped_by_numpy(seed, *size, 2**15)
+        assert torch.equal(a, reference._dropped_by_torch(tensor, *size, 2**15))
+        assert a.shape == size
+    a = reference._dropped_rows_by_numpy(seed, 70, 9, 2**31)
+    assert torch.equal(a, reference._dropped_rows_by_torch(tensor, 70, 9, 2**31))
     assert 0.4 < a.float().mean() < 0.6
 
 
 def test_published_philox():
-    """Random123's known-answer test of Philox4x32-10: the rounds themselves."""
+    """Random123's known-answer tests of Philox4x32 and Philox2x32: the rounds themselves."""
     ones = torch.tensor([M32])
-    words = reference.philox(ones, ones, ones, ones, torch.tensor([-1]), rounds=10)
+    words = reference.philox4x32(ones, ones, ones, ones, torch.tensor([-1]), rounds=10)
     assert [int(w) for w in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    for rounds, answer in ((7, [0xBEDBBE6B, 0xE4C770B3]), (10, [0xDD7CE038, 0xF62A4C12])):
+        words = reference.philox2x32(0x243F6A88, 0x85A308D3, 0x13198A2E, rounds)
+        assert list(words) == answer
+
+
+def test_published_splitmix():
+    """The first outputs of SplitMix64 that starts at 1234567, as its users publish them."""
+    low, high = reference.splitmix(torch.arange(1, 4), 1234567)
+    outputs = [int(a) + (int(b) << 32) for a, b in zip(low, high)]
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 64), (64, 32)], ids=str)
@@ -129,6 +144,17 @@ def test_every_tile_and_backend_draws_the_same(device, tiles, blocks):
         assert torch.equal(weights == 0, drop)
         kept = torch.full_like(weights, 1 / (56 * 0.7))
         assert torch.allclose(weights[~drop], kept[~drop], rtol=1e-5)
+
+
+@pytest.mark.skipif(triton is None, reason="needs triton")
+def test_philox_of_the_kernels(monkeypatch, device):
+    """As a GPU computes it, not as the repaired interpreter does."""
+    from fastformer.kernels import common, interpreter
+
+    monkeypatch.setattr(common, "philox", interpreter.replaced.get("philox", common.philox))
+    weights = weights_of(-7, 0.5, backend="triton", device=device)
+    drop = reference.dropped(torch.tensor([-7], device=device), 1, 40, 56, 0.5)
+    assert torch.equal(weights[0] == 0, drop)
 
 
 def test_padding_does_not_change_the_mask(backend, device):
@@ -233,9 +259,22 @@ def test_seeds(backend, device, seed):
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2**-32, 1 - 2**-33])
 def test_extreme_probabilities(backend, device, p):
+    """They are rounded to 0 and 1."""
     weights = weights_of(3, p, backend=backend, device=device)
-    assert weights.isfinite().all()
-    if p in (0.0, 2**-32):
-        assert (weights > 0).all()
-    if p == 1.0:
-        assert (weights == 0).all()
+    assert (
+        (weights == 0).all() if round(p) else torch.equal(weights, torch.full_like(weights, 1 / 56))
+    )
+
+
+def test_probabilities_are_multiples(device):
+    """Of 2^-16. The least drops one element of 65536, and the factor is that of the multiple."""
+    weight, token = torch.ones(1, 2**20, device=device), torch.tensor([0], device=device)
+    none = ff.embed(token, weight, None, 2**-17, scale=1.0, dropout_seed=1)
+    assert torch.equal(none, weight)
+    few = ff.embed(token, weight, None, 2**-16 * 1.4, scale=1.0, dropout_seed=1)
+    assert abs((few == 0).sum() - 16) < 5 * 4
+    assert few.max() == torch.tensor(1 / (1 - 2**-16))
+    drop = reference.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 2**-16)
+    assert abs(drop.sum() - 16) < 5 * 4
+    high = reference.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 1 - 2**-16)
+    assert abs((~high).sum() - 16) < 5 * 4

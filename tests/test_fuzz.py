@@ -421,6 +421,8 @@ def test_philox():
     words = "6627e8d5 e169c58d bc57ac4c 9b00dbd8", "408f276d 41c83b0e a20bc7c6 6d5451fd"
     for counter, seed, answer in zip((zeros, ones), (0, -1), words):
         assert " ".join(f"{x:08x}" for x in independent.philox(counter, seed, 10)) == answer
+    words = independent.philox_of_two(0x243F6A88, 0x85A308D3, 0x13198A2E)
+    assert " ".join(f"{x:08x}" for x in words) == "bedbbe6b e4c770b3"
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)

@@ -229,9 +229,7 @@ def _dkdv_tiles(
         z = p
         if has.dropout:
             threshold = call.factors.threshold
-            keep = dropout_keep(
-                call.seed, head.plane, i0, own.start, threshold, tile.rows, tile.columns
-            )
+            keep = dropout_keep(head.draws, i0, own.start, threshold, tile.rows, tile.columns)
             keep = tl.trans(keep)
             z = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp, 0.0) * inv_keep
@@ -369,9 +367,7 @@ def _score_gradient(p, dp, delta, corner, head, tile: tl.constexpr, has: tl.cons
     factors = head.call.factors
     if has.dropout:
         i0, n0 = corner
-        keep = dropout_keep(
-            head.call.seed, head.plane, i0, n0, factors.threshold, tile.rows, tile.columns
-        )
+        keep = dropout_keep(head.draws, i0, n0, factors.threshold, tile.rows, tile.columns)
         dp = tl.where(keep, dp, 0.0) * factors.inv_keep
     return p * (dp - delta[:, None])
 

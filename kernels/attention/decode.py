@@ -119,7 +119,7 @@ def split_kernel(
     rows = locate_head(call, sequence, plane, b, h[:, None], 0, tile, has)
     mask = rows.mask if has.mask == 2 else head.mask
     bias = rows.bias if has.bias == 2 else head.bias
-    head = Head(plane, mask, bias, rows.slope, sequence, call)
+    head = Head(head.draws, mask, bias, rows.slope, sequence, call)
     work = Work(q, 0, i, i.to(tl.int64) if tile.wide else i, k_base, v_base, pages)
 
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)

@@ -85,12 +85,13 @@ def forward_tiles(
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if has.dropout:
-            threshold = head.call.factors.threshold
-            seed = head.call.seed
+            factors = head.call.factors
             keep = dropout_keep(
-                seed, head.plane, work.start, n0, threshold, tile.rows, tile.columns
+                head.draws, work.start, n0, factors.threshold, tile.rows, tile.columns
             )
-            p = tl.where(keep, p, 0.0)
+            # Beside a zero that it knows, the compiler chooses among elements of 16 bits, of which
+            # two share a register, and unpacks them first.
+            p = tl.where(keep, p, factors.inv_keep * 0.0)
         exists = keys.ok if SKIP else inside
         GUARD: tl.constexpr = EDGE or SKIP
         v = load_rows(work.value, v_rows, v_stride, exists, tile.value_dim, tile.value_block, GUARD)

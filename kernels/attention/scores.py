@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E
+from ..common import LN2, LOG2E, dropout_plane
 
 # ---------------------------------------------------------------------- groups of kernel arguments
 
@@ -169,7 +169,7 @@ class Call(NamedTuple):
 class Head(NamedTuple):
     """One query head of one sequence."""
 
-    plane: Any  # its number, b * H + h
+    draws: Any  # what dropout draws its words with
     mask: Any  # pointer to its mask, at the first row that the program reads, or one for each row
     bias: Any
     slope: Any  # of ALiBi, in base 2, or one for each row
@@ -287,7 +287,7 @@ def prepare_call(extras, strides, sizes, band, factors, has: tl.constexpr):
 @triton.jit
 def locate_head(call, sequence, plane, b, h, first, tile: tl.constexpr, has: tl.constexpr):
     """Find what the scores of head h of sequence b, number `plane` of all, need from row `first`
-    on.
+    on, and dropout.
     """
     strides = call.strides
     mask = call.extras.mask + b * strides.mask_batch + h * strides.mask_head
@@ -298,7 +298,10 @@ def locate_head(call, sequence, plane, b, h, first, tile: tl.constexpr, has: tl.
     if has.alibi:
         slope = tl.load(call.extras.slopes + b * strides.slope_batch + h * strides.slope_head)
         slope = slope.to(tile.acc) * LOG2E
-    return Head(plane, mask, bias, slope, sequence, call)
+    draws = 0
+    if has.dropout:
+        draws = dropout_plane(call.seed, plane)
+    return Head(draws, mask, bias, slope, sequence, call)
 
 
 @triton.jit

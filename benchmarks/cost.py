@@ -10,7 +10,8 @@ the number of clocks that each unit of a multiprocessor needs at its full rate (
 is the busiest unit. The model ignores latency, bank conflicts, clocks under load, and how well the
 units overlap, so a kernel takes at least its bound.
 
-The figures of an attention loop are for a 128 x 64 tile of S. Those of other kernels are for 128
+The figures of an attention loop are for a 128 x 64 tile of S, those of the loop of few queries for
+64 keys of a key-value head, which the memory bounds. Those of other kernels are for 128
 elements: of a row; of the output tile, outside the main loop of a GEMM; or of the product of BM, BN
 and BK over 64 in that loop.
 """
@@ -91,10 +92,10 @@ class Entry:
     fma: float
     alu: float
     traffic: float  # of shared memory
-    memory: float  # global, of kernels without tensor instructions
+    memory: float  # global, of kernels without tensor instructions and of few queries
     barriers: int  # in one iteration
     outstanding: int | None  # groups of copies under way where a loop first waits; None: none
-    in_flight: float | None  # KB of loads, see `_in_flight`; None: with tensor instructions
+    in_flight: float | None  # KB of loads, see `_in_flight`, where there is a time of the memory
 
     @property
     def bound(self) -> str:
@@ -103,7 +104,7 @@ class Entry:
         """
         units = {f: getattr(self, f) for f in UNITS}
         unit = max(units, key=lambda name: units[name])
-        useful = self.tensor or self.memory
+        useful = self.memory or self.tensor
         return f"{unit}, {useful / units[unit]:.2f}" if units[unit] else "-"
 
 
@@ -124,10 +125,12 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
             32,
         )
         tile, kernel = record["blocks"], record["kernel"]
-        attention = case["op"] == "attention"
+        attention = case["op"] in ("attention", "decode")
         outer = tile.get("columns") or case["d"]
         elements = tile.get("rows", 1) * outer
         unit = TILE if attention and record["products"] else 128
+        if case["op"] == "decode" and record["products"]:
+            elements, unit = outer, 64
         loops = [loop for loop in record["loops"] if loop["tensor"] or not record["products"]]
         parts = _parts(case, loops, record["outstanding"])
         for i, (loop, part) in enumerate(zip(loops, parts)):
@@ -178,7 +181,8 @@ def _entry(
 ) -> Entry:  # fmt: skip
     lanes = 32 * record["warps"] * factor
     single = compile_gate.CASES[name]["dtype"] == "fp32"
-    memory = 0.0 if record["products"] else (counts["loaded"] + counts["stored"]) / chip.bandwidth
+    bound = not record["products"] or compile_gate.CASES[name]["op"] == "decode"
+    memory = (counts["loaded"] + counts["stored"]) / chip.bandwidth if bound else 0.0
     return Entry(
         name, kernel, part, record["registers"], blocks,
         issue=counts["issue"] * record["warps"] / chip.issue * factor,
@@ -191,7 +195,7 @@ def _entry(
         memory=memory * factor,
         barriers=counts["barrier"],
         outstanding=waits,
-        in_flight=None if record["products"] else _in_flight(record, blocks, counts, chip),
+        in_flight=_in_flight(record, blocks, counts, chip) if bound else None,
     )  # fmt: skip
 
 
@@ -213,11 +217,11 @@ HEADER = """\
 # Cost ledger
 
 Triton {version}. Clocks of a multiprocessor for a 128 x 64 tile of S (attention), or for 128
-elements, as the model in benchmarks/cost.py has it: predictions, not measurements. Blocks: that a
+elements, or 64 keys (decode), as the model in benchmarks/cost.py has it: predictions, not measurements. Blocks: that a
 multiprocessor holds. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
-of loads that a multiprocessor has under way, in kernels without products.
+of loads that a multiprocessor has under way, in kernels without products and of few queries.
 Bound: the busiest unit, and the share of the time that the tensor cores are busy (the memory, in
-kernels without products) if that unit never waits.
+kernels without products and of few queries) if that unit never waits.
 
 | case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | KB | bound |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
@@ -282,7 +286,8 @@ def waits(found: list[Entry]) -> list[str]:
     return [
         f"{e.case}, {e.kernel} {e.part}: waits for all copies"
         for e in found
-        if " attention bf16 " in e.case and e.part in ("full", "edge", "loop") and e.tensor
+        if e.case.split()[1:3] in (["attention", "bf16"], ["decode", "bf16"])
+        if e.part in ("full", "edge", "loop") and e.tensor
         if not e.outstanding
         if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
     ]

@@ -285,6 +285,18 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     return choice._replace(reason=f"measured: {others[best] / entry.us[ran]:.2f} x {name}")
 
 
+def _described(choice: Choice, arguments: Arguments) -> Choice:
+    """Add to the reason what was measured, and which kernels a call takes where its shape decides
+    that.
+    """
+    choice = _with_figures(choice, arguments)
+    if choice.backend != "triton" or torch.compiler.is_compiling():
+        return choice
+    describe = getattr(_load(choice.op), "describe", None)
+    kernels = None if describe is None else describe(**arguments)
+    return choice if kernels is None else choice._replace(reason=f"{choice.reason}; {kernels}")
+
+
 def _caveat(device: torch.device) -> str:
     name = _gpu_name(device)
     if name in VERIFIED_GPUS:
@@ -356,10 +368,10 @@ def run(op: str, **arguments: Any) -> Any:
     choice = choose(op, arguments, backend)
     state = _state
     if state.explained is not None:
-        state.explained.append(_with_figures(choice, arguments))
+        state.explained.append(_described(choice, arguments))
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
     if state.on_choice is not None:
-        state.on_choice(_with_figures(choice, arguments))
+        state.on_choice(_described(choice, arguments))
         if state.on_call is not None:
             state.on_call(op, arguments)
     if choice.backend == "reference":

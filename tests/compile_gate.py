@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,32 @@ def _attention(
                 CASES[name] = {**shape, **NOTHING, **MASKS[mask]}
 
 
+DECODED: dict[str, dict[str, Any]] = {
+    "one query, lengths": {"lengths": True},
+    "lengths, causal": {"queries": 4, "causal": True, "alignment": "bottom_right", "lengths": True},
+    "16 queries": {"queries": 16},
+    "key mask": {"mask": "key"},
+    "2-D mask, causal": {"queries": 4, "mask": "2d", "causal": True},
+    "2-D bias, sinks": {"queries": 4, "bias": "2d bf16", "sinks": True},
+    "key bias": {"bias": "key fp32"},
+    "window, alibi, softcap": {
+        "queries": 4, "window": [1024, 0], "alibi": True, "softcap": 50.0,
+        "alignment": "bottom_right",
+    },
+    "pages of 16": {"page": 16},
+    "pages of 128, causal": {
+        "page": 128, "queries": 4, "causal": True, "alignment": "bottom_right",
+    },
+}  # fmt: skip
+
+
+def _decode(arch: str, dtype: str, dims: tuple[int, ...], names: Iterable[str]) -> None:
+    for d in dims:
+        for name in names:
+            shape = dict(arch=arch, op="decode", dtype=dtype, d=d, length=4096, queries=1, page=0)
+            CASES[f"{arch} decode {dtype} D={d} {name}"] = {**shape, **NOTHING, **DECODED[name]}
+
+
 def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
     for n in widths:
         for u in unbiased:
@@ -110,6 +137,12 @@ _attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"],
 _attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
 _attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
 _attention("sm_90", "fp32", (64, 128), ["causal"], [False])
+_decode("sm_90", "bf16", (128,), DECODED)
+_decode("sm_90", "bf16", (64, 256), ["lengths, causal", "key mask"])
+_decode("sm_90", "fp32", (128,), ["pages of 16"])
+for _arch in ("sm_80", "sm_90", "sm_100"):
+    _decode(_arch, "fp16", (128,), ["lengths, causal"])
+    _decode(_arch, "fp32", (64,), ["lengths, causal"])
 _layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
 _layer_norm("sm_90", "bf16", (512, 16384), [True])
 _layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
@@ -127,6 +160,10 @@ _feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
 _rows("geglu", "sm_90", "bf16", (4096,))
 _rows("geglu", "sm_90", "fp32", (4096,))
 _rows("swiglu", "sm_90", "bf16", (4096,))
+for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
+    _decode(_arch, "bf16", (128, 256), ["lengths, causal"])
+    _decode(_arch, "bf16", (128,), ["pages of 16"])
+    _decode(_arch, "fp32", (128, 256), ["lengths, causal"])
 for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     if _arch != "gfx90a":
         _attention(_arch, "bf16", (128,), ["causal"], [False])
@@ -163,6 +200,7 @@ for _d in (64, 128):
 KNOWN_SPILLS = (
     ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
     ("attention fp32 D=256", "", 900),
+    ("decode fp32 D=256", "split", 160),
     ("sm_90 attention bf16 D=256", "backward_dkdv", 48),
     ("sm_90 attention bf16 D=128 plain", "backward_dkdv", 48),  # Triton 3.6, outside the loops
     ("sm_80 attention bf16 D=128 key mask", "backward_dkdv", 36),
@@ -213,7 +251,8 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         if not record["vectors"]:
             say("no load of 16 bytes")
         of_sequence = case.get("packed") and kernel != "delta"  # which may be shorter than others
-        if case["op"] == "attention" and record["ends_early"] != bool(of_sequence):
+        of_attention = case["op"] in ("attention", "decode")
+        if of_attention and record["ends_early"] != bool(of_sequence):
             say("a branch to the end" if record["ends_early"] else "no end before the work")
         asked_for = record["kernel"] == "backward_dbias"
         large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2
@@ -221,7 +260,8 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say(f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias")
         if not record["dots"]:
             continue
-        if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma":
+        few = case["op"] == "decode" and record["blocks"]["rows"] < 64  # the rows of a wgmma
+        if case["arch"] == "sm_90" and not single and record["matrix"] != "wgmma" and not few:
             say(f"the matrix instruction is {record['matrix']}")
         if record["matrix"] == "-":
             say("no matrix instruction")

@@ -271,6 +271,32 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     attention.backward(gradient, None, *arguments, *saved, needs)
 
 
+def call_decode(case: dict[str, Any], recorder: Recorder) -> None:
+    """Few queries to many keys, of 32 heads in 8 groups at batch 1; `page`: in pages."""
+    heads, groups, length, queries = 32, 8, case["length"], case["queries"]
+    dtype, d, page = DTYPES[case["dtype"]], case["d"], case["page"]
+    query = empty(1, heads, queries, d, dtype=dtype)
+    shapes = {"key": (1, 1, 1, length), "2d": (1, 1, queries, length)}
+    mask = empty(*shapes[case["mask"]], dtype=torch.bool) if case["mask"] else None
+    bias = None
+    if case["bias"]:
+        shape, kind = case["bias"].split()
+        bias = empty(*shapes[shape], dtype=DTYPES[kind])
+    lengths = empty(1, dtype=torch.int32) if case["lengths"] or page else None
+    described = Attention(
+        mask, 0.0, case["causal"], d**-0.5, bias, lengths, case["window"], case["alignment"],
+        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"],
+        empty(heads, dtype=dtype) if case["sinks"] else None,
+    )  # fmt: skip
+    if page:
+        pages = (empty(length // page, page, groups, d, dtype=dtype) for _ in range(2))
+        table = empty(1, length // page, dtype=torch.int32)
+        attention.paged_forward(*pack([query, *pages, table, described]), False)
+    else:
+        keys = (empty(1, groups, length, d, dtype=dtype) for _ in range(2))
+        attention.forward(*pack([query, *keys, described]), False)
+
+
 def call_layer_norm(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, weight, bias = empty(4096, n, dtype=dtype), empty(n, dtype=dtype), empty(n, dtype=dtype)
@@ -345,6 +371,7 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
 
 CALLS = {
     "attention": call_attention,
+    "decode": call_decode,
     "layer_norm": call_layer_norm,
     "rms_norm": call_rms_norm,
     "dropout_add_layer_norm": call_dropout_add_layer_norm,

@@ -194,6 +194,18 @@ def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
     assert entries["backward"].part == "loop" and entries["backward"].in_flight > 26
 
 
+@pytest.mark.parametrize("kind", ["one query, lengths", "pages of 16"])
+def test_few_queries_keep_the_memory_busy(kind):
+    """Two programs for each multiprocessor at batch 1 and 4096 keys, and the loads of both."""
+    name = f"sm_90 decode bf16 D=128 {kind}"
+    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
+    split, merge = answers[name]["records"]
+    assert split["programs"] >= 2 * cost.CHIPS["sm_90"].count and merge["programs"] == 32
+    [entry] = [entry for entry in cost.ledger(answers) if entry.kernel == "split"]
+    assert entry.bound == "memory, 1.00" and entry.memory > 2 * entry.issue
+    assert entry.in_flight > 26 and entry.outstanding > 0
+
+
 def test_the_loss_of_an_odd_vocabulary():
     """Rows that start anywhere are read 16 bytes at a time, with few exponentials."""
     name = "sm_90 cross_entropy bf16 V=50257"

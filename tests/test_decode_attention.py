@@ -147,6 +147,215 @@ def test_options(split, device, names, queries):
     assert len(split) == 1
 
 
+def taken(**changes):
+    """Whether `explain` says that a call of 16 queries to 256 keys, or what is changed, splits the
+    keys.
+    """
+    queries, keys = changes.pop("queries", 16), changes.pop("keys", 256)
+    tensors = qkv(1, 1, 1, queries, keys)
+    return "split over programs" in ff.explain(SDPA, **tensors, **changes).reason
+
+
+SDPA = "scaled_dot_product_attention"
+
+
+def test_which_calls_split_their_keys(split, device):
+    """By their shape alone, whether gradients are wanted or not; `explain` says so."""
+    assert taken() and taken(queries=1, keys=4096)
+    assert not (taken(queries=17) or taken(keys=255) or taken(dropout_p=0.1))
+    for queries, keys, p in ((16, 256, 0.0), (17, 256, 0.0), (16, 255, 0.0), (16, 256, 0.1)):
+        ff.scaled_dot_product_attention(
+            **qkv(1, 1, 1, queries, keys, device=device), dropout_p=p, dropout_seed=1
+        )
+    assert len(split) == 1
+    tokens = torch.zeros(16, 1, 16, device=device), *[torch.zeros(256, 1, 16, device=device)] * 2
+    ends = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (16, 256)]
+    assert "split" not in ff.explain("packed_attention", *tokens, *ends, 16, 256).reason
+    ff.packed_attention(*tokens, *ends, 16, 256)
+    assert len(split) == 1
+    tensors = {n: x.to(device) for n, x in paged(1, 1, 1, 20, [3]).items()}
+    assert "split over programs" in ff.explain("paged_attention", **tensors).reason
+
+
+@pytest.mark.parametrize("processors", [1, 8, 132])
+def test_parts(processors):
+    """Two programs for each multiprocessor wherever there are keys for them; a part is never
+    empty, and the parts take no more time than the fewest that fill the GPU.
+    """
+    configurations = pytest.importorskip("fastformer.kernels.attention.configurations")
+    shipped = configurations.Tiles(64, 64, 4, 3)
+    for heads in (1, 2, 8, 32, 500):
+        for rows in (1, 16, 70):
+            for keys in (256, 4096, 100_000):
+                tiles = configurations.narrowed(shipped, rows, keys, heads, processors)
+                assert 16 <= tiles.BM <= 64 and 16 <= tiles.BN <= 64
+                assert min(rows, 64) <= tiles.BM and tiles[2:] == shipped[2:]
+                programs, count = heads * -(-rows // tiles.BM), -(-keys // tiles.BN)
+                parts = configurations.parts_of_keys(count, programs, processors)
+                assert 1 <= parts <= count
+                full = programs * parts >= 2 * processors
+                assert full or (parts == count and tiles.BN == 16)
+                least = min(count, -(-2 * processors // programs))
+
+                def time(n, programs=programs, count=count):
+                    return -(-programs * n // (2 * processors)) * -(-count // n)
+
+                assert time(parts) <= time(least) and least <= parts <= 2 * least
+                wider = tiles._replace(BN=min(64, tiles.BN * 2))
+                assert wider == tiles or programs * -(-keys // wider.BN) < 2 * processors
+    assert configurations.parts_of_keys(0, 0, processors) == 1
+
+
+GRADIENTS = ["bottom right, lengths", "key bias, sinks, key mask", "bias, alibi, softcap"]
+
+
+@pytest.mark.parametrize("names", GRADIENTS)
+def test_gradients(split, device, against_oracle, names):
+    """The backward takes the output, lse and statistics of the merge."""
+    tensors = qkv(2, 4, 2, 3, 260, device=device)
+    options = options_of(names, tensors)
+    for name in ("bias", "sinks"):
+        if name in options:
+            tensors[name] = options.pop(name)
+    against_oracle(ff.scaled_dot_product_attention, tensors, **options)
+    assert len(split) == 1
+
+
+@pytest.mark.parametrize("large", [-1e9, 1e9])
+def test_large_scores(split, device, against_oracle, large):
+    """lse has no digits left for the sum: the backward reads the maximum and the log-sum apart."""
+    tensors = qkv(1, 2, 2, 3, 300, device=device)
+    tensors["query"] *= 0  # a score beside the bias would lose its digits
+    bias = torch.zeros(1, 1, 1, 300, device=device) + large
+    against_oracle(ff.scaled_dot_product_attention, tensors, bias=bias)
+    assert len(split) == 1
+
+
+def test_hidden_keys_may_hold_anything(split, device):
+    """Past the length, or masked out for all queries: NaN there reaches nothing."""
+    clean = qkv(2, 4, 2, 2, 300, device=device)
+    lengths = torch.tensor([270, 33], device=device)
+    inside = torch.arange(300, device=device) < lengths.view(-1, 1, 1, 1)
+    heads = torch.rand(1, 4, 1, 300, device=device) > 0.5  # of one head of a group, not the other
+    bias = torch.zeros(heads.shape, device=device).masked_fill(~heads, -torch.inf)
+    for options in (
+        dict(key_lengths=lengths),
+        dict(attn_mask=inside),
+        dict(bias=torch.zeros(inside.shape, device=device).masked_fill(~inside, -torch.inf)),
+    ):
+        want = ff.scaled_dot_product_attention(**clean, enable_gqa=True, **options)
+        dirty = {n: x if n == "query" else x.masked_fill(~inside.mT, torch.nan)
+                 for n, x in clean.items()}  # fmt: skip
+        assert torch.equal(
+            ff.scaled_dot_product_attention(**dirty, enable_gqa=True, **options), want
+        )
+    for options in (dict(attn_mask=heads), dict(bias=bias)):
+        hidden = ~heads[:, 0::2] | ~heads[:, 1::2]  # from a head of the group
+        dirty = {n: x if n == "query" else x.masked_fill(hidden.mT, torch.nan)
+                 for n, x in clean.items()}  # fmt: skip
+        one = hidden & (heads[:, 0::2] | heads[:, 1::2])  # and seen by the other
+        want = ff.scaled_dot_product_attention(**clean, enable_gqa=True, **options)
+        have = ff.scaled_dot_product_attention(**dirty, enable_gqa=True, **options)
+        sees = (heads & one.repeat_interleave(2, 1)).any(-1, keepdim=True)
+        assert sees.any() and have.isnan()[sees.expand_as(have)].all()
+        assert torch.equal(have[~sees.expand_as(have)], want[~sees.expand_as(have)])
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value", "bias", "sinks"])
+def test_nan_arrives(split, device, place):
+    """In the rows that see it, and nowhere else."""
+    tensors = qkv(2, 4, 2, 3, 300, device=device)
+    tensors |= dict(bias=torch.zeros(1, 1, 3, 300, device=device), sinks=torch.zeros(4).to(device))
+    where = dict(query=(1, 2, 1), key=(1, 1, 299), value=(1, 1, 0), bias=(0, 0, 1, 7), sinks=2)
+    tensors[place][where[place]] = torch.nan
+    options = dict(enable_gqa=True, return_lse=True)
+    out, lse = ff.scaled_dot_product_attention(**tensors, **options)
+    seen = dict(
+        query=(1, 2, 1), key=(1, slice(2, 4)), value=(1, slice(2, 4)), bias=(..., 1),
+        sinks=(slice(None), 2),
+    )[place]  # fmt: skip
+    want = torch.zeros(lse.shape, dtype=torch.bool, device=device)
+    want[seen] = True
+    assert torch.equal(out.isnan().all(-1), want) and torch.equal(out.isnan().any(-1), want)
+    assert torch.equal(lse.isnan(), want if place != "value" else want & False)
+
+
+def test_rows_of_a_batch_are_independent(split, device):
+    """Bit for bit; and each call gives the same."""
+    tensors = qkv(3, 4, 2, 2, 300, device=device, dtype=torch.bfloat16)
+    lengths = torch.tensor([300, 130, 0], device=device)
+    options = dict(enable_gqa=True, return_lse=True, is_causal=True)
+    options["causal_alignment"] = "bottom_right"
+    out, lse = ff.scaled_dot_product_attention(**tensors, key_lengths=lengths, **options)
+    again = ff.scaled_dot_product_attention(**tensors, key_lengths=lengths, **options)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    assert out[2].eq(0).all() and lse[2].eq(-torch.inf).all()
+    other = {n: torch.cat([x[:1], torch.randn_like(x[1:])]) for n, x in tensors.items()}
+    moved = ff.scaled_dot_product_attention(
+        **other, key_lengths=lengths.flip(0) * 0 + 300, **options
+    )
+    assert torch.equal(out[0], moved[0][0]) and torch.equal(lse[0], moved[1][0])
+
+
+def test_strided_inputs(split, device, in_bounds):
+    """As a projection leaves them, and with steps between the features."""
+    tensors = qkv(2, 4, 2, 3, 290, 24, device=device)
+    want, lse = ff.scaled_dot_product_attention(**tensors, enable_gqa=True, return_lse=True)
+    swapped = {n: x.transpose(1, 2).contiguous().transpose(1, 2) for n, x in tensors.items()}
+    have = ff.scaled_dot_product_attention(**swapped, enable_gqa=True, return_lse=True)
+    assert torch.equal(have[0], want) and torch.equal(have[1], lse)
+    assert have[0].stride(1) < have[0].stride(2)
+    stepped = {n: x.repeat_interleave(2, -1)[..., ::2] for n, x in tensors.items()}
+    assert torch.equal(ff.scaled_dot_product_attention(**stepped, enable_gqa=True), want)
+
+
+def test_keys_past_int32(split, device, spread):
+    """Keys so far apart that 32 bits do not hold where they lie."""
+    tensors = qkv(1, 2, 1, 2, 256, 16, device=device, dtype=torch.bfloat16)
+    want = ff.scaled_dot_product_attention(**tensors, enable_gqa=True)
+    far = tensors | {"key": spread(tensors["key"], 2), "value": spread(tensors["value"], 2)}
+    assert torch.equal(ff.scaled_dot_product_attention(**far, enable_gqa=True), want)
+    assert [plan.tile.wide for plan in split] == [False, True]
+
+
+def test_parts_beyond_the_band_are_skipped(split, device, work):
+    """A window and lengths bound the tiles that are multiplied, two products for each."""
+    tensors = qkv(1, 1, 1, 1, 2048, device=device)
+    options = dict(causal_alignment="bottom_right", window=(31, 0))
+    lengths = torch.tensor([1500], device=device)
+
+    def products(**options):
+        return work(lambda: ff.scaled_dot_product_attention(**tensors, **options)).products
+
+    for given, first, last in (
+        ({}, 0, 2048),
+        (dict(key_lengths=lengths), 0, 1500),
+        (dict(key_lengths=lengths, **options), 1500 - 32, 1500),
+    ):
+        found, columns = products(**given), split[-1].tiles("decode").BN
+        assert found == 2 * (-(-last // columns) - first // columns)
+
+
+def test_parts_without_keys_write_nothing(split, device):
+    """What they leave in memory is not read: here NaN, with which torch fills it on request."""
+    tensors = qkv(2, 2, 1, 2, 2000, device=device)
+    options = dict(enable_gqa=True, key_lengths=torch.tensor([40, 0], device=device))
+    want = ff.scaled_dot_product_attention(**tensors, **options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        have = ff.scaled_dot_product_attention(**tensors, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert split[0].partial[0][1] > 1 and torch.equal(have, want) and have.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 2, 1), (2, 0, 0, 1), (2, 2, 2, 0)], ids=str)
+def test_no_queries(split, device, shape):
+    tensors = qkv(*shape, 300, device=device)
+    out, lse = ff.scaled_dot_product_attention(**tensors, return_lse=True)
+    assert out.shape == tensors["query"].shape and lse.shape == out.shape[:3]
+
+
 # --------------------------------------------------------------------------------------- in pages
 
 
@@ -209,6 +418,48 @@ def test_pages_are_the_keys_in_order(backend, device, options):
     have = ff.paged_attention(**tensors, **options)
     want = ff.scaled_dot_product_attention(**unpaged(tensors), enable_gqa=True, **options)
     assert len(have) == len(want) and all(map(torch.equal, have, want))
+
+
+def test_pages_out_of_range(backend, device, monkeypatch):
+    """Where the table is not looked at they are clamped."""
+    from fastformer import functional
+
+    monkeypatch.setattr(functional, "may_read", lambda x: False)
+    tensors = paged(1, 2, 1, 2, [70])
+    pages = [torch.randn_like(tensors[n]) for n in ("key_pages", "value_pages")]
+    tensors |= dict(key_pages=pages[0], value_pages=pages[1])
+    tensors = {n: x.to(device) for n, x in tensors.items()}
+    table, last = tensors["block_table"], len(pages[0]) - 1
+    table[0, 1:4] = torch.tensor([99, -3, -(2**31)])
+    have = ff.paged_attention(**tensors)
+    assert torch.equal(have, ff.paged_attention(**tensors | {"block_table": table.clamp(0, last)}))
+
+
+def test_pages_as_views(backend, device, in_bounds):
+    """Pages and heads further apart than they are long, features with a step between them."""
+    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [70, 33]).items()}
+    want = ff.paged_attention(**tensors)
+    heads_first = {n: x.transpose(1, 2).contiguous().transpose(1, 2)
+                   for n, x in tensors.items() if "pages" in n}  # fmt: skip
+    assert torch.equal(ff.paged_attention(**tensors | heads_first), want)
+    apart = {n: x.repeat_interleave(2, 0)[::2] for n, x in tensors.items() if "pages" in n}
+    assert torch.equal(ff.paged_attention(**tensors | apart), want)
+    apart = {n: x.repeat_interleave(2, -1)[..., ::2] for n, x in apart.items()}
+    wide = tensors["block_table"].repeat_interleave(2, 1)[:, ::2]
+    assert torch.equal(ff.paged_attention(**tensors | apart | {"block_table": wide}), want)
+
+
+def test_plans_of_pages_are_told_apart(split, device):
+    """By what a launch depends on: the number of pages, of blocks, and where the table lies."""
+    tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 1, [70]).items()}
+    more = {n: torch.cat([x, x]) for n, x in tensors.items() if "pages" in n}
+    table = tensors["block_table"]
+    longer = torch.cat([table, table], 1)
+    at = longer.new_zeros(table.numel() + 1)[1:].view(table.shape).copy_(table)
+    changes = {}, more, {"block_table": longer}, {"block_table": at}
+    results = [ff.paged_attention(**tensors | change) for change in (*changes, *changes)]
+    torch.testing.assert_close(torch.stack(results), results[0].expand(8, *results[0].shape))
+    assert len(split) == 8 and len(set(split)) == 4
 
 
 def test_pages_have_no_gradient(backend, device):

@@ -51,6 +51,6 @@ owner, and there are no atomics.
 from __future__ import annotations
 
 from ..common import INTERPRETED
-from .launchers import supports
+from .launchers import describe, supports
 
-__all__ = ["INTERPRETED", "supports"]
+__all__ = ["INTERPRETED", "describe", "supports"]

@@ -72,7 +72,7 @@ def _part(lo, hi, s, parts, tile: tl.constexpr):
     tiles = tl.cdiv(tl.maximum(hi - lo, 0), tile.columns)
     first = s * (tiles // parts) + tl.minimum(s, tiles % parts)
     last = first + tiles // parts + (s < tiles % parts).to(tl.int32)
-    return lo + first * tile.columns, tl.minimum(lo + last * tile.columns, hi)
+    return lo + first * tile.columns, lo + last * tile.columns
 
 
 @triton.jit

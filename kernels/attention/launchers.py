@@ -303,6 +303,7 @@ class _Decode(_Plan):
         outputs = _outputs(query, value, self.apart)
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(page=page)
+        self.ahead = 2 if page else 0  # the copies of a tile wait for its entries of the table
         tiles = self.tiles("decode")
         cut = Cut(heads, self.parts(tiles))
         self.add("decode", split_kernel, self.programs, has, cut=cut, paging=paging)
@@ -326,6 +327,8 @@ class _Decode(_Plan):
     def tiles(self, kernel: str) -> Tiles:
         given = super().tiles(kernel)
         sizes = self.tile_rows, self.keys(), self.planes
+        if given.stages > 1:
+            given = given._replace(stages=given.stages + self.ahead)
         return narrowed(given, *sizes, processors(self.device))
 
     def keys(self) -> int:
@@ -751,6 +754,17 @@ def paged_forward(query, key_pages, value_pages, block_table, *rest):
     """
     attention = unpack(rest[:-1])
     return _run_paged(query, key_pages, value_pages, block_table, attention)[:2]
+
+
+def describe(
+    query: Tensor, attention: Attention, key: Tensor | None = None, **_: Any
+) -> str | None:
+    """Say which kernels a call takes, where its shape decides that."""
+    packed = attention.cu_seqlens_q is not None
+    lengths = (0, 0) if packed or key is None else (query.shape[2], key.shape[2])
+    if key is None or splits_keys(*lengths, attention.dropout_p, packed):
+        return "the keys are split over programs"
+    return None
 
 
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:

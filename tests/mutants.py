@@ -407,7 +407,6 @@ MORE = {
         ),
         "first tile of a part": ("_part", " + tl.minimum(s, tiles % parts)", ""),
         "last tile of a part": ("_part", "(s < tiles % parts)", "(s <= tiles % parts)"),
-        "parts of no tiles": ("_part", "tl.maximum(hi - lo, 0)", "hi - lo"),
         "query of a row": ("split_kernel", "i = r // cut.heads", "i = r % sizes.queries"),
         "head of a row": ("split_kernel", "h = first + r % cut.heads", "h = first + 0 * r"),
         "key-value head of a tile": (

@@ -79,7 +79,7 @@ def options_of(names, tensors):
         "mask": lambda: dict(attn_mask=normal(1, heads, queries, keys) > 0),
         "key bias": lambda: dict(bias=normal(batch, 1, 1, keys)),
         "head bias": lambda: dict(bias=normal(heads, 1, keys, kind=dtype)),
-        "bias": lambda: dict(bias=normal(batch, 1, queries, keys, kind=dtype)),
+        "bias": lambda: dict(bias=normal(heads, queries, keys, kind=dtype)),
         "alibi": lambda: dict(alibi_slopes=0.5 ** torch.arange(1.0, heads + 1, device=device)),
         "softcap": lambda: dict(softcap=3.0),
         "sinks": lambda: dict(sinks=normal(heads)),
@@ -334,6 +334,24 @@ def test_parts_beyond_the_band_are_skipped(split, device, work):
     ):
         found, columns = products(**given), split[-1].tiles("decode").BN
         assert found == 2 * (-(-last // columns) - first // columns)
+
+
+def test_a_window_of_each_query(split, device):
+    """The tile of 16 queries begins where the first of them sees a key."""
+    tensors = qkv(1, 1, 1, 16, 256, device=device)
+    check(tensors, dict(window=(5, 0), causal_alignment="bottom_right", return_lse=True))
+    check(tensors, dict(window=(5, 9), return_lse=True))
+
+
+@pytest.mark.parametrize("first", [0, 1000])
+def test_many_parts(split, device, monkeypatch, first):
+    """More than the merge reads at a time, the largest score in the first or in the last."""
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    monkeypatch.setattr(launchers, "processors", lambda device: 20)
+    tensors = qkv(1, 2, 1, 1, 1024, device=device)
+    tensors["key"][0, 0, first] = 200 * tensors["query"][0, 1, 0]
+    check(tensors, dict(enable_gqa=True, return_lse=True))
+    assert split[0].partial[0][1] > 32
 
 
 def test_parts_without_keys_write_nothing(split, device):

@@ -68,8 +68,10 @@ class Pages(NamedTuple):
 
 @triton.jit
 def _part(lo, hi, s, parts, tile: tl.constexpr):
-    """Bound part s of the keys lo <= j < hi: whole tiles, as many for each part, or one less."""
-    tiles = tl.cdiv(tl.maximum(hi - lo, 0), tile.columns)
+    """Bound part s of the keys lo <= j < hi: whole tiles, as many for each part, or one less; none
+    where hi is not above lo.
+    """
+    tiles = tl.cdiv(hi - lo, tile.columns)
     first = s * (tiles // parts) + tl.minimum(s, tiles % parts)
     last = first + tiles // parts + (s < tiles % parts).to(tl.int32)
     return lo + first * tile.columns, lo + last * tile.columns

@@ -29,7 +29,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.modules import Embeddings, PositionalEncoding
-from fastformer.transformer import Decoder, has_positions, subsequent_mask
+from fastformer.transformer import has_positions, subsequent_mask
 
 __all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample"]
 
@@ -670,15 +670,15 @@ def _takes_cache(model: Any) -> bool:
     """Say whether all modules that decode take a cache, and the positions continue in it."""
     if not isinstance(model, nn.Module):
         return False
-    if not hasattr(model, "encode"):
-        return _has_cache(model.forward)
-    embed, decoder = _embedding(model), getattr(model, "decoder", None)
-    if embed is None or not isinstance(decoder, Decoder) or not has_positions(embed):
+    translates = hasattr(model, "encode")
+    embed = getattr(model, "tgt_embed" if translates else "embed", None)
+    decoder = getattr(model, "decoder", None)
+    layers = list(getattr(decoder, "layers", ()))
+    if not layers or not isinstance(embed, nn.Module) or not has_positions(embed):
         return False
-    if not len(decoder.layers):
-        return False
-    forwards: list[Any] = [model.decode, decoder.forward]
-    for layer in decoder.layers:
+    forwards: list[Any] = [model.decode if translates else model.forward]
+    forwards.append(getattr(decoder, "forward", None))
+    for layer in layers:
         attentions = (getattr(layer, name, layer) for name in ("self_attn", "src_attn"))
         forwards += [layer.forward, *(attention.forward for attention in attentions)]
     return all(_has_cache(forward) for forward in forwards)

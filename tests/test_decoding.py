@@ -246,6 +246,69 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
         assert torch.equal(x, y)
 
 
+# ---------------------------------------------------------------------------------- language models
+
+
+def language_model(seed=7):
+    torch.manual_seed(seed)
+    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1).eval()
+    with torch.no_grad():
+        for p in model.decoder.parameters():
+            p.mul_(2 if p.dim() == 2 else 1)
+    return model
+
+
+PROMPTS = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0], [2, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+@pytest.mark.parametrize("end", [None, 7])
+def test_a_language_model_continues_its_prompt(search, end, device):
+    """With a cache it gives what it gives without; each row what it gives alone."""
+    model, prompts = language_model().to(device), PROMPTS[:, :2].to(device)
+    want = search(model, prompts, None, 14, end_symbol=end, cache=False)
+    for cache in (True, DecoderCache(13, page_size=16)):
+        assert torch.equal(search(model, prompts, None, 14, end_symbol=end, cache=cache), want)
+    assert (want[..., :2] == (prompts if want.dim() == 2 else prompts[:, None])).all()
+    assert len(want[..., 2:].unique()) > 3  # which says something
+
+
+@pytest.mark.parametrize("name", ["greedy", "beams"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_prompts_of_several_lengths(name, cache):
+    model, search = language_model(), SEARCHES[name]
+    mask = PROMPTS != 0
+    for src_mask in (mask, mask.unsqueeze(1)):
+        found = search(model, PROMPTS, src_mask, 12, end_symbol=7, pad_symbol=0, cache=cache)
+        for b, n in enumerate(mask.sum(1).tolist()):
+            alone = search(
+                model, PROMPTS[b : b + 1, :n], None, n + 8, end_symbol=7, pad_symbol=0, cache=False
+            )
+            assert torch.equal(found[b, ..., : n + 8], alone[0])
+            assert not found[b, ..., n + 8 :].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(start_symbol=1), "start_symbol is 1; expected None: a language model continues src"),
+        (dict(max_len=3), r"max_len is 3 and src has 4 tokens; expected a prompt of 1 to max_len"),
+        (dict(src=PROMPTS[:, :0]), "src has 0 tokens"),
+        (dict(src_mask=PROMPTS != 3), "src_mask masks out a token before another one"),
+        (dict(src_mask=PROMPTS != 1), "src_mask masks out a token before another one"),
+        (dict(src_mask=PROMPTS[:2] != 0), r"src_mask has shape \[2, 4\] and dtype torch.bool"),
+        (dict(src_mask=PROMPTS.float()), r"src_mask has shape \[3, 4\] and dtype torch.float32"),
+        (dict(src_mask=PROMPTS != 0, end_symbol=None), "pad_symbol is None and so is end_symbol"),
+        (dict(src=PROMPTS + 2, end_symbol=11), "end_symbol is 11; expected a token of the 11"),
+        (dict(max_len=5002), "max_len is 5002; expected at most 5001, the positions"),
+    ],
+)
+def test_wrong_prompts_are_named(options, message):
+    arguments = dict(src=PROMPTS, src_mask=None, max_len=8, end_symbol=7)
+    with pytest.raises(ValueError, match=message):
+        greedy_decode(language_model(), **{**arguments, **options})
+
+
 # -------------------------------------------------------------------------------------- beam search
 
 

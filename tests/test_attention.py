@@ -999,6 +999,9 @@ def test_a_row_that_sees_nothing_is_zero(backend, device, against_oracle):
     out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
     assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).any()
     against_oracle(functional.scaled_dot_product_attention, x, attn_mask=mask)
+    x["query"][:, :, 3] = float("nan")  # which is not seen either
+    out = functional.scaled_dot_product_attention(**x, attn_mask=mask)
+    assert (out[:, :, 3] == 0).all() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -1095,6 +1098,8 @@ def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
         ]
         out = functional.scaled_dot_product_attention(*leaves, **arguments)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        with torch.no_grad():
+            results[-1].append(functional.scaled_dot_product_attention(*leaves, **arguments))
     for clean, poisoned in zip(*results):
         assert torch.equal(clean, poisoned)
 
@@ -1330,7 +1335,9 @@ def results(function, leaves, weights):
 
 
 @pytest.mark.parametrize("with_lse", [False, True], ids=["output", "and lse"])
-@pytest.mark.parametrize("case", ["rows", "keys", "hidden zeros", "alibi", "two tiles"])
+@pytest.mark.parametrize(
+    "case", ["rows", "rows, constant", "keys", "hidden zeros", "alibi", "two tiles"]
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse):
     """-1e9, the usual mask: nothing of a score is left beside it, the weights are those of equal
@@ -1341,7 +1348,7 @@ def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse)
     x = qkv(sq=20, sk=30, d=16, dtype=dtype, device=device)
     bias = torch.zeros(20, 30, device=device)
     options, mask = {}, None
-    if case in ("rows", "two tiles"):
+    if case in ("rows", "rows, constant", "two tiles"):
         bias[::3], bias[1], bias[2] = -1e9, -1e9, 1e9
         bias[1, 7] = 0.0
     elif case == "keys":
@@ -1356,11 +1363,12 @@ def test_a_large_bias_of_all_keys(backend, device, tiles, dtype, case, with_lse)
         i, j = (torch.arange(n, device=device) for n in (20, 30))
         bias = -1e9 * (i.view(-1, 1) - j).abs()
         options = {"attn_mask": mask, "alibi_slopes": torch.full((H,), 1e9, device=device)}
-    leaves = list(x.values()) + ([] if case == "alibi" else [bias])
+    constant = case in ("rows, constant", "alibi")  # it needs no gradient
+    leaves = list(x.values()) + ([] if constant else [bias])
 
-    def ours(query, key, value, bias=None):
+    def ours(query, key, value, given=None if case == "alibi" else bias):
         return functional.scaled_dot_product_attention(
-            query, key, value, bias=bias, return_lse=with_lse, **options
+            query, key, value, bias=given, return_lse=with_lse, **options
         )
 
     def wanted(query, key, value, given=bias):

@@ -31,7 +31,12 @@ def _given(op, x):
     if name == "layer_norm":
         return name, (x, (16,), *(x[0, 0, 0],) * 2) if feature else (x, (16,))
     mask = torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()
-    extra = {"": (), "a mask": (mask,), "dropout": (None, 0.1)}[feature]
+    hidden = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, float("-inf"))
+    bias = torch.zeros_like(hidden)
+    extra = {
+        "": (), "a mask": (mask,), "a bias": (bias,), "a bias of -inf": (hidden,),
+        "dropout": (None, 0.1),
+    }[feature]  # fmt: skip
     return name, (x, x, x, *extra)
 
 
@@ -43,6 +48,8 @@ def _given(op, x):
         "layer_norm with weight and bias",
         "scaled_dot_product_attention",
         "scaled_dot_product_attention with a mask",
+        "scaled_dot_product_attention with a bias",
+        "scaled_dot_product_attention with a bias of -inf",
         "scaled_dot_product_attention with dropout",
     ],
 )

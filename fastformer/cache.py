@@ -130,13 +130,24 @@ class _Rows(_Attended):
         """A context for an append of n positions whose part on the host is done at its start.
 
         What happens inside is on the device alone, so that a CUDA graph can capture and replay it.
+        After an error, such as that of a capture, the host counts no append.
         """
         self.advance(n)
         self._advanced = n
         try:
             yield
+        except BaseException:
+            self._give_back(n)
+            raise
         finally:
             self._advanced = 0
+
+    def _give_back(self, n: int) -> None:
+        self.longest -= n
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """Return the tensors that an append writes and attention reads."""
+        return (*self._form[1:], self.lengths)
 
     def start(self) -> int | Tensor:
         """Return the position of the next token: an int, or [B] where the host cannot know it."""
@@ -444,7 +455,14 @@ class PagedKVCache(_Rows):
         super().crop(length)
         rows = len(self._held)
         most = length.tolist() if isinstance(length, Tensor) else [length] * rows
-        self._held = [min(pair) for pair in zip(self._held, most)]
+        self._hold([min(pair) for pair in zip(self._held, most)])
+
+    def _give_back(self, n: int) -> None:
+        self._hold([held - n for held in self._held])
+
+    def _hold(self, lengths: list[int]) -> None:
+        """Hold no more than these lengths, and free the pages past them."""
+        self._held = lengths
         for table, held in zip(self._tables, self._held):
             pages = -(-held // self.page_size)
             self._release(table[pages:])
@@ -452,6 +470,9 @@ class PagedKVCache(_Rows):
         self._count()
 
     # ------------------------------------------------------------------------------------- parts
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (*super().buffers(), self.block_table)
 
     @property
     def _form(self) -> tuple[int, Tensor, Tensor]:
@@ -754,6 +775,7 @@ class DecoderCache:
         self.capacity = capacity
         self._pages = page_size, pages
         self.layers: list[LayerCache] = []
+        self.graph: object = None  # a captured step over the buffers, kept for the next call
 
     def layer(self, i: int) -> LayerCache:
         """Return the caches of layer i, which are made where there are none yet."""
@@ -812,6 +834,15 @@ class DecoderCache:
             for own in self._own():
                 stack.enter_context(own.advanced(n))
             yield
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Return the tensors that a step reads and writes."""
+        for layer in self.layers:
+            if layer.own is not None:
+                yield from layer.own.buffers()
+            for x in (layer.memory.key, layer.memory.value):
+                if x is not None:
+                    yield x
 
     def _own(self) -> Iterator[KVCache | PagedKVCache]:
         return (layer.own for layer in self.layers if layer.own is not None)

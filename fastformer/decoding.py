@@ -11,14 +11,17 @@ Shapes: B sequences, K beams, R rows that the model computes, B or B K; S source
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.backends import current_backend
 from fastformer.cache import DecoderCache
 from fastformer.checks import (
+    autocast_dtype,
     may_read,
     require_flag,
     require_int,
@@ -29,6 +32,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.modules import Embeddings, PositionalEncoding
+from fastformer.stream import is_unmodified
 from fastformer.transformer import has_positions, subsequent_mask
 
 __all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample"]
@@ -486,11 +490,18 @@ class _Steps:
 
 
 class _CachedSteps(_Steps):
-    """Steps that compute the new tokens alone."""
+    """Steps that compute the new tokens alone.
+
+    On a GPU the second step is captured in a CUDA graph, and replayed for each token: the host then
+    launches one graph for it, and counts. A later call with the same cache, model and sizes replays
+    the graph of the first one.
+    """
 
     def __init__(self, cache: DecoderCache, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.cache = cache
+        self._steps = 0
+        self._graph: _StepGraph | None = None
 
     def first(self) -> Tensor:
         output = self._output(self.prompt)
@@ -499,7 +510,36 @@ class _CachedSteps(_Steps):
         return self._last(output, self.lengths)
 
     def step(self, tokens: Tensor) -> Tensor:
+        self._steps += 1
+        if self._steps == 2 and captures(self.model, tokens):  # the first compiles the kernels
+            self._graph = self._captured(tokens)
+        return self._one(tokens) if self._graph is None else self._graph.step(tokens)
+
+    def _captured(self, tokens: Tensor) -> _StepGraph | None:
+        """Return the graph of a step, that of an earlier call where it computes the same."""
+        key, graph = self._graph_key(tokens), self.cache.graph
+        if not isinstance(graph, _StepGraph) or graph.key != key:
+            try:
+                graph = _StepGraph(key, self, tokens)
+            except RuntimeError as error:
+                warnings.warn(f"the steps run without a CUDA graph: {error}", stacklevel=2)
+                return None
+            self.cache.graph = graph
+        graph.take_mask(self.src_mask)
+        return graph
+
+    def _one(self, tokens: Tensor) -> Tensor:
         return self._last(self._output(tokens.unsqueeze(1)), 1)
+
+    def _graph_key(self, tokens: Tensor) -> tuple[object, ...]:
+        """Return what a graph depends on beside the contents of its tensors."""
+        modules = tuple((m, m.training) for m in self.model.modules())
+        parameters = (*self.model.parameters(), *self.model.buffers())
+        pointers = tuple(x.data_ptr() for x in parameters)
+        mask = None if self.src_mask is None else (self.src_mask.shape, self.src_mask.dtype)
+        buffers = tuple(x.data_ptr() for x in self.cache.buffers())
+        precision = current_backend(), autocast_dtype(tokens)
+        return modules, pointers, buffers, mask, tokens.shape, tokens.dtype, precision
 
     def reorder(self, rows: Tensor, same_source: bool) -> None:
         super().reorder(rows, same_source)
@@ -511,6 +551,61 @@ class _CachedSteps(_Steps):
         if self.translates:
             return self.model.decode(self.memory, self.src_mask, tokens, None, cache=self.cache)
         return self.model(tokens, cache=self.cache)
+
+
+class _StepGraph:
+    """A step of one token a row, captured: the same kernels on the same tensors for each token.
+
+    The host's part of a step, which finds room in the cache, runs before each replay. The
+    log-probabilities of a step are overwritten by the next.
+    """
+
+    def __init__(self, key: tuple[object, ...], steps: _CachedSteps, tokens: Tensor) -> None:
+        self.key, self.cache = key, steps.cache
+        self._tokens = tokens.clone()
+        self._mask = None if steps.src_mask is None else steps.src_mask.clone()
+        given, steps.src_mask = steps.src_mask, self._mask
+        try:
+            with self.cache.advanced(1):
+                self._replay, self._scores = captured(lambda: steps._one(self._tokens))
+        finally:
+            steps.src_mask = given
+        self._counted = True  # the host has counted a step that no replay has computed yet
+
+    def take_mask(self, src_mask: Tensor | None) -> None:
+        """Read this mask from now on, of the shape of the captured one."""
+        if self._mask is not None and src_mask is not None:
+            self._mask.copy_(src_mask)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities [R, V] after one more token of each row, [R]."""
+        self._tokens.copy_(tokens)
+        if self._counted:
+            self._counted = False
+            self._replay()
+        else:
+            with self.cache.advanced(1):
+                self._replay()
+        return self._scores
+
+
+def captures(model: nn.Module, tokens: Tensor) -> bool:
+    """Say whether a step is captured: on a GPU, with modules that run nothing of their own."""
+    if not tokens.is_cuda or may_read(tokens) or torch.cuda.is_current_stream_capturing():
+        return False
+    for module in model.modules():
+        known = type(module).__module__.split(".")[0] in ("fastformer", "torch")
+        if not known or not is_unmodified(module) or getattr(module, "keep_attention", False):
+            return False
+    return True
+
+
+def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Capture what the function launches in a CUDA graph; return its replay, and the result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph.replay, out
 
 
 class _RecomputedSteps(_Steps):

@@ -5,22 +5,27 @@ With a cache each search gives what it gives when all tokens are computed again 
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
 from fastformer import (
     DecoderCache,
     PositionalEncoding,
     beam_search,
+    decoding,
     greedy_decode,
     make_model,
     sample,
     subsequent_mask,
     use_backend,
 )
+from fastformer import cache as cache_module
 
 
 class Counting(nn.Module):
@@ -244,6 +249,153 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
     monkeypatch.undo()
     for x, y in zip(beams, beam_search(model, src, mask, 40, 1, end_symbol=7, n_best=3)):
         assert torch.equal(x, y)
+
+
+# -------------------------------------------------------------------------------------- CUDA graphs
+
+
+class Recorder(TorchDispatchMode):
+    """A stand-in for a CUDA graph: it records what runs on the device, and runs it again.
+
+    The tensors are those of the recording, and the host's part of the step does not run again.
+    Whatever a step takes from the host, such as a position, is that of the recording, too.
+    """
+
+    waits = ("_local_scalar_dense", "is_nonzero", "item")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert not any(name in str(op) for name in self.waits), f"{op} waits for the device"
+        out = op(*args, **kwargs)
+        self.calls.append((op, args, kwargs, out))
+        return out
+
+    def replay(self):
+        for op, args, kwargs, out in self.calls:
+            new = tree_leaves(op(*args, **kwargs))
+            for old, x in zip(tree_leaves(out), new):
+                if isinstance(x, torch.Tensor) and x.data_ptr() != old.data_ptr():
+                    old.copy_(x)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Decoding captures its steps, and the cache and the reference do as they do on a GPU."""
+    captures = []
+
+    def captured(function):
+        saved = [(x, x.clone()) for x in recorded.cache.buffers()]
+        with Recorder() as recorder:
+            out = function()
+        for x, before in saved:  # a capture computes nothing
+            x.copy_(before)
+        captures.append(recorder)
+        return recorder.replay, out
+
+    def recorded(function, *arguments, **options):
+        recorded.cache = options["cache"]
+        return function(*arguments, **options)
+
+    begin = cache_module._Rows._begin
+
+    def begun(self, *arguments):
+        begin(self, *arguments)
+        self._fixed_shapes = True
+
+    monkeypatch.setattr(cache_module._Rows, "_begin", begun)
+    monkeypatch.setattr(decoding, "captures", lambda *_: True)
+    monkeypatch.setattr(decoding, "captured", captured)
+    for module in (ff.checks, cache_module, ff.modules, ff.functional):
+        monkeypatch.setattr(module, "may_read", lambda x: False)
+    monkeypatch.setattr(ff.reference, "readable", lambda x: False)
+    monkeypatch.setattr(ff.reference, "_torch_computes", lambda *_: False)
+    recorded.captures = captures
+    return recorded
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+def test_replays_of_one_captured_step_decode_the_same(recorded, search, page_size):
+    """Past a page, with an end symbol and with rows that change places."""
+    model, (src, mask) = translator(), sources()
+    want = search(model, src, mask, 24, 1, end_symbol=7, pad_symbol=0, cache=False)
+    for _ in range(2):
+        cache = DecoderCache(24, page_size=page_size)
+        got = recorded(search, model, src, mask, 24, 1, end_symbol=7, pad_symbol=0, cache=cache)
+        assert torch.equal(got, want)
+    assert len(recorded.captures) == 2
+
+
+def test_replays_continue_prompts_of_several_lengths(recorded):
+    model, mask = language_model(), PROMPTS != 0
+    want = greedy_decode(model, PROMPTS, mask, 20, pad_symbol=0, cache=False)
+    got = recorded(greedy_decode, model, PROMPTS, mask, 20, pad_symbol=0, cache=DecoderCache(20))
+    assert torch.equal(got, want) and len(recorded.captures) == 1
+
+
+def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
+    """And again for other sizes, weights that have moved, or another mode."""
+    model, (src, mask) = translator(), sources()
+    cache = DecoderCache(12)
+
+    def check(captures, src=src, mask=mask):
+        want = greedy_decode(model, src, mask, 12, 1, cache=False)
+        assert torch.equal(recorded(greedy_decode, model, src, mask, 12, 1, cache=cache), want)
+        assert len(recorded.captures) == captures
+
+    check(1)
+    check(1, src.flip(0), mask.flip(0))  # the mask is copied to that of the graph
+    with torch.no_grad():
+        model.generator.proj.bias.normal_(std=0.1)
+    check(1)  # in place
+    check(2, src[:2], mask[:2])
+    check(3, src[:2, :4], mask[:2, :, :4])
+    model.generator.proj.bias = nn.Parameter(torch.randn(11))
+    check(4, src[:2, :4], mask[:2, :, :4])
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    check(5, src[:2, :4], mask[:2, :, :4])
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page_size):
+    """The failed capture counts no token, neither in the cache nor in its pages."""
+    model, (src, mask) = translator(), sources()
+    want = greedy_decode(model, src, mask, 18, 1, cache=False)
+
+    def captured(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(decoding, "captured", captured)
+    cache = DecoderCache(17, page_size=page_size)
+    with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
+        assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
+    assert cache.longest == 17 and cache.lengths.tolist() == [17] * 3
+
+
+def test_what_is_captured():
+    """Modules of this package and of torch on a GPU, as they are."""
+    model, tokens = translator(), SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    assert not decoding.captures(model, torch.zeros(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert decoding.captures(model, tokens)
+        handle = model.decoder.norm.register_forward_hook(lambda *_: None)
+        assert not decoding.captures(model, tokens)
+        handle.remove()
+        model.decoder.layers[0].self_attn.keep_attention = True
+        assert not decoding.captures(model, tokens)
+        model.decoder.layers[0].self_attn.keep_attention = False
+        model.generator = Counting()
+        assert not decoding.captures(model, tokens)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not decoding.captures(translator(), tokens)
 
 
 # ---------------------------------------------------------------------------------- language models

@@ -108,6 +108,7 @@ def having(*parameters: str) -> str:
 COMMAND = [sys.executable, "-m", "fastformer"]
 PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
 CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
+ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|unsplit|triton|read"
 MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
 KERNELS = "attention padding dropout layer_norm feed_forward embedding cross_entropy"
@@ -129,6 +130,7 @@ def on_gpu() -> dict[str, list[Part]]:
             **compiles,
         ),
         figures("lengths", 90, "attention", having("1024|16384", CASES, PEERS)),
+        figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
         figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
         figures("norms", 110, "layer_norm", widths + having("512|4096", PEERS)),
         figures("model", 60, "transformer", having("512|2048", r"torch|nn\..*|auto")),
@@ -145,6 +147,14 @@ def on_gpu() -> dict[str, list[Part]]:
         figures(
             "more-flex", 90, "attention", having("4096", FLEX_CASES, "flex"), "--slow", **compiles
         ),
+        figures(
+            "more-decode", 90, "decode", having("16MB|1024MB", "B1|B8", "(1|16)heads", ON_CACHES)
+        ),
+        figures(
+            "flex-decode", 60, "decode", having("256MB|1024MB", "B1|B64", "4heads", "flex"),
+            "--slow", **compiles,
+        ),
+        figures("generation", 120, "decode", "generation.*" + having("64|256|1024")),
         figures("compiled-model", 150, "transformer", having("512", "compile"),
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),

@@ -42,7 +42,8 @@ PACKAGES = {
     "flash-attn 3": "flash_attn_interface",
 }
 ON_GPU = dict.fromkeys(
-    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES], "needs a GPU"
+    ["packed", "cudnn", "flash", "efficient", "addmm_activation", "unsplit", "read", *PACKAGES],
+    "needs a GPU",
 ) | {
     "triton": "needs a GPU: the speed of the interpreter means nothing",
     "compile": "torch.compile needs a C++ compiler on a CPU",

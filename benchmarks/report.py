@@ -28,7 +28,7 @@ from benchmarks import folder, journal
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-OURS = ("auto", "reference", "triton", "packed")
+OURS = ("auto", "reference", "triton", "packed", "unsplit", "read")  # and what is no peer
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
 COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [
@@ -44,6 +44,7 @@ HEADLINES = [
     r"attention plain d=128 ",
     r"attention causal d=64 ",
     r"attention causal d=128 ",
+    r"attention of one query, 4096 MB, B=1, ",
     r"layer_norm N=512 ",
     r"dropout_add_layer_norm ",
     r"feed_forward 512->2048 ",

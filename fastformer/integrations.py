@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import functional, reference
@@ -214,6 +215,8 @@ def attention(
     if right == 0 and q_length == 1:  # the last query may see every key
         right = None
     causal = left is None and right == 0
+    held, lengths = _key_lengths(attention_mask, query.shape[0])
+    aligned = q_length == k_length and not held  # the first query with the first key
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
         is_causal=causal,
@@ -221,10 +224,10 @@ def attention(
         enable_gqa=True,
         bias=position_bias if bias is None else bias,
         window=None if causal else (left, right),
-        causal_alignment="top_left" if q_length == k_length else "bottom_right",
+        causal_alignment="top_left" if aligned else "bottom_right",
         softcap=softcap,
         sinks=s_aux,
-        key_lengths=_known_lengths(attention_mask, query),
+        key_lengths=lengths,
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
@@ -278,10 +281,14 @@ def _read_mask(
     return visible, None, sides
 
 
-def _known_lengths(attention_mask: object, query: Tensor) -> Tensor | None:
-    """Return the lengths [B] of the keys, where the mask knows those of this batch."""
-    lengths = attention_mask.lengths if isinstance(attention_mask, Mask) else None
-    return lengths if lengths is not None and len(lengths) == query.shape[0] else None
+def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | None]:
+    """Return whether the keys fill a part of a buffer alone, and their lengths [B], if known."""
+    if not isinstance(attention_mask, Mask):
+        return False, None
+    held, lengths = attention_mask.held, attention_mask.lengths
+    if held is not None:
+        return True, held if len(held) == batch else held[:1].expand(batch)
+    return False, lengths if lengths is not None and len(lengths) == batch else None
 
 
 def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:
@@ -321,7 +328,9 @@ class Mask:
     visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all. left, right:
     query i sees the keys from i - left to i + right alone, if i is counted so that the last query
     has the position of the last key; None is no bound. lengths: [B], past which no key is visible,
-    or None where that is not known.
+    or None where that is not known. held: [B] int32, all the same, of keys that fill the beginning
+    of a buffer: no other is visible, and the last one is the last of these; None where they fill it
+    all.
     """
 
     dtype = torch.bool
@@ -335,9 +344,10 @@ class Mask:
         device: torch.device | str,
         owner: str,
         lengths: Tensor | None = None,
+        held: Tensor | None = None,
     ) -> None:
         self.shape, self.visible, self.left, self.right = shape, visible, left, right
-        self.device, self.owner, self.lengths = device, owner, lengths
+        self.device, self.owner, self.lengths, self.held = device, owner, lengths, held
 
     @property
     def ndim(self) -> int:
@@ -351,12 +361,14 @@ class Mask:
 
     def complete(self) -> Tensor:
         """Return the whole mask: a boolean tensor of its shape."""
-        if self.left is None and self.right is None and self.visible is not None:
+        bounds = (self.left, self.right, self.held)
+        if self.visible is not None and all(bound is None for bound in bounds):
             return self.visible.expand(self.shape)
         q_length, k_length = self.shape[2:]
+        end = k_length if self.held is None else self.held[0]
         j = torch.arange(k_length, device=self.device)
-        i = torch.arange(k_length - q_length, k_length, device=self.device)[:, None]
-        seen = torch.ones(q_length, k_length, dtype=torch.bool, device=self.device)
+        i = torch.arange(-q_length, 0, device=self.device)[:, None] + end
+        seen = (j < end).expand(q_length, k_length)
         if self.left is not None:
             seen = seen & (j >= i - self.left)
         if self.right is not None:
@@ -373,10 +385,10 @@ class Mask:
         device = device.device if isinstance(device, Tensor) else device
         if device is None or isinstance(device, torch.dtype):
             return self
-        visible, lengths = (
-            None if x is None else x.to(device) for x in (self.visible, self.lengths)
+        visible, *lengths = (
+            None if x is None else x.to(device) for x in (self.visible, self.lengths, self.held)
         )
-        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, lengths)
+        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, *lengths)
 
     def contiguous(self) -> Mask:
         return self
@@ -515,10 +527,11 @@ def mask(
 
     The `Mask` holds the padding and a band, or either or neither of them, if the pattern is
     transformers' own causal, bidirectional or sliding one and the last query has the position of
-    the last key. For any other pattern it holds the complete mask [B, 1, Sq, Sk] of transformers'
-    sdpa: packed sequences, chunks, patterns joined by `and` and `or`, a static cache that is longer
-    than its contents; in a graph, windows too. Only on a CPU does the function look whether there
-    is padding at all: on a GPU the look would wait for the device, and in a graph it is impossible.
+    the last key. Of a static cache that is longer than its contents it holds their number, too. For
+    any other pattern it holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa: packed
+    sequences, chunks, patterns joined by `and` and `or`; in a graph, windows too. Only on a CPU
+    does the function look whether there is padding at all: on a GPU the look would wait for the
+    device, and in a graph it is impossible.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
@@ -527,7 +540,8 @@ def mask(
         attention_mask: boolean [B, n], False at padding, where n may differ from kv_offset + Sk;
             None is no padding. A `Mask` is returned as it is.
         allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
-            them is always False, according to the pattern.
+            them is always False, according to the pattern. Decoding on a static cache both are; the
+            number of its keys serves as well.
         config: of the model, for the name in errors.
         kwargs: the other arguments of `sdpa_mask`.
 
@@ -544,6 +558,12 @@ def mask(
     keys = slice(kv_offset, kv_offset + kv_length)
     sides = _sides(mask_function)
     aligned = isinstance(q_offset, int) and q_offset + q_length == keys.stop
+    if sides is not None and sides[1] == 0 and kv_offset == 0 and not aligned:
+        held = _held(q_offset, shape, device)
+        if held is not None and _is_padding_mask(attention_mask, 0):
+            left, right = _within(sides, q_length, kv_length)
+            visible = _padding_of_buffer(attention_mask, kv_length, held)
+            return kind(shape, visible, left, right, device, owner, None, held)
     banded = sides == (None, None) or (sides is not None and aligned)
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not (banded and skip and _is_padding_mask(attention_mask, keys.stop)):
@@ -552,16 +572,50 @@ def mask(
         full = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
         return kind(shape, full, None, None, device, owner)
     assert sides is not None
-    left, right = sides
-    if left is not None and left >= kv_length - 1:  # no key is beyond the bound
-        left = None
-    if right is not None and right >= q_length - 1:
-        right = None
+    left, right = _within(sides, q_length, kv_length)
     padding, lengths = _padding(attention_mask, keys), None
     top_left = q_length == kv_length or (left is None and right is None)
     if padding is not None and top_left and q_length > 1 and len(padding) == batch_size:
         lengths = lengths_of(padding[:, 0, 0])
     return kind(shape, padding, left, right, device, owner, lengths)
+
+
+def _within(sides: _Sides, q_length: int, kv_length: int) -> _Sides:
+    """Return the sides, and None for a bound that no key is beyond."""
+    left, right = sides
+    if left is not None and left >= kv_length - 1:
+        left = None
+    if right is not None and right >= q_length - 1:
+        right = None
+    return left, right
+
+
+def _held(
+    q_offset: int | Tensor, shape: tuple[int, ...], device: torch.device | str
+) -> Tensor | None:
+    """Return how many keys a buffer holds, [B] int32, where the queries are the last of them.
+
+    None where the queries do not end in the buffer, as far as the host knows.
+    """
+    batch, _, q_length, k_length = shape
+    if isinstance(q_offset, Tensor):
+        if q_offset.numel() != 1:
+            return None
+        return (q_offset.reshape(1) + q_length).to(torch.int32).repeat(batch)
+    if not isinstance(q_offset, int) or q_offset + q_length > k_length:
+        return None
+    return torch.full((batch,), q_offset + q_length, dtype=torch.int32, device=device)
+
+
+def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tensor) -> Tensor | None:
+    """Return [B, 1, 1, Sk] from boolean [B, n], as `_padding` does, for any n."""
+    if attention_mask is None:
+        return None
+    n = min(int(held[0]), k_length) if reference.readable(held) else k_length + 1
+    if attention_mask.shape[1] >= n and _padding(attention_mask, slice(0, n)) is None:
+        return None
+    padding = attention_mask[:, None, None, :k_length]
+    return F.pad(padding, (0, k_length - padding.shape[3]))
 
 
 def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:

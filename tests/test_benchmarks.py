@@ -469,14 +469,16 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
 def test_the_parts_for_a_gpu_are_in_order(benchmarks):
     groups = benchmarks.gpu.on_gpu()
     assert [[part.name for part in parts] for parts in groups.values()] == [
-        ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "loss", "norms",
-         "model"],
+        ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "decode", "loss",
+         "norms", "model"],
         ["tune"],
         ["kernel-tests"],
         ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",
-         "more-flex", "compiled-model", "embedding"],
+         "more-flex", "more-decode", "flex-decode", "generation", "compiled-model", "embedding"],
     ]  # fmt: skip
-    for part in benchmarks.gpu.chosen(groups, "flex,more-flex,first-call,compiled-model"):
+    for part in benchmarks.gpu.chosen(
+        groups, "flex,more-flex,flex-decode,first-call,compiled-model"
+    ):
         assert part.silence > 120, f"{part.name} compiles for long, and says nothing meanwhile"
     (kernel_tests,) = groups["tests"]
     commands = [part.command for part in kernel_tests.shards()]

@@ -2,6 +2,7 @@
 eager attention.
 """
 
+import contextlib
 import copy
 import os
 import re
@@ -349,7 +350,8 @@ def calls(monkeypatch):
     calls, attend = [], functional.scaled_dot_product_attention
 
     def record(q, k, v, *mask_and_more, **options):
-        calls.append((k.shape, {"attn_mask": (*mask_and_more, None)[0], **options}))
+        tensors = {"attn_mask": (*mask_and_more, None)[0], "key": k, "value": v}
+        calls.append((k.shape, {**tensors, **options}))
         return attend(q, k, v, *mask_and_more, **options)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", record)
@@ -493,7 +495,7 @@ def test_explain(device):
 
 def generated(model, implementation, given, **options):
     use(model, implementation)
-    return model.generate(**given, max_new_tokens=8, do_sample=False, **options)
+    return model.generate(**given, max_new_tokens=8, **{"do_sample": False, **options})
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", None])
@@ -506,6 +508,99 @@ def test_generate(make, cache, device):
     have, want = (generated(model, name, given, **options) for name in ("fastformer", "eager"))
     assert have.shape == (B, S + 8) and torch.equal(have, want)
     assert len(want[:, S:].unique()) > 3  # and not the same token over and over
+
+
+SEARCHES = {
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 5, "temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("make", [llama, mistral], ids=lambda make: make.__name__)
+def test_beams_and_samples(make, search, cache, device):
+    """With grouped heads, and a window in Mistral."""
+    model, given = make().to(device).eval(), inputs(make, "left", device)
+    del given["labels"]
+    results = []
+    for name in ("fastformer", "eager"):
+        torch.manual_seed(1)
+        options = {**SEARCHES[search], "cache_implementation": cache}
+        results.append(generated(model, name, given, **options))
+    assert torch.equal(*results)
+
+
+BACKENDS = {"fp8": "torch", "quanto": "optimum.quanto", "hqq": "hqq"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantized_cache(backend, device):
+    """In float64, so that no rounding of ours turns one of the quantization."""
+    pytest.importorskip(BACKENDS[backend], reason=f"the {backend} cache needs {BACKENDS[backend]}")
+    if backend == "fp8" and not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip(f"transformers {transformers.__version__} has no fp8 cache")
+    model, given = llama().to(device).double().eval(), inputs(llama, "left", device)
+    del given["labels"]
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": backend}}
+    have, want = (generated(model, name, given, **options) for name in ("fastformer", "eager"))
+    assert torch.equal(have, want)
+    assert len(want[:, S:].unique()) > 3
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("make", [llama, gemma2], ids=lambda make: make.__name__)
+def test_offloaded_cache(make, cache, device, monkeypatch):
+    """A CPU has no streams: there the copies wait for nothing."""
+    if device.type == "cpu":
+
+        class Stream(contextlib.nullcontext):
+            def wait_stream(self, other):
+                pass
+
+        monkeypatch.setattr(torch, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: Stream())
+    model, given = make().to(device).eval(), inputs(make, "left", device)
+    del given["labels"]
+    options = {"cache_implementation": cache}
+    have, want = (generated(model, name, given, **options) for name in ("fastformer", "eager"))
+    assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("make", [llama, mistral], ids=lambda make: make.__name__)
+def test_a_static_cache_is_read_where_it_is(make, backend, device, calls):
+    """The op gets the buffers of all positions and the number of those in use: nothing is sliced or
+    copied, and no mask is as long as queries times keys.
+    """
+    model, given = (
+        make(attn_implementation="fastformer").to(device).eval(),
+        inputs(make, "left", device),
+    )
+    ids, mask = given["input_ids"], given["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(ids, attention_mask=mask, position_ids=positions).logits
+    cache = transformers.StaticCache(config=model.config, max_cache_len=S + 3)
+    calls.clear()
+    with ff.use_backend(backend), torch.no_grad():
+        for piece in (slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)):
+            out = model(
+                ids[:, piece], attention_mask=mask[:, : piece.stop],
+                position_ids=positions[:, piece], past_key_values=cache,
+            )  # fmt: skip
+            rows = mask[:, piece].bool()
+            torch.testing.assert_close(
+                out.logits[rows], whole[:, piece][rows], atol=1e-4, rtol=1e-4
+            )
+            if make is mistral:
+                continue  # a window of 3 positions, which transformers rolls
+            for layer, (shape, options) in zip(cache.layers, calls[-2:]):
+                assert shape == layer.keys.shape == (B, 2, S + 3, 8)
+                assert options["key"].data_ptr() == layer.keys.data_ptr()
+                assert options["value"].data_ptr() == layer.values.data_ptr()
+                assert options["key_lengths"].tolist() == [piece.stop] * B
+                assert options["attn_mask"].shape == (B, 1, 1, S + 3)
 
 
 @pytest.mark.parametrize("make", [t5, bart, whisper], ids=lambda make: make.__name__)
@@ -605,6 +700,31 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
     if mask.visible is not None:
         assert padding != "ones"  # seen on a CPU, and left out
         assert mask.visible.untyped_storage().nbytes() <= B * (kv_offset + k_length)
+
+
+@pytest.mark.parametrize("padding", ["none", "ones", "left", "short", "long"])
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
+@pytest.mark.parametrize("pattern", ["causal", "window of 1", "window of 3", "window of 99"])
+@pytest.mark.parametrize("q_length", [1, 3])
+def test_masks_of_a_buffer(pattern, q_length, kind, padding, monkeypatch):
+    """What a layer makes of ours is what transformers writes out, of a buffer of 12 of whose keys 4
+    were there before; ours holds the number of keys.
+    """
+    lengths = {"none": 0, "ones": 4 + q_length, "left": 4 + q_length, "short": 3, "long": 15}
+    tokens = torch.ones(B, lengths[padding], dtype=torch.bool)
+    tokens[1, : 2 if padding in ("left", "short", "long") else 0] = False
+    sizes = {"batch_size": B, "q_length": q_length, "kv_length": 12, "q_offset": kind(4)}
+    sizes |= {"mask_function": patterns()[pattern]}
+    sizes |= {"attention_mask": None if padding == "none" else tokens}
+    want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False).expand(B, -1, -1, -1)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    for skip in (False, True):
+        mask = integrations.mask(**sizes, allow_is_causal_skip=skip)
+        assert mask.held.tolist() == [4 + q_length] * B
+        assert (mask.visible is None) == (padding in ("none", "ones"))
+        assert torch.equal(seen(mask, q_length, 12), want)
+        assert mask.shape == (B, 1, q_length, 12) and torch.equal(mask.complete(), want)
+        assert torch.equal(mask.to("cpu").complete(), want)
 
 
 def test_other_masks_are_complete():

@@ -141,7 +141,7 @@ class _Plan:
             value_block=max(16, next_power_of_2(width)),
             wide=wide,
             split=narrow and self.arch in ("sm_90", "sm_100", "interpreter"),
-            again=half and self.arch in ("sm_90", "interpreter"),
+            again=half and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
             precision=dot_precision(self.arch),
             acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )

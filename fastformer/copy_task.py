@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
+from fastformer.cache import DecoderCache
 from fastformer.checks import require_size
 from fastformer.decoding import greedy_decode
 from fastformer.modules import MultiHeadedAttention
@@ -51,6 +52,7 @@ DEFAULT_STEPS = 400
 INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # limits of an interpreted run: at most, at least
 COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # after these steps correct runs diverge by rounding
 FINAL_STEPS, FINAL_TOLERANCE = 20, 0.1
+DECODED_TOKENS = 256  # for the speed of decoding
 MAX_LENGTH = 5000  # the positions of make_model's encoding
 
 T = TypeVar("T")
@@ -141,6 +143,8 @@ class Run:
         losses: the loss per token of each step.
         tokens_per_second: the median over the reports, since the first may include a compilation.
         decoded: the decoded sequence with its start symbol; None if not every step was trained.
+        decoding: tokens per second of greedy decoding, with a cache and without one; None of
+            interpreted kernels, or if not every step was trained.
     """
 
     backend: str
@@ -148,6 +152,7 @@ class Run:
     losses: list[float]
     tokens_per_second: float
     decoded: list[int] | None
+    decoding: tuple[float, float] | None = None
 
 
 def interpreted(backend: str, device: torch.device) -> bool:
@@ -234,14 +239,22 @@ def _trained(
         write(
             f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
         )
-        decoded = None
+        decoded, decoding = None, None
         if done == settings.steps:
             decoded = _decode(settings, model.eval())
             verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
             write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
+            if not is_interpreted:
+                decoding = _decoding_speeds(settings, model)
+                kept, again = decoding
+                write(
+                    f"  decoding:  {kept:,.0f} tokens/s with a cache, {again:,.0f} without, over "
+                    f"{DECODED_TOKENS} tokens"
+                )
         else:
             write("  the training is incomplete, so nothing is decoded")
-    return Run(backend, is_interpreted, torch.stack(losses).tolist(), speed, decoded), model
+    result = torch.stack(losses).tolist()
+    return Run(backend, is_interpreted, result, speed, decoded, decoding), model
 
 
 def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
@@ -269,6 +282,19 @@ def _decode(settings: Settings, model: EncoderDecoder) -> list[int]:
     src = torch.tensor([settings.sentence], device=settings.device)
     mask = torch.ones_like(src, dtype=torch.bool).unsqueeze(-2)
     return greedy_decode(model, src, mask, settings.length, START)[0].tolist()
+
+
+def _decoding_speeds(settings: Settings, model: EncoderDecoder) -> tuple[float, float]:
+    """Return the tokens per second of greedy decoding, with a cache and without one."""
+    src = torch.tensor([settings.sentence], device=settings.device)
+    speeds = []
+    for cache in (DecoderCache(DECODED_TOKENS), False):
+        for length in (3, DECODED_TOKENS):  # the first compiles the kernels
+            started = time.perf_counter()
+            greedy_decode(model, src, None, length, START, cache=cache)[0].tolist()
+            seconds = time.perf_counter() - started
+        speeds.append((DECODED_TOKENS - 1) / seconds)
+    return speeds[0], speeds[1]
 
 
 def _arrow(settings: Settings, decoded: list[int]) -> str:

@@ -93,6 +93,7 @@ def test_it_is_learned():
     assert run.decoded == [1, 3, 2, 5, 4]
     assert sum(run.losses[-20:]) < 0.3 * sum(run.losses[:20])
     assert run.tokens_per_second > 0 and not run.interpreted
+    assert len(run.decoding) == 2 and min(run.decoding) > 0
     assert copy_task.faults(settings, [run]) == []
 
 
@@ -113,6 +114,8 @@ def test_both_backends_train_the_same(device, capsys):
     assert printed.count("untrained: 1 3 2 5 -> 1 ") == 2
     untrained = [line for line in printed.splitlines() if "untrained" in line]
     assert untrained[0] == untrained[1]
+    assert "tokens/s with a cache" in printed and reference.decoding is not None
+    assert triton.interpreted == (triton.decoding is None)
     if triton.interpreted:
         assert "trained 3 of 5 steps" in printed and "Triton's interpreter" in printed
 
@@ -190,6 +193,7 @@ def test_summary_is_plain_json():
         "losses": [0.25, None],
         "tokens_per_second": 2.5,
         "decoded": None,
+        "decoding": None,
     }
     assert read["max_loss_difference"] is None  # infinite
     assert copy_task.summary([GOOD], {})["max_loss_difference"] is None

@@ -814,7 +814,7 @@ def _masked(x: Tensor, shape: list[int], p: float, seed: Tensor | None) -> Tenso
     assert seed is not None
     columns = math.prod(shape)
     drop = dropped_rows(seed, x.numel() // columns if columns else 0, columns, p)
-    return torch.where(drop.view(x.shape), 0.0, x)
+    return x.masked_fill(drop.view(x.shape), 0.0)
 
 
 def dropout_add_layer_norm_backward(
@@ -876,7 +876,7 @@ def feed_forward(
             hidden.masked_fill_(drop, 0.0)
         hidden = hidden.relu_()
     else:
-        hidden = torch.where(drop, 0.0, ACTIVATIONS[activation](hidden))
+        hidden = ACTIVATIONS[activation](hidden).masked_fill(drop, 0.0)
     out = hidden @ w_2.t()
     kept = _dropout_scale(dropout_p)  # the factor costs least here: d_out is smaller than d_ff
     out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
@@ -899,7 +899,7 @@ def _gated(
         assert dropout_seed is not None
         rows, width = input.shape[:-1].numel(), w_2.shape[1]
         drop = dropped(dropout_seed, 1, rows, width, dropout_p).view(hidden.shape)
-        hidden = torch.where(drop, 0.0, hidden) * _dropout_scale(dropout_p)
+        hidden = hidden.masked_fill(drop, 0.0) * _dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)
 
 

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).with_name("libcuda.c")
@@ -198,8 +199,9 @@ def install(
                  it raises, the launch raises. None: launches are accepted, and that is all.
 
     Triton compiles into its own cache, TRITON_CACHE_DIR. fastformer's `triton` backend takes CPU
-    tensors, as it does in the interpreter. torch is told nothing but the capability:
-    torch.cuda.is_available() stays what it was. Streams are numbers: set `stream` of the result.
+    tensors, as it does in the interpreter. torch knows the capability and the number of
+    multiprocessors, and nothing else: torch.cuda.is_available() stays what it was. Streams are
+    numbers: set `stream` of the result.
 
     Raises RuntimeError where the stand-in cannot be built or Triton's interpreter is on, and
     ValueError for a capability that is not in `DEVICES`.
@@ -236,5 +238,8 @@ def install(
     driver.get_device_capability = lambda device=None: capability
     triton.runtime.driver.set_active(driver)
     torch.cuda.get_device_capability = lambda device=None: capability
+    if not torch.cuda.is_available():
+        properties = SimpleNamespace(multi_processor_count=DEVICES[capability][2])
+        torch.cuda.get_device_properties = lambda device=None: properties
     backends._obstacle = lambda op, arguments, device: backends._load(op).supports(**arguments)
     return gpu

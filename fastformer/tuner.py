@@ -213,7 +213,7 @@ def standard() -> list[Case]:
     """Return the calls that `fastformer tune` measures, those that matter most first."""
     found: list[Case] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
-        kinds = (_attentions, _norms, _layers, _losses)
+        kinds = (_attentions, _norms, _layers, _losses, _decoding)
         in_turn = itertools.zip_longest(*(kind(dtype, gradient) for kind in kinds))
         found += [one for group in in_turn for one in group if one is not None]
     return found
@@ -228,6 +228,14 @@ def _attentions(dtype: str, gradient: bool) -> Iterator[Case]:
         for one in options:
             op = "scaled_dot_product_attention"
             yield cases.case(op, dtype, sizes, gradient, heads_inside=True, **one)
+
+
+def _decoding(dtype: str, gradient: bool) -> Iterator[Case]:
+    """Yield calls of few queries, which need no gradient."""
+    for Sq, Sk, B in itertools.product((1, 8), (4096, 32768), (1, 16)) if not gradient else ():
+        sizes = dict(B=B, H=32, G=8, Sq=Sq, Sk=Sk, D=128, Dv=128)
+        options: cases.Options = dict(lengths=True, causal=True, bottom_right=True)
+        yield cases.case("scaled_dot_product_attention", dtype, sizes, **options)
 
 
 def _norms(dtype: str, gradient: bool) -> Iterator[Case]:

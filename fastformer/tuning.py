@@ -36,6 +36,7 @@ MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
 KINDS = frozenset(
     {
         "attention forward",
+        "attention decode",
         "attention dkdv",
         "attention dq",
         "attention dbias",

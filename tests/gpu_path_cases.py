@@ -235,6 +235,13 @@ case(SDPA, "attention, softcap, grouped", qkv(2, 4, S, 64, g=2), ("dense", "swap
      softcap=20.0, is_causal=True, enable_gqa=True)  # fmt: skip
 case(SDPA, "attention, one query",
      qkv(2, 2, 1, 64, sk=S, **LENGTHS), ("dense", "swapped"))  # fmt: skip
+case(SDPA, "attention, few queries",
+     qkv(2, 4, 3, 64, g=2, sk=300, key_lengths=lambda: torch.tensor([37, 300])),
+     ("dense", "only key", "swapped"), enable_gqa=True, is_causal=True,
+     causal_alignment="bottom_right", sampled=True)  # fmt: skip
+case(SDPA, "attention, few queries, all",
+     qkv(1, 4, 16, 128, g=4, sk=260, **bias(4, 1, 260), sinks=lambda: normal(4)),
+     TWO, window=(200, 9), softcap=20.0)  # fmt: skip
 case(SDPA, "attention, one key", qkv(2, 2, S, 64, sk=1), DENSE)
 case(SDPA, "attention, one head", qkv(1, 1, S, 64), ("dense", "swapped"))
 case(SDPA, "attention, 40 and 24 wide", qkv(2, 2, S, 40, FP16, dv=24), ("dense", "padded"))
@@ -304,7 +311,7 @@ case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call
 case("packed_attention", "unpad, packed, pad", lambda: {"x": normal(2, 40, 2, 64)}, call=unpadded)
 case("paged_attention", "paged", lambda: {
     "query": normal(2, 4, 3, 64), **{n: normal(6, 32, 2, 64) for n in ("key", "value")},
-    "key_lengths": torch.tensor([70, 90])}, FOUR, call=from_pages, is_causal=True,
+    "key_lengths": torch.tensor([70, 90])}, ("dense", "only key", "padded"), call=from_pages, is_causal=True,
      causal_alignment="bottom_right", sampled=True)  # fmt: skip
 
 

@@ -529,3 +529,24 @@ def test_no_queries_in_pages(backend, device, shape):
     tensors = {n: x.to(device) for n, x in paged(*shape, [3] * batch).items()}
     out, lse = ff.paged_attention(**tensors, return_lse=True)
     assert out.shape == (batch, heads, queries, 16) and lse.shape == out.shape[:3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [False, True])
+def test_in_a_graph(device, pages):
+    """The launches follow from the shapes: a captured call takes the lengths of its replay."""
+    tensors = {n: x.to(device) for n, x in paged(2, 8, 2, 1, [900, 300], 64).items()}
+    tensors = {n: x.nan_to_num() if x.is_floating_point() else x for n, x in tensors.items()}
+    if not pages:
+        tensors = unpaged(tensors)
+    call = ff.paged_attention if pages else ff.scaled_dot_product_attention
+    options = {} if pages else dict(enable_gqa=True)
+    call(**tensors, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(**tensors, **options)
+    for lengths in ([900, 300], [1, 0], [64, 899 if not pages else 299]):
+        tensors["key_lengths"].copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, call(**tensors, **options))

@@ -311,7 +311,8 @@ case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call
 case("packed_attention", "unpad, packed, pad", lambda: {"x": normal(2, 40, 2, 64)}, call=unpadded)
 case("paged_attention", "paged", lambda: {
     "query": normal(2, 4, 3, 64), **{n: normal(6, 32, 2, 64) for n in ("key", "value")},
-    "key_lengths": torch.tensor([70, 90])}, ("dense", "only key", "padded"), call=from_pages, is_causal=True,
+    "key_lengths": torch.tensor([70, 90])}, ("dense", "only key", "padded"),
+     call=from_pages, is_causal=True,
      causal_alignment="bottom_right", sampled=True)  # fmt: skip
 
 

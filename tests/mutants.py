@@ -481,16 +481,8 @@ MORE = {
             "inputs.table + b * paging.blocks",
             "inputs.table",
         ),
-        "heads told apart by a mask": (
-            "_Decode.__init__",
-            "self.has.mask * (given.mask_head != 0), ",
-            "",
-        ),
-        "heads told apart by a bias": (
-            "_Decode.__init__",
-            ", self.has.bias * (given.bias_head != 0)",
-            ",",
-        ),
+        "heads told apart by a mask": ("_Decode.__init__", "mask_head != 0", "mask_head < 0"),
+        "heads told apart by a bias": ("_Decode.__init__", "bias_head != 0", "bias_head < 0"),
         "plan of another table": ("_run_paged", "block_table.shape, block_table", "block_table"),
         "dropout in parts": ("splits_keys", "few and dropout_p == 0 and", "few and"),
         "packed sequences in parts": ("splits_keys", " and not packed", ""),

@@ -109,7 +109,7 @@ PLANTED = {
             "dropout_plane(call.seed, plane)",
             "dropout_plane(call.seed, plane + 1)",
         ),
-        "dropped elements kept": ("_forward_tiles", "factors.inv_keep * 0.0", "p"),
+        "dropped elements kept": ("forward_tiles", "factors.inv_keep * 0.0", "p"),
         "gradient dropped elsewhere": ("_score_gradient", "draws, i0, n0,", "draws, i0 + 16, n0,"),
         "dropout of another tile": (
             "forward_tiles",

@@ -281,6 +281,24 @@ def _layers_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     return given | activation | _dropout(options)
 
 
+# -------------------------------------------------------------------------------------- embedding
+
+
+def _embed(
+    tokens: Tensor, weight: Tensor, positional: Tensor | None, dropout_p: float, **_: Any
+) -> tuple[Sizes, Options]:
+    V, N = weight.shape
+    sizes = dict(M=tokens.numel(), S=tokens.shape[-1], N=N, V=V)
+    return sizes, dict(positional=positional is not None, dropout=dropout_p > 0)
+
+
+def _embed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
+    M, S, N, V = sizes.values()
+    given: Arguments = dict(tokens=make.integers(0, V, M // S, S), weight=make.normal(V, N))
+    positional = make.normal(S, N) if "positional" in options else None
+    return given | dict(positional=positional) | _dropout(options)
+
+
 # ------------------------------------------------------------------------------------------- losses
 
 
@@ -319,6 +337,7 @@ _FAMILIES = {
     **dict.fromkeys(
         ("feed_forward", "geglu", "swiglu"), _Family(_layers, _layers_arguments, dict(M=496))
     ),
+    "embed": _Family(_embed, _embed_arguments, dict(M=720, S=240, V=1024)),
     "cross_entropy": _Family(_loss, _loss_arguments, dict(M=112)),
     "linear_cross_entropy": _Family(_loss, _loss_arguments, dict(M=112)),
 }

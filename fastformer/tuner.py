@@ -213,7 +213,7 @@ def standard() -> list[Case]:
     """Return the calls that `fastformer tune` measures, those that matter most first."""
     found: list[Case] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
-        kinds = (_attentions, _norms, _layers, _losses, _decoding)
+        kinds = (_attentions, _norms, _layers, _losses, _decoding, _embeds)
         in_turn = itertools.zip_longest(*(kind(dtype, gradient) for kind in kinds))
         found += [one for group in in_turn for one in group if one is not None]
     return found
@@ -264,6 +264,13 @@ def _losses(dtype: str, gradient: bool) -> Iterator[Case]:
             yield cases.case("cross_entropy", dtype, dict(M=M, V=V), gradient, **options)
             wide = dict(M=M, N=1024, V=V)
             yield cases.case("linear_cross_entropy", dtype, wide, gradient, **options)
+
+
+def _embeds(dtype: str, gradient: bool) -> Iterator[Case]:
+    for M, N in itertools.product((16384, 4096), (512, 1024, 4096)):
+        for p in (True, False):
+            sizes = dict(M=M, S=512, N=N, V=32768)
+            yield cases.case("embed", dtype, sizes, gradient, positional=True, dropout=p)
 
 
 # -------------------------------------------------------------------------------------- in public

@@ -49,6 +49,9 @@ KINDS = frozenset(
         "feed_forward gated_backward",
         "cross_entropy loss",
         "cross_entropy gradient",
+        "linear_cross_entropy chunk",
+        "embed forward",
+        "embed backward",
         *cases.OPS,
     }
 )

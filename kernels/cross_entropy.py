@@ -62,7 +62,8 @@ from .tuned import Question, choose, named
 
 __all__ = ["INTERPRETED", "supports"]
 
-CHUNK = 2048  # rows of logits that the linear form holds
+CHUNK = 2048  # rows of logits that the linear form holds, unless a measurement says otherwise
+CHUNKS = (256, 512, 1024, 2048, 4096)  # what it may say: no more than twice the memory
 
 
 def configuration(v: int, arch: str) -> tuple[int, int]:
@@ -572,6 +573,18 @@ def _logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x, w, b)
 
 
+def _chunk(x: Tensor, v: int) -> int:
+    """Return how many rows of logits are held at a time, for x [M, N] and V classes."""
+    key = "linear_cross_entropy chunk", x.device, x.dtype, x.shape, v, CHUNK
+    chunk = plans.get(key)
+    if chunk is None:
+        name = named(x.dtype, rows=len(x), features=x.shape[1], classes=v)
+        question = Question(key[0], name, (CHUNK,), lambda: [(rows,) for rows in CHUNKS])
+        [chunk] = choose(x.device, question)
+        remembered(key, chunk)
+    return chunk
+
+
 def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the product a b, summed in `dtype`."""
     if a.is_cuda and a.dtype != dtype:
@@ -651,10 +664,10 @@ def linear_forward(
     lse = rows.new_empty(len(x), 2)
     wanted = [want and reduction != "none" for want in needs]
     sums = _gradients(input, linear_weight, linear_bias, wanted)
-    count = _count(flat, ignore_index, reduction, rows.dtype)
+    count, chunk = _count(flat, ignore_index, reduction, rows.dtype), _chunk(x, v)
     with on_device(input):
-        for first in range(0, len(x), CHUNK):
-            part = slice(first, first + CHUNK)
+        for first in range(0, len(x), chunk):
+            part = slice(first, first + chunk)
             logits = _logits(x[part], linear_weight, linear_bias)
             # of the sum: a row's share of the mean would underflow in float16
             dx = logits if any(wanted) else None
@@ -705,10 +718,10 @@ def linear_backward(
         labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
         x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
         g = grad_loss.reshape(-1).contiguous()
-        sums = _gradients(input, linear_weight, linear_bias, needs)
+        sums, chunk = _gradients(input, linear_weight, linear_bias, needs), _chunk(x, v)
         with on_device(input):
-            for first in range(0, len(x), CHUNK):
-                part = slice(first, first + CHUNK)
+            for first in range(0, len(x), chunk):
+                part = slice(first, first + chunk)
                 logits = _logits(x[part], linear_weight, linear_bias)
                 labels.gradient(logits, flat[part], lse[part], g[part], logits)
                 _accumulate(logits, x[part], linear_weight, sums, needs, part)

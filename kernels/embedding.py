@@ -14,6 +14,7 @@ Source: Vaswani et al. 2017, sections 3.4 and 3.5.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +41,35 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
+from .tuned import Question, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
 
 class Tiles(NamedTuple):
-    """The rows and columns that a program owns."""
+    """The rows and columns that a program owns, and its warps."""
 
     rows: int
     columns: int
+    warps: int = 4
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Choose the tiles for N features, for 4 warps."""
+    """Choose the tiles for N features."""
     block = max(16, min(next_power_of_2(n), 1024))
     return Tiles(64 if arch == "interpreter" else max(1, 2048 // block), block)
+
+
+def others(n: int) -> list[Tiles]:
+    """Return what a measurement may choose for N features: tiles of 1024 to 8192 elements."""
+    widest = max(16, next_power_of_2(n))
+    return [
+        Tiles(rows, block, warps)
+        for block in dict.fromkeys(min(widest, most) for most in (256, 1024, 4096))
+        for rows in (1, 2, 4, 8, 16, 32, 64)
+        for warps in (2, 4, 8)
+        if 1024 <= rows * block <= 8192
+    ]
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -143,8 +158,13 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
     """Make the launch of either kernel, with sums as for the dtype of x."""
-    tiles = configuration(size.N, architecture(x.device))
     case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
+    name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
+    shipped = configuration(size.N, architecture(x.device))
+    question = Question(
+        f"embed {kernel.fn.__name__.strip('_')}", name, shipped, functools.partial(others, size.N)
+    )
+    tiles = choose(x.device, question)
     arguments = dict(
         size=size,
         dropout=dropout_arguments(dropout_p),
@@ -153,7 +173,7 @@ def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: boo
         **more,
     )
     grid = (triton.cdiv(size.M, tiles.rows), triton.cdiv(size.N, tiles.columns))
-    return Launch(kernel, grid, arguments, warps=4)
+    return Launch(kernel, grid, arguments, tiles.warps)
 
 
 def _fake(tokens, weight, *_):

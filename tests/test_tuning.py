@@ -285,6 +285,9 @@ OTHERS = [
     ),
     cases.case("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
     cases.case("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
+    cases.case(
+        "embed", "float32", dict(M=40, S=20, N=48, V=9), True, positional=True, dropout=True
+    ),
 ]
 
 

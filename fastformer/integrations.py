@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional, reference
+from fastformer import backends, functional, reference
 from fastformer.padding import lengths_of
 
 NAME = "fastformer"
@@ -216,7 +216,11 @@ def attention(
         right = None
     causal = left is None and right == 0
     held, lengths = _key_lengths(attention_mask, query.shape[0])
-    aligned = q_length == k_length and not held  # the first query with the first key
+    if lengths is not None and _cuts(lengths, query, held):  # the rest costs time alone
+        held, n, lengths = False, int(lengths[0]), None
+        key, value = key[:, :, :n], value[:, :, :n]
+        visible, position_bias = (_of_first(n, x) for x in (visible, position_bias))
+    aligned = q_length == key.shape[2] and not held  # the first query with the first key
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
         is_causal=causal,
@@ -231,6 +235,8 @@ def attention(
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
+    if weights is not None and weights.shape[3] < k_length:
+        weights = F.pad(weights, (0, k_length - weights.shape[3]))
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -289,6 +295,16 @@ def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | Non
     if held is not None:
         return True, held if len(held) == batch else held[:1].expand(batch)
     return False, lengths if lengths is not None and len(lengths) == batch else None
+
+
+def _cuts(lengths: Tensor, query: Tensor, held: bool) -> bool:
+    """Whether a layer reads a view of the keys that a buffer holds: no kernel counts them."""
+    return held and reference.readable(lengths) and not backends.prefers_kernels(query)
+
+
+def _of_first(n: int, x: Tensor | None) -> Tensor | None:
+    """Return a mask or bias [.., Sk or 1] of the first n keys."""
+    return x if x is None or x.shape[-1] == 1 else x[..., :n]
 
 
 def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:

@@ -52,7 +52,8 @@ def check(cache, listed):
     """The same contents, and the attention of two queries over them."""
     lengths = [row[0].shape[1] for row in listed.rows]
     assert cache.lengths.tolist() == lengths and cache.lengths.dtype == torch.int32
-    assert cache.longest == max(lengths)
+    exact = cache.lengths.is_cpu or isinstance(cache, PagedKVCache)  # else it is a bound
+    assert cache.longest == max(lengths) if exact else cache.longest >= max(lengths)
     for i, x in enumerate(cache.contents()):
         for b, row in enumerate(listed.rows):
             assert torch.equal(x[b, :, : lengths[b]], row[i])
@@ -67,9 +68,9 @@ def check(cache, listed):
             oracle = ff.scaled_dot_product_attention(
                 q[b : b + 1].double(), key[None].double(), value[None].double(), **options
             )
-        tolerance = 4 * torch.finfo(q.dtype).eps
+        tolerance = {torch.float32: 1e-5}.get(q.dtype, 4 * torch.finfo(q.dtype).eps)
         torch.testing.assert_close(out[b].double(), oracle[0], atol=tolerance, rtol=tolerance)
-        assert weights.shape[-1] == max(lengths)
+        assert weights.shape[-1] == cache.longest
         read = weights[b, :, :, : lengths[b]].unflatten(0, (G, 2)) @ value.unsqueeze(1)
         torch.testing.assert_close(
             read.flatten(0, 1).double(), oracle[0], atol=8 * tolerance, rtol=0
@@ -385,6 +386,16 @@ def test_rows_of_their_own_length_have_positions_of_their_own(page_size, backend
             with ff.use_backend("reference"):
                 want = m(src[b : b + 1], alone, mask[b : b + 1], causal)
             torch.testing.assert_close(out[b], want[0, n:], atol=2e-5, rtol=0)
+
+
+def test_under_autocast_the_cache_is_in_its_dtype(sources, device):
+    src, mask, tgt = sources
+    m, cache = model(device), DecoderCache(9)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        want = m(src, tgt, mask, ff.subsequent_mask(9).to(device))
+        got = steps(m, sources, [4, 1, 4], cache)
+    torch.testing.assert_close(got.float(), want.float(), atol=0.1, rtol=0)
+    assert {x.dtype for x in cache.buffers()} == {torch.bfloat16, torch.int32}
 
 
 def test_the_memory_is_projected_once(monkeypatch, sources):

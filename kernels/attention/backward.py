@@ -231,7 +231,10 @@ def _dkdv_tiles(
             threshold = call.factors.threshold
             keep = dropout_keep(head.draws, i0, own.start, threshold, tile.rows, tile.columns)
             keep = tl.trans(keep)
-            z = tl.where(keep, p, 0.0)
+            zero = 0.0
+            if has.bias != 1 and tile.dim_block <= 64:  # as in the forward; elsewhere it spills
+                zero = inv_keep * 0.0
+            z = tl.where(keep, p, zero)
             dp = tl.where(keep, dp, 0.0) * inv_keep
         dv = tl.dot(z.to(do.dtype), do, dv, tile.precision, out_dtype=tile.acc)
         ds = p * (dp - delta[None, :])

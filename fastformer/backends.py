@@ -56,6 +56,7 @@ _kernel_files: dict[str, str] = {}
 _TUNED = "fastformer.kernels.tuned"
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
+_explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
 
 
@@ -139,6 +140,8 @@ def operation(kernel: str) -> Callable[[Op], Op]:
         OPERATIONS[op] = function
         _kernel_files[op] = kernel
         _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
+        for backend in ("triton", "reference"):
+            _explicit[op, backend] = Choice(op, backend, "it was chosen")
         return function
 
     return register
@@ -201,7 +204,7 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
     Raises RuntimeError where the kernels cannot run an explicit `triton`.
     """
     if backend == "reference":
-        return Choice(op, "reference", "it was chosen")
+        return _explicit[op, backend]
     first = next(iter(arguments.values()))
     if backend == "auto" and first.is_cpu:
         return _on_a_cpu[op]
@@ -213,7 +216,7 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
             raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
         return Choice(op, "reference", reason)
     if backend == "triton":
-        return Choice(op, "triton", "it was chosen")
+        return _explicit[op, backend]
     if torch.compiler.is_compiling():
         return Choice(op, "triton", "the tensors are on a GPU")
     measured = _measured(op, arguments, first)

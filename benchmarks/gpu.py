@@ -173,6 +173,7 @@ def on_cpu() -> dict[str, list[Part]]:
         Part("machine", [*COMMAND, "info"], 40),
         tests("correctness", 60, "tests/test_sizes.py", "norms|plain"),
         figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
+        figures("decode", 60, "decode", "one_query.*" + having("B1", "torch|reference")),
         figures("sequence-layers", 60, "sequence_layers", having("forward", "128|256|512")),
     ]
     return {"first": parts}

@@ -426,7 +426,7 @@ def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
 
 
 def test_the_small_run_measures(tmp_path):
-    done = python("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "norms", "--dry-run")
+    done = python("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "norms,decode", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "results.json").read_text())
     providers = {row["provider"] for row in data["rows"]}
@@ -436,7 +436,33 @@ def test_the_small_run_measures(tmp_path):
     )
     ours = [row for row in data["rows"] if row["provider"] == "reference"]
     assert ours and all(row["x_torch_in_turn"] > 0 for row in ours)
-    assert "## layer_norm N=512 S=128 forward" in (tmp_path / "report.md").read_text()
+    tables = (tmp_path / "report.md").read_text()
+    assert "## layer_norm N=512 S=128 forward" in tables
+    assert "## attention of one query, 1 MB, B=1, H/G=4" in tables
+
+
+def test_the_forward_kernel_of_one_query(device, monkeypatch):
+    """The provider `unsplit` measures the kernel that it says, and no other test does."""
+    from fastformer.kernels import launch
+
+    from benchmarks import bench_decode
+
+    q, k, v = (torch.randn(1, *shape, 16, device=device) for shape in ((4, 1), (2, 300), (2, 300)))
+    lengths = torch.tensor([300], device=device, dtype=torch.int32)
+    attend = bench_decode._attention("unsplit", lengths)
+
+    def kernels():
+        return [type(plan).__name__ for plan in launch.plans.values()]
+
+    launch.plans.clear()
+    outs = [attend(q, k, v)]
+    assert kernels() == ["_Decode"]
+    with monkeypatch.context() as context:
+        bench_decode._forward_kernel_alone(context)
+        outs.append(attend(q, k, v))
+        assert kernels() == ["_Forward"]
+    torch.testing.assert_close(*outs)
+    assert kernels() == ["_Decode"]
 
 
 def test_every_part_for_a_gpu_finds_its_tests(benchmarks):

@@ -66,6 +66,9 @@ from .scores import (
 )
 from .specialised import SPECIALISED, specialised_kernel
 
+# Triton 3.6 serialises the products of dK and dV, where whole tiles have a loop of their own beside
+# a bias; newer ones where they have not.
+OLD = triton.__version__.startswith("3.6.")
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 
 
@@ -132,6 +135,7 @@ class _Plan:
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:
             right = 0
+        splits_biased = attention.bias is None or self.arch != "sm_90" or not OLD
         self.tile = Tile(
             rows=0,  # each kernel has its own
             columns=0,
@@ -140,7 +144,7 @@ class _Plan:
             value_dim=width,
             value_block=max(16, next_power_of_2(width)),
             wide=wide,
-            split=narrow and self.arch in ("sm_90", "sm_100", "interpreter"),
+            split=narrow and self.arch in ("sm_90", "sm_100", "interpreter") and splits_biased,
             again=half and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
             precision=dot_precision(self.arch),
             acc=tl.float64 if query.dtype == torch.float64 else tl.float32,

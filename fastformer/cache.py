@@ -185,7 +185,8 @@ class _Rows(_Attended):
 
     def _positions(self, n: int) -> Tensor:
         """Return the positions of the next n tokens of each row, [B, n] int64."""
-        return self.lengths.long().unsqueeze(1) + torch.arange(n, device=self.lengths.device)
+        first = self.lengths.long().unsqueeze(1)
+        return first if n == 1 else first + torch.arange(n, device=self.lengths.device)
 
     def _over_keys(self, mask: Tensor | None, keys: int) -> Tensor | None:
         """Return a mask or bias [.., longest] as [.., keys], the keys that attention reads."""
@@ -273,6 +274,7 @@ class KVCache(_Rows):
             (batch, heads, capacity), (head_dim, value_dim), dtype, device
         )
         self._begin(batch, capacity, self.key.device)
+        self._rows = self.lengths.new_empty(0, 1)  # the index of each row, [B, 1] int64
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Return the keys [B, G, longest, D] and values, undefined past the length of a row."""
@@ -310,8 +312,9 @@ class KVCache(_Rows):
             new = slice(self.longest - n, self.longest)
             self.key[:, :, new], self.value[:, :, new] = key, value
         else:
-            rows = torch.arange(len(self.lengths), device=self.lengths.device).unsqueeze(1)
-            at = rows, slice(None), self._positions(n)  # [B, n, G, D]
+            if len(self._rows) != len(self.lengths):  # at first, and after a reorder
+                self._rows = torch.arange(len(self.lengths), device=key.device).unsqueeze(1)
+            at = self._rows, slice(None), self._positions(n)  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)
 
     def _arguments(

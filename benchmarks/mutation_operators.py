@@ -100,7 +100,7 @@ class _Walk:
             self.starts.append(self.starts[-1] + len(line))
         self.found: list[Change] = []
         self.function: list[str] = []
-        self.arguments: list[str] = []
+        self.parameters: list[str] = []
         self.compiled = (
             False  # in a kernel: its flags are guards, and what it loads it need not use
         )
@@ -177,7 +177,7 @@ class _Walk:
 
     def scope(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.function.append(node.name)
-        outer = self.arguments, self.compiled, self.kept, self.wide, self.strides
+        outer = self.parameters, self.compiled, self.kept, self.wide, self.strides
         self.compiled = self.compiled or any("jit" in self.text(d) for d in node.decorator_list)
         self.kept = self.one_mask(node) if self.compiled else ""
         self.strides = defaultdict(set)
@@ -190,14 +190,14 @@ class _Walk:
             if isinstance(part, ast.Assign) and re.search(ACCUMULATOR, ast.unparse(part.value))
         }
         if isinstance(node, ast.FunctionDef):
-            self.arguments = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            self.parameters = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
                     self.walk(default)
         for statement in node.body:
             if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 self.walk(statement)
-        self.arguments, self.compiled, self.kept, self.wide, self.strides = outer
+        self.parameters, self.compiled, self.kept, self.wide, self.strides = outer
         self.function.pop()
 
     def one_mask(self, function: ast.AST) -> str:
@@ -320,8 +320,8 @@ class _Walk:
     def Name(self, node: ast.Name, numbers: bool) -> None:
         """Another stride of the same tensor."""
         name = node.id
-        if isinstance(node.ctx, ast.Load) and name.startswith("s_") and name in self.arguments:
-            for other in self.arguments:
+        if isinstance(node.ctx, ast.Load) and name.startswith("s_") and name in self.parameters:
+            for other in self.parameters:
                 if other != name and other[:-1] == name[:-1]:
                     self.add("a stride swapped", node, other)
 

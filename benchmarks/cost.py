@@ -4,6 +4,8 @@
     python -m benchmarks.cost --only TEXT    only the cases of tests/compile_gate.py with TEXT in
                                              their name
     python -m benchmarks.cost --write        writes the ledger to tests/cost_table.md
+    python -m benchmarks.cost --peers        prints the same of FlexAttention and Liger; with
+                                             --write, to tests/cost_peers.md
 
 The counts are facts, read from the machine code (benchmarks/sass.py). The times are predictions:
 the number of clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound
@@ -34,6 +36,7 @@ import compile_gate
 
 TILE = 128 * 64
 TABLE = ROOT / "tests" / "cost_table.md"
+PEERS = ROOT / "tests" / "cost_peers.md"
 Place = tuple[str, str, str, int]
 Slots = dict[Place, float]
 
@@ -211,6 +214,11 @@ def ledger(answers: dict[str, dict[str, Any]]) -> list[Entry]:
     return found
 
 
+def peers(compiled: Iterable[tuple[str, list[dict[str, Any]]]]) -> list[Entry]:
+    """Return the entries of what benchmarks/cost_peers.py compiles."""
+    return [entry for name, records in compiled for entry in entries(name, records)]
+
+
 # -------------------------------------------------------------------------------------- the table
 
 HEADER = """\
@@ -298,8 +306,17 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, or {PEERS.name}"
+    )
+    parser.add_argument("--peers", action="store_true", help="kernels of other packages instead")
     options = parser.parse_args()
+    if options.peers:
+        from benchmarks import cost_peers
+
+        table = written(metadata.version("triton"), peers(cost_peers.compiled()))
+        PEERS.write_text(table) if options.write else print(table)
+        return
     if options.write and options.only:
         parser.error("--write is for all cases")
     cases = {

@@ -1,5 +1,8 @@
 """The cost ledger: what is read from machine code, and what the model makes of it."""
 
+import ast
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -219,3 +222,26 @@ def test_bad_options(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cost.main()
     assert "no case" in capsys.readouterr().err
+
+
+def test_the_template_of_flex_attention_is_rendered():
+    """As Python that Triton can compile: every function that it calls is there."""
+    from benchmarks import cost_peers
+
+    source = cost_peers._flex_source(64, 128, 32)
+    tree = ast.parse(source)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    assert {"forward_inner", "forward_block_mn"} <= called <= set(functions) | {"range", "float"}
+    assert functions["flex_attention"].args.args[-1].arg == "arg_OUT"
+    assert "BLOCK_N : tl.constexpr = 32" in source and "{{" not in source
+
+
+def test_the_table_of_peers():
+    """Made by the Triton of the ledger, of other packages alone."""
+    text = cost.PEERS.read_text()
+    assert f"Triton {cost.committed()[0]}." in text
+    rows = text.split("|---|\n")[1].splitlines()
+    packages = {re.match(r"\| sm_90 (\w+) ", row)[1] for row in rows}
+    assert packages == {"FlexAttention", "Liger"}

@@ -1,0 +1,149 @@
+"""Compiles the kernels of peers for sm_90, so that benchmarks/cost.py can weigh them beside ours:
+the forward of FlexAttention, from the templates of the installed torch, and Liger's norms, if it is
+installed. It needs no GPU.
+
+FlexAttention's blocks and warps are those that torch takes on an H100 unless it autotunes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compile_gate
+import jinja2
+import torch
+from torch._inductor.kernel import flex
+
+Records = list[dict[str, Any]]
+LENGTH = 4096
+
+# ---------------------------------------------------------------------------------- FlexAttention
+
+_IMPORTS = "import triton\nimport triton.language as tl\n\n"
+_LISTS = ("KV_NUM_BLKS", "KV_IDX", "FULL_KV_NUM_BLKS", "FULL_KV_IDX")  # of the block mask
+_POINTERS = ("Q", "K", "V", "LSE", "MAX", *_LISTS, "OUT")
+_BLOCKS = 128  # queries and keys that an entry of the block mask stands for
+
+
+def _flex_source(d: int, rows: int, columns: int) -> str:
+    """Render the template of the forward, [2, 4, LENGTH, d], with blocks that need no mask and
+    blocks with a causal one.
+    """
+    sizes = {
+        **dict.fromkeys("QKV", (2, 4, LENGTH, d)),
+        **dict.fromkeys(("KV_NUM_BLKS", "FULL_KV_NUM_BLKS"), (1, 1, LENGTH // _BLOCKS)),
+        **dict.fromkeys(("KV_IDX", "FULL_KV_IDX"), (1, 1, *[LENGTH // _BLOCKS] * 2)),
+    }
+    constants = dict(
+        PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False, BLOCKS_ARE_CONTIGUOUS=False,
+        OUTPUT_LOGSUMEXP=True, OUTPUT_MAX=False, FLOAT32_PRECISION="'ieee'", IS_DIVISIBLE=True,
+        SM_SCALE=d**-0.5, GQA_SHARED_HEADS=1, HAS_FULL_BLOCKS=True, USE_TMA=False,
+        QK_HEAD_DIM=d, QK_HEAD_DIM_ROUNDED=d, V_HEAD_DIM=d, V_HEAD_DIM_ROUNDED=d,
+        SAFE_HEAD_DIM=True, BLOCK_M=rows, BLOCK_N=columns, INDEX_DTYPE="tl.int32",
+        SPARSE_Q_BLOCK_SIZE=_BLOCKS, SPARSE_KV_BLOCK_SIZE=_BLOCKS,
+    )  # fmt: skip
+    defines = "\n".join(f"{name} : tl.constexpr = {x}" for name, x in constants.items())
+
+    def stride(name: str, index: int | None = None) -> str:
+        shape = sizes[name]
+        strides = [torch.Size(shape[i + 1 :]).numel() for i in range(len(shape))]
+        return str(tuple(strides) if index is None else strides[index])
+
+    def modification(subgraph_number: int, output_name: str, score: str, **names: Any) -> str:
+        return f"{output_name} = " + ("(n) <= (m)" if subgraph_number else score)
+
+    def store_output(indices: tuple[str, ...], value: str, mask: str, **_: Any) -> str:
+        z, h, m, n = indices
+        place = f"OUT + ((({z}) * 4 + {h}) * {LENGTH} + {m}) * {d} + {n}"
+        return f"tl.store({place}, {value}.to(OUT.dtype.element_ty), {mask})"
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["indent_except_first"] = _indented
+    pieces = ("flex_attention", "utilities", "common")
+    text = "".join(flex.common.load_flex_template(name) + "\n" for name in pieces)
+    arguments = ", ".join(f"arg_{name}" for name in _POINTERS)
+    head = defines + "".join(f"\n{name} = arg_{name}" for name in _POINTERS)
+    return _IMPORTS + environment.from_string(text).render(
+        **constants,
+        def_kernel=lambda *_: (
+            f"@triton.jit\ndef flex_attention({arguments}):\n    {_indented(head, 1)}\n"
+        ),
+        gen_argdefs=lambda: arguments,
+        gen_defines=lambda: defines,
+        size=lambda name, index: str(sizes[name][index]),
+        stride=stride,
+        modification=modification,
+        store_output=store_output,
+    )
+
+
+def _indented(text: str, levels: int) -> str:
+    """Indent all lines but the first."""
+    return text.replace("\n", "\n" + " " * 4 * levels)
+
+
+def _flex(recorder: Any, d: int) -> Records:
+    rows, columns, stages, warps = {64: (128, 128, 3, 4), 128: (128, 64, 3, 8)}[d]
+    path = Path(tempfile.mkdtemp()) / "flex.py"
+    path.write_text(_flex_source(d, rows, columns))
+    spec = importlib.util.spec_from_file_location("flex_of_peers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    dtypes = dict.fromkeys(("Q", "K", "V", "OUT"), torch.bfloat16)
+    dtypes |= dict.fromkeys(("LSE", "MAX"), torch.float32)
+    given = [torch.empty(16, dtype=dtypes.get(name, torch.int32)) for name in _POINTERS]
+    grid = LENGTH // rows, 2, 4
+    module.flex_attention.run(*given, grid=grid, warmup=True, num_warps=warps, num_stages=stages)
+    recorder.records[-1]["blocks"] = dict(rows=rows, columns=columns)
+    return recorder.records
+
+
+# ------------------------------------------------------------------------------------------ Liger
+
+
+def _liger(recorder: Any, op: str, n: int) -> Records:
+    """The launches of an op of Liger, forward and backward, for rows of n elements."""
+    from liger_kernel.ops import layer_norm, rms_norm
+
+    x, weight, bias = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((8, n), (n,), (n,)))
+    if op == "layer_norm":
+        y, x, mean, rstd, _, _ = layer_norm.layer_norm_forward(x, weight, bias, 1e-5)
+        layer_norm.layer_norm_backward(y, x, weight, bias, mean, rstd)
+    else:
+        y, x, rstd, *settings, mode = rms_norm.rms_norm_forward(x, weight, 1e-6, 0.0, "llama", True)
+        rms_norm.rms_norm_backward(y, x, weight, rstd, 0.0, mode, *settings, False, True)
+    for record in recorder.records:  # as for 4096 rows: a backward has one program a multiprocessor
+        record["blocks"] = dict(columns=n)
+        record["programs"] = 132 if "backward" in record["kernel"] else 4096
+    return recorder.records
+
+
+def compiled() -> Iterator[tuple[str, Records]]:
+    """Yield the name of each case, which is entered in compile_gate.CASES, and its records."""
+    from compile_worker import TARGETS, Recorder
+
+    recorder = Recorder()
+    recorder.largest_argument = lambda args: 0  # type: ignore[method-assign]  # no gate asks
+    recorder.driver.target, recorder.loops = TARGETS["sm_90"][0], True
+    shared = dict(arch="sm_90", dtype="bf16", dropout=False, **compile_gate.NOTHING)
+    for d in (64, 128):
+        name = f"sm_90 FlexAttention of torch {torch.__version__.split('+')[0]} bf16 D={d} causal"
+        compile_gate.CASES[name] = {**shared, "op": "attention", "d": d, "length": LENGTH}
+        recorder.records = []
+        yield name, _flex(recorder, d)
+    if importlib.util.find_spec("liger_kernel") is None:
+        print("Liger is not installed: its kernels are left out", file=sys.stderr)
+        return
+    version = importlib.metadata.version("liger-kernel")
+    for op, n in (("layer_norm", 4096), ("rms_norm", 4096)):
+        name = f"sm_90 Liger {version} {op} bf16 N={n}"
+        compile_gate.CASES[name] = {**shared, "op": op, "d": n}
+        recorder.records = []
+        yield name, _liger(recorder, op, n)

@@ -532,14 +532,18 @@ class _CachedSteps(_Steps):
         return self._last(self._output(tokens.unsqueeze(1)), 1)
 
     def _graph_key(self, tokens: Tensor) -> tuple[object, ...]:
-        """Return what a graph depends on beside the contents of its tensors."""
+        """Return what a graph depends on beside the contents of its tensors.
+
+        The printed model has the numbers of its modules, such as the probability of a dropout.
+        """
         modules = tuple((m, m.training) for m in self.model.modules())
         parameters = (*self.model.parameters(), *self.model.buffers())
         pointers = tuple(x.data_ptr() for x in parameters)
         mask = None if self.src_mask is None else (self.src_mask.shape, self.src_mask.dtype)
         buffers = tuple(x.data_ptr() for x in self.cache.buffers())
-        precision = current_backend(), autocast_dtype(tokens)
-        return modules, pointers, buffers, mask, tokens.shape, tokens.dtype, precision
+        precision = torch.get_float32_matmul_precision(), autocast_dtype(tokens)
+        given = tokens.shape, tokens.dtype, mask, current_backend(), precision
+        return modules, repr(self.model), pointers, buffers, given
 
     def reorder(self, rows: Tensor, same_source: bool) -> None:
         super().reorder(rows, same_source)

@@ -361,6 +361,8 @@ def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     check(5, src[:2, :4], mask[:2, :, :4])
+    model.eval().decoder.layers[0].sublayer[0].norm.eps = 0.1
+    check(6, src[:2, :4], mask[:2, :, :4])
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -173,13 +173,22 @@ def _import(op: str) -> bool:
     return True
 
 
+def _import_all() -> bool:
+    """Import the kernels of every op. Dynamo calls this function as well."""
+    return all(map(_import, OPERATIONS))
+
+
 # torch.compiler.assume_constant_result sets this too, but it imports dynamo, and triton with it.
 _import.__dict__["_dynamo_marked_constant"] = True
+_import_all.__dict__["_dynamo_marked_constant"] = True
 
 
 def _load(op: str) -> ModuleType:
     """Return the module of an op's kernels; its first use imports it, and triton with it."""
-    _import(op)
+    if torch.compiler.is_compiling():  # dynamo reads `_kernels` as it is at the first op of a graph
+        _import_all()
+    else:
+        _import(op)
     return _kernels[op]
 
 

@@ -169,11 +169,11 @@ def scaled_dot_product_attention(
         TypeError: dtypes that differ or are not floating, a mask of integers.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
-    2023, "FlashAttention-2", section 3.1; ALiBi: Press et al. 2021, "Train Short, Test Long",
-    section 3; windows: Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024,
-    "Gemma 2", section 2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its
-    architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
-    Sinks".
+    2023, "FlashAttention-2", section 3.1; of few queries: Dao et al. 2023, "Flash-Decoding for
+    long-context inference"; ALiBi: Press et al. 2021, "Train Short, Test Long", section 3; windows:
+    Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024, "Gemma 2", section 2;
+    sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
+    al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
     three = False
     if not _are_heads(query, key, value):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import backends, current_backend, explain, reference, use_backend
+from fastformer import autograd, backends, current_backend, explain, reference, use_backend
 from fastformer.cli import EXAMPLES
 
 
@@ -209,6 +209,21 @@ def test_explain_on_a_gpu(device):
     assert (name in backends.VERIFIED_GPUS) != (
         f"no run of the kernels on a {name}" in choice.reason
     )
+
+
+def test_a_graph_of_ops_that_have_not_run(device, monkeypatch):
+    """Two in one graph, neither of which is loaded yet."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backends, "_kernels", {})
+    monkeypatch.setattr(autograd, "_pairs", {})
+
+    def step(x):
+        return ff.layer_norm(ff.rms_norm(x, 8), 8)
+
+    x = torch.randn(3, 8, device=device)
+    with use_backend("triton"):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), step(x))
 
 
 @pytest.mark.parametrize("op", sorted(backends.OPERATIONS))

@@ -550,3 +550,20 @@ def test_in_a_graph(device, pages):
         tensors["key_lengths"].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, call(**tensors, **options))
+
+
+def test_compiled(backend, device):
+    """The ops are nodes of the graph of a step, for every number of keys."""
+    tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 1, [300, 33], 32).items()}
+
+    def step(query, key_pages, value_pages, block_table, key_lengths):
+        given = query, key_pages, value_pages, block_table, key_lengths
+        keys = key_pages[: len(query) * 10].view(len(query), -1, *key_pages.shape[2:])
+        values = value_pages[: len(query) * 10].view(len(query), -1, *value_pages.shape[2:])
+        more = query, keys.transpose(1, 2), values.transpose(1, 2)
+        out = ff.paged_attention(*given)
+        return out + ff.scaled_dot_product_attention(*more, enable_gqa=True, is_causal=True)
+
+    tensors = {n: x.nan_to_num() if x.is_floating_point() else x for n, x in tensors.items()}
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**tensors), step(**tensors))

@@ -154,7 +154,7 @@ def on_gpu() -> dict[str, list[Part]]:
             "flex-decode", 60, "decode", having("256MB|1024MB", "B1|B64", "4heads", "flex"),
             "--slow", **compiles,
         ),
-        figures("generation", 120, "decode", "generation.*" + having("64|256|1024")),
+        figures("generation", 120, "decode", "generation.*" + having("64|256|1024|4096")),
         figures("compiled-model", 150, "transformer", having("512", "compile"),
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),

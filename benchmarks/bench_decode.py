@@ -123,8 +123,8 @@ def test_generation(measure, request, device, dtype, batch, length, provider):
     slow = request.config.getoption("slow")
     if provider == "recomputed" and length > RECOMPUTED and not slow:
         pytest.skip(f"{length} tokens, recomputed: needs --slow")
-    if GPU and torch.cuda.get_device_name() == STAND_IN and length > 64:
-        pytest.skip("nothing computes here, and no kernel is another than those of 64 tokens")
+    if GPU and torch.cuda.get_device_name() == STAND_IN:
+        pytest.skip("a generation on a stand-in, which computes no tokens, takes minutes")
     model = ff.make_model(VOCAB, VOCAB, LAYERS, D_MODEL, D_FF, HEADS, max_len=max(length, SOURCE))
     model = model.to(device, dtype).eval()
     source = torch.randint(1, VOCAB, (batch, SOURCE), device=device)

@@ -109,7 +109,7 @@ def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
 def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
     keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
-    return tl.where(keep, x, 0.0) * draw.inv_keep
+    return tl.where(keep, x * draw.inv_keep, 0.0)
 
 
 INTERPRETED = not isinstance(dropout_keep, JITFunction)

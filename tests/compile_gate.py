@@ -205,6 +205,7 @@ KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
     ("sm_80 attention bf16 D=128 key mask", "backward_dkdv", 36),
     ("sm_100 attention bf16 D=128 key mask", "backward_dkdv", 8),  # Triton 3.9
     ("attention fp32 D=64", "backward_dkdv", 32),
+    ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 44),
     ("other attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 12),
     ("gfx942 attention bf16 D=256", "backward_dq", 20),
     ("dropout_add_layer_norm bf16 N=8192", "backward", 8),

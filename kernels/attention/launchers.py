@@ -182,7 +182,8 @@ class _Plan:
         if isinstance(tiles, str):
             kernel, tiles, launch = specialised_kernel, SPECIALISED[tiles], DescriptorLaunch
             own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
-        again = self.tile.again and (name == "forward" or self.head_block <= 128)
+        widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
+        again = self.tile.again and self.head_block <= widest
         tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN, again=again)
         self.launch[name] = launch(
             kernel,

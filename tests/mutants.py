@@ -224,7 +224,7 @@ PLANTED = {
             "x + _tile(inputs.residual,",
             "x + 0.0 * _tile(inputs.residual,",
         ),
-        "dropout not rescaled": ("drop_rows", "0.0) * draw.inv_keep", "0.0)"),
+        "dropout not rescaled": ("drop_rows", "x * draw.inv_keep", "x"),
         "dropout of another column": (
             "row_dropout_keep",
             "o // 4 + tl.arange",

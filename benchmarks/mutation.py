@@ -232,14 +232,24 @@ def drawn(n: int, seed: int) -> list[Drawn]:
 
 
 def _place(change: Change, source: str) -> str:
-    """Describe a change: line and column, the old and the new words, and a word on either side."""
+    """Describe a change: the file, if its kernel has several, line and column, the old and the new
+    words, and a word on either side.
+    """
     column = change.start - source.rfind("\n", 0, change.start)
     old, new = (_words(text) for text in (change.old, change.new))
     while len(old) > 1 and old[:2] == new[:2]:
         del old[0], new[0]
     while len(old) > 1 and old[-2:] == new[-2:]:
         del old[-1], new[-1]
-    return f"{change.line}:{column} `{' '.join(old)}` -> `{' '.join(new)}`"
+    path = Path(change.file)
+    file = f"{path.stem} " if path.stem != kernel_of(change.file) else ""
+    return f"{file}{change.line}:{column} `{' '.join(old)}` -> `{' '.join(new)}`"
+
+
+def _line_and_column(place: str) -> tuple[int, int]:
+    """Return the line and the column of what `_place` describes."""
+    line, column = place.split(" `")[0].split(" ")[-1].split(":")
+    return int(line), int(column)
 
 
 def _words(text: str) -> list[str]:
@@ -478,7 +488,7 @@ class Draw:
 
     def save(self, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        self.verdicts.sort(key=lambda v: (v.kernel, *map(int, v.name.split(" ")[0].split(":"))))
+        self.verdicts.sort(key=lambda v: (v.kernel, *_line_and_column(v.name)))
         stem.with_suffix(".json").write_text(json.dumps(asdict(self), indent=0) + "\n")
         stem.with_suffix(".md").write_text(self.markdown())
 

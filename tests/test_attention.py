@@ -882,7 +882,7 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     """And for nothing else: what a call leaves out costs it nothing."""
     options, expected = features(device)[name]
     off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
-    off |= dict(mask=0, bias=0, packed=False, dropout=False, sink=False, key_grad=False)
+    off |= dict(mask=0, bias=0, page=0, packed=False, dropout=False, sink=False, key_grad=False)
     off["fold"] = True
     x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):

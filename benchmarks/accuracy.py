@@ -242,9 +242,11 @@ CASES = [
 
 
 def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
-    """Apply dropout with the masks of this package, of planes or of rows."""
+    """Apply dropout with the masks of this package, of planes or of rows, for p as it rounds it."""
     from fastformer import reference
+    from fastformer.checks import require_dropout
 
+    p = require_dropout("p", p)
     at = torch.tensor([seed], device=x.device)
     rows, columns = x.shape[-2:]
     if planes:

@@ -137,7 +137,7 @@ class Mutant:
     def others(self) -> list[list[str]]:
         """Return all tests that cover it, in several runs, the most successful tests first."""
         files = [[f"tests/{name}"] for name in COVERED_BY[self.kernel]]
-        return [tests for tests in (_frequent(self.kernel), *files) if tests]
+        return [tests for tests in (_frequent(self.kernel, self.function), *files) if tests]
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,15 @@ def _lines(source: str, function: str) -> tuple[int, int] | None:
 
 
 @functools.cache
-def _frequent(kernel: str) -> list[str]:
-    """Return the tests that killed most of the file's mutants so far."""
-    killed = [v.test.partition("[")[0] for v in load(RESULTS / "mutation") if v.kernel == kernel]
-    tests = [test.split("::") for test, _ in Counter(killed).most_common() if "::" in test]
+def _frequent(kernel: str, function: str) -> list[str]:
+    """Return the tests that killed most of the function's mutants so far, then of the file's."""
+    functions = {(m.kernel, m.name): m.function for m in MUTANTS}
+    killed: Counter[str] = Counter()
+    for v in load(RESULTS / "mutation"):
+        if v.kernel == kernel:
+            same = functions.get((v.kernel, v.name)) == function
+            killed[v.test.partition("[")[0]] += 1000 if same else 1
+    tests = [test.split("::") for test, _ in killed.most_common() if "::" in test]
     there = ["::".join(t) for t in tests if f"def {t[1]}(" in (ROOT / t[0]).read_text()]
     return [test for test in there if "planted" not in test][:FREQUENT]
 

@@ -650,7 +650,8 @@ def _require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
         )
     require_device("key_lengths", key_lengths, "query", query)
     if may_read(key_lengths) and key_lengths.numel():
-        low, high = int(key_lengths.min()), int(key_lengths.max())
+        lengths = key_lengths.tolist()  # of a few numbers Python finds the range in less time
+        low, high = min(lengths), max(lengths)
         if low < 0 or high > k_length:
             raise ValueError(
                 f"key_lengths holds {low if low < 0 else high}; "

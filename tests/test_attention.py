@@ -377,11 +377,12 @@ def test_lengths(backend, device, against_oracle, sq, sk):
 @pytest.mark.parametrize("sq", [1, 63])
 def test_one_key(backend, device, sq):
     """Its weight is 1 whatever the score: the output is its value, and query and key have no
-    gradient but rounding.
+    gradient but rounding. (An fma, which Triton's interpreter rounds once since 3.9, leaves the
+    rounding of the maximum in the weight, and the division takes it out: a few roundings.)
     """
     x = {n: t.requires_grad_() for n, t in qkv(b=1, h=1, sq=sq, sk=1, d=16, device=device).items()}
     out = functional.scaled_dot_product_attention(**x, is_causal=True)
-    assert torch.equal(out, x["value"].expand(1, 1, sq, 16))
+    torch.testing.assert_close(out, x["value"].expand(1, 1, sq, 16), rtol=1e-6, atol=0.0)
     weight = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, list(x.values()), weight)
     torch.testing.assert_close(dv, weight.sum(2, keepdim=True))

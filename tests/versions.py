@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["attention", "padding", "dropout", "layer_norm"]
-TESTS += ["feed_forward", "embedding", "cross_entropy", "gpu_path"]
+TESTS += ["feed_forward", "embedding", "cross_entropy", "gpu_path", "decode_attention"]
 GATE = [sys.executable, "tests/compile_gate.py"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in TESTS)]
 

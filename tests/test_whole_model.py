@@ -199,8 +199,8 @@ class Ops(TorchDispatchMode):
 
     QUIET = (
         *("view", "_unsafe_view", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
-        *("slice", "select", "split", "split_with_sizes", "unbind", "as_strided", "alias", "detach"),
-        *("empty", "empty_like", "empty_strided"),
+        *("slice", "select", "split", "split_with_sizes", "unbind", "as_strided", "alias"),
+        *("detach", "empty", "empty_like", "empty_strided"),
     )
 
     def __init__(self):

@@ -223,6 +223,7 @@ if metadata.version("triton").startswith("3.6."):
     KNOWN_SPILLS += (
         ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
+        ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
         ("sm_90 attention bf16 D=128 plain", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=128 key mask", "backward_dkdv", 24),
         ("sm_90 attention bf16 D=128 sinks, window", "backward_dkdv", 8),
@@ -232,6 +233,7 @@ if metadata.version("triton").startswith("3.6."):
         ("attention fp32 D=128", "", 60),
         ("attention fp32 D=256", "", 908),
         ("feed_forward bf16 silu", "hidden_backward", 8),
+        ("other decode bf16 D=256", "split", 24),
     )
     KNOWN_SERIALISED += (
         ("key mask, key bias", "forward"),
@@ -239,6 +241,31 @@ if metadata.version("triton").startswith("3.6."):
         ("2-D mask, 2-D bias", "backward_dkdv"),
         ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
     )
+# Triton 3.9 needs more of them beside dropout, and for dK and dV at D=256.
+if metadata.version("triton").startswith("3.9."):
+    KNOWN_SPILLS += (
+        ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
+        ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
+        ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
+        ("sm_90 attention bf16 D=64 alibi, causal, dropout", "backward_dkdv", 8),
+        ("sm_90 attention bf16 D=128 key bias, dropout", "backward_dkdv", 32),
+        ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 144),
+        ("sm_90 attention bf16 D=128 2-D fp32 bias, dropout", "backward_dkdv", 24),
+        ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 72),
+        ("sm_90 attention bf16 D=128 alibi, causal, dropout", "backward_dkdv", 32),
+        ("sm_90 attention bf16 D=128 softcap, causal, dropout", "backward_dkdv", 68),
+        ("sm_90 attention bf16 D=256", "backward_dkdv", 700),
+        ("sm_90 attention bf16 D=256 2-D fp32 bias, dropout", "backward_dq", 56),
+        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dq", 88),
+        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dbias", 32),
+        ("attention bf16 D=64 key mask, dropout", "backward_dq", 40),
+        ("attention fp32 D=128 2-D mask, 2-D bias", "", 176),
+        ("other attention fp32 D=64 2-D mask, 2-D bias", "backward_dkdv", 44),
+        ("sm_90 layer_norm fp32 N=16384", "backward_wide_dx", 8),
+        ("dropout_add_layer_norm fp32 N=8192", "backward", 56),
+        ("dropout_add_layer_norm bf16 N=8192", "backward", 16),
+    )
+    KNOWN_SERIALISED += (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),)
 
 
 def problems(name: str, answer: dict[str, Any]) -> list[str]:

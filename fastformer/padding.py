@@ -135,11 +135,13 @@ class KeyMask(NamedTuple):
     lengths: Tensor
 
 
-def with_lengths(mask: Any) -> Any:
-    """Return a boolean mask [B, 1, S] as a `KeyMask` where kernels read it, any other as it is."""
+def with_lengths(mask: Any, batch: int) -> Any:
+    """Return a boolean mask [batch, 1, S] as a `KeyMask` where kernels read it, any other as it is,
+    such as one that the rows of the batch share.
+    """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
         return mask
-    lengths = lengths_of(mask[:, 0]) if mask.shape[1] == 1 else None
+    lengths = lengths_of(mask[:, 0]) if mask.shape[:2] == (batch, 1) else None
     return mask if lengths is None else KeyMask(mask, lengths)
 
 

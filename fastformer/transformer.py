@@ -451,7 +451,8 @@ def _stack(
     of the cache, if there is one. The lengths of masked keys are computed once for all layers.
     """
     stream = ResidualStream(x)
-    seen = context if cache is not None else tuple(map(with_lengths, context))
+    batch = len(x)
+    seen = context if cache is not None else tuple(with_lengths(one, batch) for one in context)
     for i, layer in enumerate(layers):
         own = () if cache is None else (cache.layer(i),)
         if type(layer) is kind and is_unmodified(layer):

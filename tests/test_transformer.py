@@ -214,6 +214,18 @@ def test_padding_of_the_source_is_not_seen(backend, device):
     assert (model(src, tgt, src_mask, tgt_mask)[-1] - before[-1]).abs().max() > 1e-3
 
 
+def test_rows_may_share_their_masks(backend, device):
+    """[1, 1, S]: that of one token is the first of a greedy decoding, too."""
+    model, (src, tgt, *_) = small_model(device).eval(), batch(device, B=3)
+    own = torch.ones(3, 1, src.shape[1], dtype=torch.bool, device=device)
+    own[:, :, 5:] = False
+    with torch.no_grad():
+        for first in (tgt[:, :1], tgt):
+            causal = subsequent_mask(first.shape[1]).to(device)
+            want = model(src, first, own, causal.expand(3, -1, -1))
+            assert torch.equal(model(src, first, own[:1], causal), want)
+
+
 def test_encode_and_decode_are_the_forward():
     model = small_model().eval()
     src, tgt, src_mask, tgt_mask = batch()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.backends import current_backend
@@ -88,9 +89,8 @@ def greedy_decode(
     Source: harvardnlp/annotated-transformer, "Greedy Decoding"; the cache: Shazeer 2019, "Fast
     Transformer Decoding: One Write-Head is All You Need", section 2.4.
     """
-    steps = _begin(model, src, src_mask, max_len, start_symbol, cache)
-    search = _Rows(steps, max_len, end_symbol, pad_symbol, lambda scores: scores.argmax(-1))
-    return _searched(steps, search).tokens
+    given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
+    return _searched(_Rows(_begin(*given), lambda scores: scores.argmax(-1))).tokens
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ def sample(
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
     """
     draw = _draws(temperature, top_k, top_p, seed)
-    steps = _begin(model, src, src_mask, max_len, start_symbol, cache)
-    return _searched(steps, _Rows(steps, max_len, end_symbol, pad_symbol, draw)).tokens
+    given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
+    return _searched(_Rows(_begin(*given), draw)).tokens
 
 
 class Hypotheses(NamedTuple):
@@ -201,9 +201,8 @@ def beam_search(
     alpha = require_number("alpha", alpha)
     if not 0 <= alpha <= 32:  # beyond, the penalty of a long sequence overflows
         raise ValueError(f"alpha is {alpha}; expected a number from 0 to 32")
-    steps = _begin(model, src, src_mask, max_len, start_symbol, cache)
-    search = _Beams(steps, max_len, end_symbol, pad_symbol, (beams, n_best, alpha))
-    return _searched(steps, search).result()
+    given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
+    return _searched(_Beams(_begin(*given), beams, n_best, alpha)).result()
 
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -212,7 +211,9 @@ def beam_search(
 class _Search(Protocol):
     """What chooses tokens, given the log-probabilities of each step."""
 
-    def begin(self, steps: _Steps) -> Tensor:
+    steps: _Steps
+
+    def begin(self) -> Tensor:
         """Return the log-probabilities [R, V] after the prompts."""
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
@@ -225,11 +226,12 @@ class _Search(Protocol):
 Searching = TypeVar("Searching", bound=_Search)
 
 
-def _searched(steps: _Steps, search: Searching) -> Searching:
+def _searched(search: Searching) -> Searching:
     """Let the search take each token that there is room for, or until it has ended."""
+    steps = search.steps
     if not steps.new:
         return search
-    scores = search.begin(steps)
+    scores = search.begin()
     for i in range(steps.new):
         tokens, rows = search.take(scores, i)
         if i + 1 == steps.new or (_looks(tokens, i) and search.ended()):
@@ -251,32 +253,24 @@ class _Rows:
     tokens: [B, max_len], with the pad symbol past the end of a row.
     """
 
-    def __init__(
-        self,
-        steps: _Steps,
-        max_len: int,
-        end_symbol: int | None,
-        pad_symbol: int | None,
-        choose: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.end, self.pad = _symbols(steps, end_symbol, pad_symbol)
-        self.tokens = steps.begun(max_len, self.pad)
-        self._lengths, self._choose = steps.lengths, choose
+    def __init__(self, steps: _Steps, choose: Callable[[Tensor], Tensor]) -> None:
+        self.steps, self._choose = steps, choose
+        self.tokens = steps.begun()
         self._done = torch.zeros(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
 
-    def begin(self, steps: _Steps) -> Tensor:
-        return steps.first()
+    def begin(self) -> Tensor:
+        return self.steps.first()
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         chosen = self._choose(scores).to(self.tokens.dtype)
-        if self.end is not None:
-            chosen = chosen.masked_fill(self._done, self.pad)
-            self._done |= chosen == self.end
-        _put(self.tokens, self._lengths, i, chosen)
+        if self.steps.end is not None:
+            chosen = chosen.masked_fill(self._done, self.steps.pad)
+            self._done |= chosen == self.steps.end
+        _put(self.tokens, self.steps.lengths, i, chosen)
         return chosen, None
 
     def ended(self) -> Tensor | None:
-        return None if self.end is None else self._done.all()
+        return None if self.steps.end is None else self._done.all()
 
 
 def _put(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> None:
@@ -340,18 +334,9 @@ class _Beams:
     the K best `Hypotheses`.
     """
 
-    def __init__(
-        self,
-        steps: _Steps,
-        max_len: int,
-        end_symbol: int | None,
-        pad_symbol: int | None,
-        options: tuple[int, int, float],
-    ) -> None:
-        self.beams, self.n_best, self.alpha = options
-        self.end, pad = _symbols(steps, end_symbol, pad_symbol)
-        self._new, self._lengths = steps.new, steps.lengths
-        begun = steps.begun(max_len, pad)
+    def __init__(self, steps: _Steps, beams: int, n_best: int, alpha: float) -> None:
+        self.steps, self.beams, self.n_best, self.alpha = steps, beams, n_best, alpha
+        self._lengths, begun = steps.lengths, steps.begun()
         batch, device = len(begun), begun.device
         self.tokens = begun.unsqueeze(1).repeat(1, self.beams, 1)
         self._rows = torch.arange(batch, device=device).repeat_interleave(self.beams)
@@ -360,12 +345,12 @@ class _Beams:
         self.scores = none.clone()
         self.scores[:, 0] = 0.0  # the beginnings are all the same: one of them counts
         self.best = Hypotheses(self.tokens, none, lengths.expand(batch, self.beams))
-        if not self._new:
+        if not steps.new:
             self.best = self.best._replace(scores=self.scores)
 
-    def begin(self, steps: _Steps) -> Tensor:
-        scores = steps.first()[self._rows]
-        steps.reorder(self._rows, same_source=False)
+    def begin(self) -> Tensor:
+        scores = self.steps.first()[self._rows]
+        self.steps.reorder(self._rows, same_source=False)
         return scores
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
@@ -375,23 +360,23 @@ class _Beams:
         # A beginning ends in one way: K of the 2 K best have not ended.
         totals, at = totals.topk(min(2 * beams, totals.shape[1]), -1)
         origin, chosen = at // vocabulary, (at % vocabulary).to(self.tokens.dtype)
-        if self.end is not None:
-            ended = chosen == self.end
+        if self.steps.end is not None:
+            ended = chosen == self.steps.end
             tokens = _extended(self.tokens, origin, self._lengths, i, chosen)
             self._offer(tokens, totals.masked_fill(~ended, float("-inf")), i + 1)
             totals = totals.masked_fill(ended, float("-inf"))
         self.scores, kept = totals.topk(beams, -1)
         origin, chosen = origin.gather(1, kept), chosen.gather(1, kept)
         self.tokens = _extended(self.tokens, origin, self._lengths, i, chosen)
-        if i + 1 == self._new:
+        if i + 1 == self.steps.new:
             self._offer(self.tokens, self.scores, i + 1)
         rows = origin + self._rows.view(batch, beams)[:, :1] * beams
         return chosen.flatten(), rows.flatten()
 
     def ended(self) -> Tensor | None:
-        if self.end is None:
+        if self.steps.end is None:
             return None
-        reachable = self.scores[:, 0] / _length_penalty(self._new, self.alpha)
+        reachable = self.scores[:, 0] / _length_penalty(self.steps.new, self.alpha)
         return (self.best.scores[:, self.n_best - 1] >= reachable).all()
 
     def _offer(self, tokens: Tensor, totals: Tensor, new: int) -> None:
@@ -433,8 +418,11 @@ class _Steps:
     """What a model gives after the tokens so far: log-probabilities [R, V] of the next one.
 
     prompt: [B, P] token ids. lengths: of the prompts, P, or [B] where they differ. new: tokens that
-    follow each prompt. vocabulary: V, where the embedding is one of ours.
+    follow each prompt. end, pad: the symbol that ends a row, and what follows it.
     """
+
+    end: int | None = None
+    pad = 0
 
     def __init__(
         self,
@@ -447,7 +435,6 @@ class _Steps:
         self.model, self.src_mask = model, src_mask
         self.memory: Tensor | None = None
         self.lengths: int | Tensor = 1
-        self.vocabulary = _vocabulary(model)
         if start_symbol is None:
             self.prompt = src
             self.lengths = src.shape[1] if src_mask is None else _prompt_lengths(src, src_mask)
@@ -457,14 +444,12 @@ class _Steps:
         self.translates = start_symbol is not None
         self.new = max_len - self.prompt.shape[1]
 
-    def begun(self, max_len: int, pad: int | None) -> Tensor:
+    def begun(self) -> Tensor:
         """Return the prompts as the beginnings of [B, max_len], and the pad symbol after them."""
-        width = self.prompt.shape[1]
-        tokens = self.prompt.new_full((len(self.prompt), max_len), 0 if pad is None else pad)
-        tokens[:, :width] = self.prompt
+        tokens = F.pad(self.prompt, (0, self.new), value=self.pad)
         if isinstance(self.lengths, Tensor):
-            past = torch.arange(width, device=tokens.device) >= self.lengths.unsqueeze(1)
-            tokens[:, :width].masked_fill_(past, 0 if pad is None else pad)
+            past = torch.arange(tokens.shape[1], device=tokens.device) >= self.lengths.unsqueeze(1)
+            tokens.masked_fill_(past, self.pad)
         return tokens
 
     def first(self) -> Tensor:
@@ -649,6 +634,8 @@ def _begin(
     src_mask: Tensor | None,
     max_len: int,
     start_symbol: int | None,
+    end_symbol: int | None,
+    pad_symbol: int | None,
     cache: bool | DecoderCache,
 ) -> _Steps:
     """Return the steps of a model that decodes, after the checks that all kinds of search share."""
@@ -663,9 +650,27 @@ def _begin(
             f"max_len is {max_len} and src has {prompt} tokens; expected a prompt of 1 to max_len"
         )
     _require_positions(model, max_len)
-    vocabulary = _vocabulary(model)
-    if start_symbol is not None:
-        _require_symbol("start_symbol", start_symbol, vocabulary)
+    symbols = dict(start_symbol=start_symbol, end_symbol=end_symbol, pad_symbol=pad_symbol)
+    _require_symbols(_vocabulary(model), **symbols)
+    steps = _steps(cache, model, src, src_mask, max_len, start_symbol)
+    pad = end_symbol if pad_symbol is None else pad_symbol
+    if pad is None and isinstance(steps.lengths, Tensor):
+        raise ValueError(
+            "pad_symbol is None and so is end_symbol; expected a token to follow short prompts"
+        )
+    steps.end, steps.pad = end_symbol, 0 if pad is None else pad
+    return steps
+
+
+def _steps(
+    cache: bool | DecoderCache,
+    model: nn.Module,
+    src: Tensor,
+    src_mask: Tensor | None,
+    max_len: int,
+    start_symbol: int | None,
+) -> _Steps:
+    """Return steps with a cache, if the model takes one and the caller wants it."""
     arguments = model, src, src_mask, max_len, start_symbol
     takes = _takes_cache(model)
     if not isinstance(cache, DecoderCache):
@@ -726,25 +731,12 @@ def _require_positions(model: Any, max_len: int) -> None:
             )
 
 
-def _require_symbol(name: str, symbol: int, vocabulary: int | None) -> None:
-    require_size(0, **{name: symbol})
-    if vocabulary is not None and symbol >= vocabulary:
-        raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
-
-
-def _symbols(
-    steps: _Steps, end_symbol: int | None, pad_symbol: int | None
-) -> tuple[int | None, int]:
-    """Return the end symbol, and what follows it."""
-    for name, symbol in (("end_symbol", end_symbol), ("pad_symbol", pad_symbol)):
+def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
+    for name, symbol in symbols.items():
         if symbol is not None:
-            _require_symbol(name, symbol, steps.vocabulary)
-    pad = end_symbol if pad_symbol is None else pad_symbol
-    if pad is None and isinstance(steps.lengths, Tensor):
-        raise ValueError(
-            "pad_symbol is None and so is end_symbol; expected a token to follow short prompts"
-        )
-    return end_symbol, 0 if pad is None else pad
+            require_size(0, **{name: symbol})
+            if vocabulary is not None and symbol >= vocabulary:
+                raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
 
 
 def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:

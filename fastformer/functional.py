@@ -353,28 +353,16 @@ def paged_attention(
     require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
     _with_heads(False, query=query)
     k_length = _require_pages(query, key_pages, value_pages, block_table)
-    scores = (*query.shape[:3], k_length)
-    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, False)
-    scale = _default_scale(scale, query.shape[3])
     _require_lengths(key_lengths, query, k_length)
     if may_read(block_table) and may_read(key_lengths):
         _require_table(block_table, key_lengths, key_pages)
-    attention = Attention(
-        attn_mask,
-        0.0,
-        require_flag("is_causal", is_causal),
-        scale,
-        bias,
-        key_lengths.contiguous(),
-        _window(window),
-        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        _slopes(alibi_slopes, query),
-        _softcap(softcap),
-        _sinks(sinks, query),
-    )
+    scale, scores = _default_scale(scale, query.shape[3]), (*query.shape[:3], k_length)
+    band = is_causal, window, causal_alignment
+    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
+    attention = _described(query, scores, scale, band, *others)
     if torch.is_grad_enabled():
         given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
-        _refuse_gradients(**given, bias=bias, sinks=attention.sinks)
+        _refuse_gradients(**given, bias=attention.bias, sinks=attention.sinks)
     return backends.run(
         "paged_attention",
         query=query,
@@ -431,12 +419,34 @@ def attention_weights(
     query, key = _with_heads(False, query=query, key=key)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = _require_attention(query, key, key, scale, enable_gqa)
-    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, False)
     if key_lengths is not None:
         _require_lengths(key_lengths, query, scores[3])
     for name, x, n in (("rows", rows, scores[2]), ("heads", heads, scores[1])):
         _require_index(name, x, n, query)
-    attention = Attention(
+    band = is_causal, window, causal_alignment
+    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
+    attention = _described(query, scores, scale, band, *others)
+    return reference.attention_weights(query, key, attention, rows, heads)
+
+
+def _described(
+    query: Tensor,
+    scores: Scores,
+    scale: float,
+    band: tuple[bool, Sequence[int | None] | None, str],
+    attn_mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Attention:
+    """Return the description of attention with heads and without dropout, after the checks of all
+    but scale and lengths. (`scaled_dot_product_attention` writes it out, where a call is faster.)
+    """
+    is_causal, window, alignment = band
+    attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, False)
+    return Attention(
         attn_mask,
         0.0,
         require_flag("is_causal", is_causal),
@@ -444,12 +454,11 @@ def attention_weights(
         bias,
         None if key_lengths is None else key_lengths.contiguous(),
         _window(window),
-        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        require_choice("causal_alignment", alignment, ALIGNMENTS),
         _slopes(alibi_slopes, query),
         _softcap(softcap),
         _sinks(sinks, query),
     )
-    return reference.attention_weights(query, key, attention, rows, heads)
 
 
 def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -92,12 +92,11 @@ def test_it_is_refused_before_the_first_step(monkeypatch):
         greedy_decode(model, src, None, 6, 1)
     with pytest.raises(ValueError, match="start_symbol is 7; expected a token of the 7"):
         greedy_decode(model, src, None, 5, 7)
-    assert not steps
     with pytest.raises(ValueError, match="end_symbol is 7; expected a token of the 7"):
         beam_search(model, src, None, 5, 1, end_symbol=7)
     with pytest.raises(ValueError, match="pad_symbol is 9; expected a token of the 7"):
         sample(model, src, None, 5, 1, end_symbol=6, pad_symbol=9)
-    assert len(steps) == 2  # the sources are encoded first
+    assert not steps
     monkeypatch.undo()
     assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
 

@@ -61,6 +61,7 @@ SDPA = {
 }
 PROVIDERS = ("eager", "reference", "triton", *SDPA)
 OURS = ("reference", "triton")
+UNDIFFERENTIATED = ("paged_attention",)
 
 Tensors = dict[str, Tensor]
 Row = dict[str, Any]
@@ -100,6 +101,21 @@ def _packed(lengths: Sequence[int], h: int, d: int) -> Any:
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
         tokens = {name: t[0].transpose(0, 1).contiguous() for name, t in x.items()}
         return {**tokens, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+
+    return make
+
+
+def _paged(b: int, h: int, g: int, d: int, lengths: Sequence[int], page: int = 64) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        blocks = -(-max(lengths) // page)
+        x = _qkv(b, h, 1, blocks * page, d, g)(ill, dtype)
+        order = torch.randperm(b * blocks)
+        pages = {}
+        for name in ("key", "value"):
+            pages[f"{name}_pages"] = torch.empty(b * blocks, page, g, d)
+            pages[f"{name}_pages"][order] = x[name].transpose(1, 2).reshape(-1, page, g, d)
+        table = order.view(b, blocks).int()
+        return dict(query=x["query"], **pages, block_table=table, key_lengths=torch.tensor(lengths))
 
     return make
 
@@ -208,6 +224,12 @@ CASES = [
         _packed((63, 1, 100), 2, 64),
         {"max_q": 100, "max_k": 100, **_CAUSAL},
     ),
+    Case(
+        "paged_attention",
+        "one query, pages of 64, D 64, grouped heads",
+        _paged(2, 8, 2, 64, (300, 37)),
+        {"is_causal": True, "causal_alignment": "bottom_right"},
+    ),
     Case("layer_norm", "37 x 100", _norm(37, 100)),
     Case("layer_norm", "512 x 512", _norm(512, 512), {}, False),
     Case("layer_norm", "5 x 20000", _norm(5, 20000), {}, False),
@@ -305,6 +327,16 @@ def _packed_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_
     return torch.cat([attention(*p, is_causal=is_causal)[0].transpose(0, 1) for p in parts])
 
 
+def _paged_attention(
+    query, key_pages, value_pages, block_table, key_lengths, is_causal, causal_alignment
+):
+    parts = []
+    for row, table, length in zip(query, block_table.long(), key_lengths.tolist()):
+        key, value = (x[table].flatten(0, 1)[:length] for x in (key_pages, value_pages))
+        parts.append((row.unsqueeze(0), *(x.transpose(0, 1).unsqueeze(0) for x in (key, value))))
+    return torch.cat([attention(*part, enable_gqa=True) for part in parts])  # it sees all keys
+
+
 def _layer_norm(input, weight, bias, eps=1e-5, unbiased=False):
     if not unbiased:
         return F.layer_norm(input, weight.shape, weight, bias, eps)
@@ -361,6 +393,7 @@ def _linear_cross_entropy(input, linear_weight, linear_bias, **rest):
 EAGER: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": attention,
     "packed_attention": _packed_attention,
+    "paged_attention": _paged_attention,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "dropout_add_layer_norm": _add_layer_norm,
@@ -390,7 +423,11 @@ def _ours(op: str) -> Callable[..., Tensor]:
 def results(
     function: Callable[..., Tensor], case: Case, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Return the output and the gradient of each floating tensor, for a cotangent in `dtype`."""
+    """Return the output and the gradient of each floating tensor, for a cotangent in `dtype`; the
+    output alone of an op without a gradient.
+    """
+    if case.op in UNDIFFERENTIATED:
+        return {"output": function(**tensors, **case.options)}
     leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
     output = function(**{**tensors, **leaves}, **case.options)
     generator = torch.Generator().manual_seed(1)

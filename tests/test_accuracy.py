@@ -21,7 +21,7 @@ def accuracy():
 
 
 @pytest.mark.parametrize("condition", ["benign", "ill"])
-@pytest.mark.parametrize("op", sorted(set(ff.backends.OPERATIONS) - {"paged_attention"}))
+@pytest.mark.parametrize("op", sorted(ff.backends.OPERATIONS))
 def test_the_ledger_holds(accuracy, device, op, condition):
     path = accuracy.RESULTS / f"{accuracy.stem(device)}.csv"
     committed = accuracy.read(path) if path.exists() else {}

@@ -68,24 +68,47 @@ def scaled_dot_product_attention(draw, dtype, device):
         "key": draw(tensors([batch, groups, k_length, dim], dtype, device)),
         "value": draw(tensors([batch, groups, k_length, value_dim], dtype, device)),
     }
-    full = [batch, heads, q_length, k_length]
+    options = scored(draw, given, [batch, heads, q_length, k_length], dtype, device)
+    return ff.scaled_dot_product_attention, given, {"enable_gqa": True, **options}
+
+
+def scored(draw, given, full, dtype, device, paged=False):
+    """The options of a call with scores of the full shape, some of them tensors among the given."""
+    batch, heads, _, k_length = full
     if draw(st.booleans()):
         given["attn_mask"] = draw(tensors(draw(broadcast(full)), torch.bool, device))
     if draw(st.booleans()):
         # a number for all keys of a row changes nothing, and its gradient is a sum of roundings
         given["bias"] = draw(tensors(draw(broadcast(full, whole=1)), dtype, device))
-    options = {"enable_gqa": True, "is_causal": draw(st.booleans()), **dropout(draw)}
+    options = {"is_causal": draw(st.booleans()), **({} if paged else dropout(draw))}
     sides = st.sampled_from([None, 0, 3, 20])
     options["window"] = draw(st.none() | st.tuples(sides, sides))
     options["causal_alignment"] = draw(st.sampled_from(["top_left", "bottom_right"]))
     options["softcap"] = draw(st.sampled_from([None, None, 5.0]))
-    if draw(st.booleans()):
+    if paged or draw(st.booleans()):
         lengths = st.lists(st.integers(0, k_length), min_size=batch, max_size=batch)
         given["key_lengths"] = torch.tensor(draw(lengths), device=device)
     if draw(st.booleans()):
         slopes = torch.linspace(0.1, 1, heads, device=device)
         options["alibi_slopes"] = slopes
-    return ff.scaled_dot_product_attention, given, options
+    return options
+
+
+def paged_attention(draw, dtype, device):
+    """Pages in any order, some of them in the tables of several sequences."""
+    batch, groups, share = draw(size(1, 2)), draw(size(1, 2)), draw(size(1, 2))
+    pages, page, blocks = draw(size(1, 4)), draw(st.sampled_from([16, 32])), draw(size(1, 3))
+    q_length, dim, value_dim = draw(size(1, 9)), draw(st.sampled_from([3, 16])), draw(size(5, 8))
+    table = st.lists(st.integers(0, pages - 1), min_size=batch * blocks, max_size=batch * blocks)
+    given = {
+        "query": draw(tensors([batch, groups * share, q_length, dim], dtype, device, 1.5)),
+        "key_pages": draw(tensors([pages, page, groups, dim], dtype, device)),
+        "value_pages": draw(tensors([pages, page, groups, value_dim], dtype, device)),
+        "block_table": torch.tensor(draw(table), device=device).view(batch, blocks).int(),
+    }
+    full = [batch, groups * share, q_length, blocks * page]
+    options = scored(draw, given, full, dtype, device, paged=True)
+    return ff.paged_attention, given, options
 
 
 def attention_weights(*how):
@@ -216,6 +239,7 @@ CASES = [
     scaled_dot_product_attention,
     attention_weights,
     packed_attention,
+    paged_attention,
     layer_norm,
     rms_norm,
     dropout_add_layer_norm,
@@ -229,8 +253,7 @@ CASES = [
 
 
 def test_every_op_has_a_case():
-    """But for the one without a gradient: see test_decode_attention.py."""
-    assert {case.__name__ for case in CASES} == set(functional.__all__) - {"paged_attention"}
+    assert {case.__name__ for case in CASES} == set(functional.__all__)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -251,7 +274,8 @@ def test_property(case, backend, device, against_oracle, small_tiles, request):
         torch.manual_seed(data.draw(st.integers(2**30 + 1, 2**31)))  # no input again
         small = interpreted and data.draw(st.booleans())
         with small_tiles() if small else contextlib.nullcontext():
-            against_oracle(function, given, small=True, **options)
+            differs = case is not paged_attention  # which has no gradient
+            against_oracle(function, given, small=True, gradients=differs, **options)
 
     for run in range(SLOW if slow else QUICK):
         (holds if slow else seed(run)(holds))()

@@ -73,6 +73,27 @@ def test_packed(against_oracle, random, device):
     against_oracle(packed, tensors, dropout_p=0.1, dropout_seed=SEED, is_causal=True)
 
 
+@pytest.mark.parametrize("d", D)
+def test_decoding(against_oracle, random, device, d):
+    """Few queries over a cache of keys in one piece, and the same in pages, a head of it for four
+    of the query.
+    """
+    length, page = (8192, 64) if GPU else (320, 16)
+    options = dict(is_causal=True, causal_alignment="bottom_right")
+    tensors = {"query": random(2, 8, 3, d, scale=1.5)}
+    tensors["key_lengths"] = torch.tensor([length - 7, length // 3], device=device)
+    held = {name: random(2, 2, length, d, scale=1.5) for name in ("key", "value")}
+    attention = dict(enable_gqa=True, gradients=False, **options)
+    against_oracle(ff.scaled_dot_product_attention, tensors | held, **attention)
+    blocks = length // page
+    order = torch.randperm(2 * blocks, device=device)
+    tensors["block_table"] = order.view(2, blocks).int()
+    for name, x in held.items():
+        tensors[f"{name}_pages"] = torch.empty(2 * blocks, page, 2, d, device=device, dtype=x.dtype)
+        tensors[f"{name}_pages"][order] = x.transpose(1, 2).reshape(-1, page, 2, d)
+    against_oracle(ff.paged_attention, tensors, gradients=False, **options)
+
+
 @pytest.mark.parametrize("width", [WIDTH, 8 * WIDTH, 32 * WIDTH] if GPU else [WIDTH])
 def test_norms(against_oracle, random, width):
     tensors = {"input": random(ROWS, width), "weight": random(width)}

@@ -108,7 +108,7 @@ def having(*parameters: str) -> str:
 COMMAND = [sys.executable, "-m", "fastformer"]
 PEERS = r"torch|cudnn|flash|efficient|compile|liger|quack|flash-attn( 3)?|triton|packed|torch fused"
 CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
-ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|unsplit|triton|read"
+ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|unsplit|triton|paged|read"
 MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
 KERNELS = "attention padding dropout layer_norm feed_forward embedding cross_entropy"

@@ -41,8 +41,9 @@ PACKAGES = {
     "flash-attn": "flash_attn",
     "flash-attn 3": "flash_attn_interface",
 }
+ON_CACHES = ["paged", "unsplit", "read"]
 ON_GPU = dict.fromkeys(
-    ["packed", "cudnn", "flash", "efficient", "addmm_activation", "unsplit", "read", *PACKAGES],
+    ["packed", "cudnn", "flash", "efficient", "addmm_activation", *PACKAGES, *ON_CACHES],
     "needs a GPU",
 ) | {
     "triton": "needs a GPU: the speed of the interpreter means nothing",

@@ -28,9 +28,9 @@ from benchmarks import folder, journal
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-OURS = ("auto", "reference", "triton", "packed", "unsplit", "read")  # and what is no peer
+OURS = ("auto", "reference", "triton", "packed", "paged", "unsplit", "read")  # and what is no peer
 CAPTURED = "CUDA graph"  # how a time on a GPU is taken, where it can be
-COLUMNS = ("ms", "TFLOP/s", "GB/s", "MiB", "x torch", "x best", "roofline")
+COLUMNS = ("ms", "TFLOP/s", "GB/s", "tokens/s", "MiB", "x torch", "x best", "roofline")
 LEGEND = [
     "x torch, x best: the time of torch's own op, and of the best peer, divided by the time of the "
     "provider; x torch is the median over pairs of rounds that are run in turn, if there are any",
@@ -69,8 +69,8 @@ class Results:
     """The results of a run: a row for each measurement, the absent providers, and the failures.
 
     A row has group, provider, backend, ms and its quartiles ms_low and ms_high; tflops, gb_per_s,
-    peak_mib, of_roof and x_torch_in_turn if they are known; the sizes; and the description of the
-    machine.
+    tokens_per_s, peak_mib, of_roof and x_torch_in_turn if they are known; the sizes; and the
+    description of the machine.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -139,6 +139,7 @@ def table(rows: Sequence[Row]) -> Iterator[tuple[str, list[str]]]:
             ms,
             row.get("tflops"),
             row.get("gb_per_s"),
+            row.get("tokens_per_s"),
             row.get("peak_mib"),
             row.get("x_torch_in_turn", to_torch),
             min(peers) / ms if peers else None,

@@ -150,7 +150,7 @@ def _attention(
 ) -> tuple[Sizes, Options]:
     B, H, Sq, D = query.shape
     sizes = dict(B=B, H=H, G=key.shape[1], Sq=Sq, Sk=key.shape[2], D=D, Dv=value.shape[3])
-    inside = H > 1 and query.stride(1) < query.stride(2)
+    inside = H > 1 and Sq > 1 and query.stride(1) < query.stride(2)
     return sizes, dict(heads_inside=inside, **_options_of(attention))
 
 
@@ -162,10 +162,16 @@ def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> Argumen
             return make.normal(B, n, length, width, scale=scale)
         return make.normal(B, length, n, width, scale=scale).transpose(1, 2)
 
-    shapes = {"keys": (1, Sk), "rows": (Sq, 1), "all": (Sq, Sk)}
-    given: Arguments = dict(query=heads(H, Sq, D, 1.5))
+    given: Arguments = dict(query=heads(H, Sq, D, 1.5), enable_gqa=G != H)
     given |= dict(key=heads(G, Sk, D, 1.5), value=heads(G, Sk, Dv))
-    given |= _band(options) | dict(enable_gqa=G != H)
+    return given | _band(options) | _scored(make, (B, H, Sq, Sk), options)
+
+
+def _scored(make: Maker, scores: tuple[int, int, int, int], options: Options) -> Arguments:
+    """Return what padded and paged attention do to the scores [B, H, Sq, Sk]."""
+    B, H, Sq, Sk = scores
+    shapes = {"keys": (1, Sk), "rows": (Sq, 1), "all": (Sq, Sk)}
+    given: Arguments = {}
     if "mask" in options:
         mask = make.integers(0, 4, B, 1, *shapes[options["mask"]]) > 0
         mask[..., 0] = True
@@ -185,7 +191,7 @@ def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> Argumen
 
 
 def _band(options: Options) -> Arguments:
-    """Return the arguments that padded and packed attention share."""
+    """Return the arguments that all forms of attention share."""
     given: Arguments = dict(is_causal="causal" in options)
     if "bottom_right" in options:
         given["causal_alignment"] = "bottom_right"
@@ -216,6 +222,32 @@ def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     if "sinks" in options:
         given["sinks"] = make.normal(H)
     return given | _band(options)
+
+
+def _paged(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    attention: Attention,
+    return_lse: bool,
+) -> tuple[Sizes, Options]:
+    B, H, Sq, D = query.shape
+    _, page, G, Dv = value_pages.shape
+    sizes = dict(B=B, H=H, G=G, Sq=Sq, Sk=block_table.shape[1] * page, D=D, Dv=Dv, page=page)
+    return sizes, _options_of(attention)
+
+
+def _paged_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
+    """Return arguments whose pages lie in any order. Sk is a multiple of the page."""
+    B, H, G, Sq, Sk, D, Dv, page = sizes.values()
+    blocks = Sk // page
+    order = torch.randperm(B * blocks, generator=make.generator, device=make.device)
+    given: Arguments = dict(query=make.normal(B, H, Sq, D, scale=1.5))
+    given["key_pages"] = make.normal(B * blocks, page, G, D, scale=1.5)
+    given["value_pages"] = make.normal(B * blocks, page, G, Dv)
+    given["block_table"] = order.view(B, blocks).int()
+    return given | _band(options) | _scored(make, (B, H, Sq, Sk), options)
 
 
 # ------------------------------------------------------------------------------------------ norms
@@ -328,9 +360,11 @@ def _loss_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
 # No multiples of a tile, so that its edge is compared; and multiples of 16, for which Triton
 # compiles the same kernel as for the full size.
 _ATTENTION_LIMITS = dict(B=2, Sq=720, Sk=720)
+_PAGED_LIMITS = dict(B=2, Sq=16, Sk=768)  # whole pages of any size
 _FAMILIES = {
     "scaled_dot_product_attention": _Family(_attention, _attention_arguments, _ATTENTION_LIMITS),
     "packed_attention": _Family(_packed, _packed_arguments, _ATTENTION_LIMITS),
+    "paged_attention": _Family(_paged, _paged_arguments, _PAGED_LIMITS),
     "layer_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "rms_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "dropout_add_layer_norm": _Family(_norm, _sum_arguments, dict(M=496)),

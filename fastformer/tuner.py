@@ -236,6 +236,7 @@ def _decoding(dtype: str, gradient: bool) -> Iterator[Case]:
         sizes = dict(B=B, H=32, G=8, Sq=Sq, Sk=Sk, D=128, Dv=128)
         options: cases.Options = dict(lengths=True, causal=True, bottom_right=True)
         yield cases.case("scaled_dot_product_attention", dtype, sizes, **options)
+        yield cases.case("paged_attention", dtype, sizes | dict(page=64), **options)
 
 
 def _norms(dtype: str, gradient: bool) -> Iterator[Case]:

@@ -37,6 +37,7 @@ KINDS = frozenset(
     {
         "attention forward",
         "attention decode",
+        "attention few queries",
         "attention dkdv",
         "attention dq",
         "attention dbias",

@@ -53,8 +53,9 @@ def _constants(kind: Callable[..., Group], fields: tuple[Any, ...], _: tuple[typ
     return kind(*map(tl.constexpr, fields))
 
 
-def _ungrouped(argument: Any) -> Any:
-    return tuple(map(_ungrouped, argument)) if isinstance(argument, tuple) else argument
+def _ungrouped(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return plain tuples in place of NamedTuples."""
+    return tuple([_ungrouped(x) if isinstance(x, tuple) else x for x in arguments])
 
 
 class Launch:

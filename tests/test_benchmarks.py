@@ -75,11 +75,12 @@ def test_the_table_compares_with_torch_and_with_the_best_peer(benchmarks, result
     columns = benchmarks.report.COLUMNS
     assert list(cells) == ["torch", "cudnn", "triton", "auto (triton)"]
     assert dict(zip(columns, cells["triton"])) == {
-        "ms": "1", "TFLOP/s": "2", "GB/s": "-", "MiB": "64", "x torch": "4", "x best": "2",
-        "roofline": "0.2",
+        "ms": "1", "TFLOP/s": "2", "GB/s": "-", "tokens/s": "-", "MiB": "64", "x torch": "4",
+        "x best": "2", "roofline": "0.2",
     }  # fmt: skip
     rows[2]["x_torch_in_turn"] = 3.5  # of pairs of rounds: what counts where it is known
-    assert dict(benchmarks.report.table(rows))["triton"][4] == "3.5"
+    rows[2]["tokens_per_s"] = 12345.6
+    assert dict(benchmarks.report.table(rows))["triton"][3:6] == ["12346", "64", "3.5"]
 
 
 def test_curves_hold_what_was_measured_and_the_roofline(benchmarks, results):
@@ -430,7 +431,7 @@ def test_the_small_run_measures(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "results.json").read_text())
     providers = {row["provider"] for row in data["rows"]}
-    assert {"torch", "reference"} <= providers and data["absent"]
+    assert {"torch", "reference"} <= providers and {"triton", "paged"} <= set(data["absent"])
     assert all(
         row["ms"] > 0 and row["ms_low"] <= row["ms"] <= row["ms_high"] for row in data["rows"]
     )
@@ -463,6 +464,19 @@ def test_the_forward_kernel_of_one_query(device, monkeypatch):
         assert kernels() == ["_Forward"]
     torch.testing.assert_close(*outs)
     assert kernels() == ["_Decode"]
+
+
+def test_pages_of_a_cache_are_what_it_holds(device):
+    """The provider `paged` computes what the one without pages does."""
+    from benchmarks import bench_decode
+
+    q, k, v = (
+        torch.randn(2, *shape, device=device) for shape in ((4, 1, 128), *[(2, 70, 128)] * 2)
+    )
+    lengths = torch.full((2,), 70, device=device, dtype=torch.int32)
+    attend, keys, values = bench_decode._paged(k, v, lengths)
+    want = bench_decode._attention("triton", lengths)(q, k, v)
+    torch.testing.assert_close(attend(q, keys, values), want)
 
 
 def test_every_part_for_a_gpu_finds_its_tests(benchmarks):

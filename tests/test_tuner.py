@@ -270,6 +270,9 @@ def test_the_policy():
 OP = "scaled_dot_product_attention"
 
 
+FEW = dict(B=1, H=2, G=1, Sq=1, Sk=300, D=16, Dv=16)
+
+
 def attention(gradient=False, H=1, G=None, **options):
     sizes = dict(B=1, H=H, G=G or H, Sq=24, Sk=24, D=16, Dv=16)
     return case(OP, "float32", sizes, gradient, **options)
@@ -315,18 +318,22 @@ def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
     assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
 
 
-def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row):
+def launches(call):
+    """A timer: how many kernels a call launches."""
     from fastformer.kernels import launch
 
+    launched, former = [], launch.Launch.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launch, "__call__", lambda *x: launched.append(x[0]) or former(*x))
+        call()
+    return float(len(launched))
+
+
+def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row):
     counted = []
 
     def count(call):
-        launched = []
-        former = launch.Launch.__call__
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch.Launch, "__call__", lambda *x: launched.append(x[0]) or former(*x))
-            call()
-        counted.append(len(launched))
+        counted.append(launches(call))
         return 1.0
 
     done = all_of(attention(True), count, lambda c: "16" not in c.name and not c.baseline)
@@ -334,6 +341,35 @@ def test_a_kernel_of_the_forward_is_timed_without_the_backward(one_row):
         OP
     ]
     assert counted == 3 * [1] + 9 * [4]  # each in three rounds; delta is the fourth
+
+
+def test_few_queries_take_the_faster_of_two_kernels(one_row, monkeypatch):
+    """Here the one that is one launch, where the others are two."""
+    from fastformer.kernels import launch, tuned
+
+    one = case(OP, "float32", FEW, lengths=True)
+    done = all_of(one, launches, lambda c: not c.baseline)
+    assert [kind for kind, _ in done] == ["attention decode", "attention few queries", OP]
+    (key,) = (key for key in done if key[0] == "attention few queries")
+    assert done[key].choice == "forward" and done[key].us == {"split": 2e6, "forward": 1e6}
+
+    given = one.arguments(CPU)
+    with backends.use_backend("triton"):
+        want = ff.scaled_dot_product_attention(**given)
+        assert "split over programs" in ff.explain(OP, **given).reason
+        monkeypatch.setattr(tuned, "source", lambda device: {key: "forward"})
+        launch.plans.clear()
+        assert launches(lambda: ff.scaled_dot_product_attention(**given)) == 1
+        torch.testing.assert_close(ff.scaled_dot_product_attention(**given), want)
+        assert "split over programs" not in ff.explain(OP, **given).reason
+
+
+def test_keys_in_pages_have_a_class_of_their_own(one_row):
+    one = case("paged_attention", "float32", FEW | dict(Sk=256, page=32), lengths=True)
+    done = all_of(one, flat)
+    assert [kind for kind, _ in done] == ["attention decode", "paged_attention"]
+    (tiles,) = (key for kind, key in done if kind == "attention decode")
+    assert tiles.endswith("lengths fold page=32")
 
 
 def test_the_best_tiles_of_a_kernel_are_measured(one_row):
@@ -548,6 +584,7 @@ def case_of(op, *args, **kwargs):
 
 
 ROWS, HEADS = dict(M=5, N=24), dict(B=2, H=2, G=1, Sq=24, Sk=20, D=16, Dv=8)
+PAGES = dict(B=1, H=2, G=1, Sq=3, Sk=96, D=16, Dv=8, page=32)
 EVERY = [
     attention(True, 2, heads_inside=True, causal=True, bottom_right=True, left=8, right=4),
     attention(True, mask="keys", bias="all", bias_gradient=True, dropout=True),
@@ -555,6 +592,11 @@ EVERY = [
     attention(True, lengths=True, alibi=True, bias="rows"),
     case(OP, "float16", HEADS),
     case("packed_attention", "float32", HEADS, True, causal=True, sinks=True),
+    case("paged_attention", "bfloat16", PAGES, lengths=True, causal=True, bottom_right=True),
+    case(
+        "paged_attention", "float32", PAGES | dict(B=2),
+        lengths=True, alibi=True, mask="keys", bias="all", right=4,
+    ),
     case("layer_norm", "bfloat16", ROWS, weight=True, bias=True),
     case("layer_norm", "float32", ROWS, unbiased=True),
     case("layer_norm", "float16", ROWS, True, weight=True, bias=True, weight_dtype="float32"),

@@ -6,6 +6,7 @@ What a call launches follows from the shapes, strides, dtypes and options of its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -211,8 +212,9 @@ class _Plan:
         def options() -> list[Any]:
             return rows(kernel, self.dtype, self.head_block) + list(SPECIALISED) * self.specialises
 
-        return choose(self.device, Question(f"attention {kernel}", self.case(), shipped, options))
+        return choose(self.device, Question(f"attention {kernel}", self.case, shipped, options))
 
+    @functools.cached_property
     def case(self) -> str:
         """Name the class of calls that share a measurement."""
         sizes = dict(D=self.head_block, heads=self.batch * self.heads)
@@ -307,11 +309,12 @@ class _Decode(_Plan):
         self.tile_rows = heads * self.q_length
         outputs = _outputs(query, value, self.apart)
         self.outputs = _layouts(query, outputs)
-        has = self.has._replace(page=page)
+        self.has = has = self.has._replace(page=page)
         self.ahead = 2 if page else 0  # the copies of a tile wait for its entries of the table
         tiles = self.tiles("decode")
         cut = Cut(heads, self.parts(tiles))
-        self.add("decode", split_kernel, self.programs, has, cut=cut, paging=paging)
+        programs = self.blocks(tiles) * cut.parts
+        self.add("decode", split_kernel, lambda _: programs, has, cut=cut, paging=paging)
         rows = self.batch * self.heads * self.q_length
         self.partial = (rows, cut.parts, self.tile.value_dim), (rows, cut.parts, 2)
         most = min(16, max(2, next_power_of_2(cut.parts)))
@@ -336,6 +339,12 @@ class _Decode(_Plan):
             given = given._replace(stages=given.stages + self.ahead)
         return narrowed(given, *sizes, processors(self.device))
 
+    def is_slower(self) -> bool:
+        """Tell whether the forward kernel was measured to be faster for calls like this."""
+        ways = ["split", "forward"]
+        question = Question("attention few queries", self.case, ways[0], lambda: ways)
+        return choose(self.device, question) != ways[0]
+
     def keys(self) -> int:
         """Bound the keys that all queries of a head see."""
         left, right = self.arguments["band"]
@@ -349,10 +358,6 @@ class _Decode(_Plan):
     def blocks(self, tiles: Tiles) -> int:
         """Count the tiles of rows."""
         return triton.cdiv(self.tile_rows, tiles.BM) * self.planes
-
-    def programs(self, tiles: Tiles) -> int:
-        """Count the programs of the split kernel."""
-        return self.blocks(tiles) * self.parts(tiles)
 
     def forward(self, inputs, output, lse, statistics, sinks, extras) -> None:
         """Launch both kernels."""
@@ -559,6 +564,20 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     )
 
 
+def _forward_plan(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention
+) -> _Forward | _Decode:
+    """Plan a forward. Few queries take the kernels that split the keys, if no measurement says
+    otherwise.
+    """
+    packed = attention.cu_seqlens_q is not None
+    if splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed):
+        plan = _Decode(query, key, value, attention)
+        if not plan.is_slower():
+            return plan
+    return _Forward(query, key, value, attention)
+
+
 def _run_forward(query, key, value, attention: Attention) -> Any:
     """Launch the forward. Returns (output, lse, statistics)."""
     signature = _signature(query, key, value, attention)
@@ -568,10 +587,7 @@ def _run_forward(query, key, value, attention: Attention) -> Any:
         query, key, value = map(unit_stride, given)
         if any(x is not y for x, y in zip(given, (query, key, value))):
             return _run_forward(query, key, value, attention)
-        lengths = query.shape[2], key.shape[2]
-        packed = attention.cu_seqlens_q is not None
-        kind = _Decode if splits_keys(*lengths, attention.dropout_p, packed) else _Forward
-        plan = remembered(signature, kind(query, key, value, attention))
+        plan = remembered(signature, _forward_plan(query, key, value, attention))
     return _launch(plan, (query, key, value), attention)
 
 
@@ -762,14 +778,19 @@ def paged_forward(query, key_pages, value_pages, block_table, *rest):
 
 
 def describe(
-    query: Tensor, attention: Attention, key: Tensor | None = None, **_: Any
+    query: Tensor,
+    attention: Attention,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    **_: Any,
 ) -> str | None:
-    """Say which kernels a call takes, where its shape decides that."""
-    packed = attention.cu_seqlens_q is not None
-    lengths = (0, 0) if packed or key is None else (query.shape[2], key.shape[2])
-    if key is None or splits_keys(*lengths, attention.dropout_p, packed):
-        return "the keys are split over programs"
-    return None
+    """Say which kernels a call takes, where its shape or a measurement decides that."""
+    if attention.cu_seqlens_q is not None:
+        return None
+    if key is not None and value is not None:  # else they lie in pages
+        if isinstance(_forward_plan(query, key, value, attention), _Forward):
+            return None
+    return "the keys are split over programs"
 
 
 def supports(query: Tensor, *_: Any, **__: Any) -> str | None:

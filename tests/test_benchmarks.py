@@ -118,7 +118,7 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
     assert "- absent: liger (it is not installed)" in text
     assert "- Imaginary 1, driver 1.0, torch 9.9, triton 9.9, commit abc" in text
     assert "bfloat16, batch = 2, heads = 8, length = 512, head_dim = 64" in text
-    assert "| triton | 1 (0.9 to 1.1) | 2 | - | 64 | 4 | 2 | 0.2 |" in text
+    assert "| triton | 1 (0.9 to 1.1) | 2 | - | - | 64 | 4 | 2 | 0.2 |" in text
     picture = tmp_path / "out" / re.search(r"!\[.*\]\((.*)\)", text)[1]
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -195,9 +195,12 @@ def appear(folder: Path) -> None:
     def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return move(x, *map(indexed, args), **{k: indexed(v) for k, v in kwargs.items()})
 
+    def flex_attention(q: Any, k: Any, v: Any, *_: Any, enable_gqa: bool = False, **__: Any) -> Any:
+        return attention(q, k, v, enable_gqa=enable_gqa)
+
     def uncompiled(model: Any = None, **_: Any) -> Any:
         flex: dict[str, Any] = {  # what cannot run otherwise
-            "flex_attention": lambda q, k, v, **_: attention(q, k, v),
+            "flex_attention": flex_attention,
             "create_block_mask": lambda *_, **__: None,
         }
         if model is None:

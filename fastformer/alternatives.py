@@ -149,6 +149,8 @@ def _of_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attentio
     ):
         return None
     sizes = query.shape, key.shape, value.shape
+    if causal and attention.shard is not None:
+        return None
     if (causal and sizes[0][2] != sizes[1][2]) or any(0 in size for size in sizes):
         return None
     return causal, query.dtype, query.stride(), *sizes

@@ -44,12 +44,13 @@ from fastformer.checks import (
     require_int,
     require_number,
     require_probability,
+    require_size,
     require_tensor,
     require_token,
     seed_tensor,
     shape_of,
 )
-from fastformer.description import Attention
+from fastformer.description import Attention, Shard
 from fastformer.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256
@@ -99,6 +100,7 @@ def scaled_dot_product_attention(
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    shard: Sequence[int] | None = None,
 ) -> Any:
     """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
 
@@ -135,6 +137,13 @@ def scaled_dot_product_attention(
             mask is a function of it and of (b, h, i, j) alone, the same on every backend. None
             draws one from torch's generator.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
+        shard: where in a larger call, the whole, this one lies: `Shard(batch, head, query, key,
+            heads, queries, keys)`, the index in the whole of its first sequence, head, query and
+            key, and the H, Sq and Sk of the whole, 0 for those of this call. Causality, window,
+            alignment, ALiBi and dropout are then those of the whole, and `key_lengths` has its
+            lengths; the other tensors have the part of the shard. Beside dropout, query and key
+            are multiples of 16. Outputs of shards of the keys are merged by their lse, and the
+            sinks belong to one of these alone.
 
     Mask, bias, causality, window and lengths combine: a query sees a key where all allow it.
     Four queries (down) and six keys (across), x where the query sees the key:
@@ -165,7 +174,8 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
             negative side of the window, an unknown alignment, a softcap that is not positive, a
-            floating attn_mask beside a bias, several devices.
+            floating attn_mask beside a bias, a shard that does not lie inside of the whole, several
+            devices.
         TypeError: dtypes that differ or are not floating, a mask of integers.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
@@ -185,10 +195,12 @@ def scaled_dot_product_attention(
     scale, scores = _require_attention(query, key, value, scale, enable_gqa)
     if attn_mask is not None or bias is not None:
         attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, three)
-    if key_lengths is not None:
-        _require_lengths(key_lengths, query, scores[3])
-        key_lengths = key_lengths.contiguous()
     p = require_dropout("dropout_p", dropout_p)
+    if shard is not None:
+        shard = _shard(shard, scores, p)
+    if key_lengths is not None:
+        _require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
+        key_lengths = key_lengths.contiguous()
     attention = Attention(
         attn_mask,
         p,
@@ -202,6 +214,7 @@ def scaled_dot_product_attention(
         None if softcap is None else _softcap(softcap),
         None if sinks is None else _sinks(sinks, query),
         None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
+        shard,
     )
     result = backends.run(
         "scaled_dot_product_attention",
@@ -233,6 +246,7 @@ def packed_attention(
     window: Sequence[int | None] | None = None,
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
 
@@ -253,13 +267,15 @@ def packed_attention(
         is_causal, causal_alignment, window: likewise, with i and j counted inside of the sequence,
             and the bottom right its own.
         dropout_seed: likewise; the mask is that of the padded batch.
+        shard: likewise, of whole sequences: with its batch, head and heads alone.
 
     Returns:
         [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.
 
     Raises:
         ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease or do not
-            end at the number of tokens; a sequence longer than max_q or max_k.
+            end at the number of tokens; a sequence longer than max_q or max_k; a shard of queries
+            or keys.
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
@@ -292,6 +308,7 @@ def packed_attention(
         causal_alignment=require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
         sinks=_sinks(sinks, q),
         dropout_seed=seed_tensor(dropout_seed, p, query.device),
+        shard=None if shard is None else _packed_shard(shard, query.shape[1], p),
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
         max_q=max_q,
@@ -765,6 +782,43 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
         sinks = sinks.to(query.dtype)
     return sinks.contiguous()
+
+
+def _shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
+    """Return the shard with the sizes of the whole; None where it is the whole, and where the
+    sequence and the head of a shard of these make no difference.
+    """
+    if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
+        fields = ", ".join(Shard._fields)
+        raise TypeError(f"shard is {shard!r}; expected Shard({fields}), which has ints")
+    for name, n in zip(Shard._fields, shard):
+        require_size(0, **{f"shard.{name}": n})
+    given = Shard(*shard)
+    _, *here = scores
+    firsts, wholes = given[1:4], tuple(n or own for n, own in zip(given[4:], here))
+    for name, first, own, whole in zip(Shard._fields[4:], firsts, here, wholes):
+        if first + own > whole:
+            raise ValueError(
+                f"shard has {name} {first} .. {first + own - 1} of {whole}; "
+                f"expected all of its {own} {name} in the whole"
+            )
+    if p == 0:
+        given, wholes = given._replace(batch=0, head=0), (here[0], *wholes[1:])
+    elif given.query % 16 or given.key % 16:
+        raise ValueError(
+            f"shard begins at query {given.query} and key {given.key}; "
+            "expected multiples of 16, of which dropout draws its words"
+        )
+    return None if given[:4] == (0,) * 4 and wholes == tuple(here) else Shard(*given[:4], *wholes)
+
+
+def _packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:
+    if isinstance(shard, (tuple, list)) and any((*shard[2:4], *shard[5:])):
+        raise ValueError(
+            f"shard is {tuple(shard)}; expected one of whole sequences, whose query, key, queries "
+            "and keys are 0"
+        )
+    return _shard(shard, (0, heads, 0, 0), p)
 
 
 def _softcap(softcap: float | None) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -135,8 +135,16 @@ def dropout_threshold(p: float) -> int:
     return round(p * 2**16)
 
 
-def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
+Place = Sequence[int]  # where a shard lies in the whole
+
+
+def dropped(
+    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+) -> Tensor:
     """Return a boolean [planes, rows, columns], True where dropout removes an element.
+
+    place: of a shard, (first plane, planes of a sequence here, planes of one in the whole, first
+        row, first column), the last two multiples of 16.
 
     Element (plane, i, j) reads one of the four words of 16 bits that Philox2x32 gives for the
     counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
@@ -146,9 +154,9 @@ def dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Ten
     function of (seed, plane, i, j).
     """
     if readable(seed):
-        return _dropped(seed, planes, rows, columns, p)
+        return _dropped(seed, planes, rows, columns, p, place)
     # One node of a graph for all sizes: with the loops, other sizes would compile again.
-    return torch.ops.fastformer.dropped(seed, planes, rows, columns, p)
+    return torch.ops.fastformer.dropped(seed, planes, rows, columns, p, place)
 
 
 def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
@@ -193,15 +201,25 @@ def _dropped_rows_by_torch(seed: Tensor, rows: int, quarter: int, threshold: int
     return torch.stack([word < threshold for word in words], -1)
 
 
-def _dropped(seed: Tensor, planes: int, rows: int, columns: int, p: float) -> Tensor:
+def _dropped(
+    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+) -> Tensor:
+    sizes = planes, rows, columns, dropout_threshold(p), place or _WHOLE
     if seed.device.type == "cpu":
-        return _dropped_by_numpy(int(seed), planes, rows, columns, dropout_threshold(p))
-    return _dropped_by_torch(seed, planes, rows, columns, dropout_threshold(p))
+        return _dropped_by_numpy(int(seed), *sizes)
+    return _dropped_by_torch(seed, *sizes)
 
 
-def _dropped_by_torch(seed: Tensor, planes: int, rows: int, columns: int, threshold: int) -> Tensor:
+_WHOLE = 0, 1, 1, 0, 0
+
+
+def _dropped_by_torch(
+    seed: Tensor, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+) -> Tensor:
+    first, here, whole, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     number, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
+    number, i, j = first + number // here * whole + number % here, i + row // 2, j + column // 2
     key, shift = splitmix(number.view(-1, 1, 1) + 1, seed)
     words = philox2x32(i.view(-1, 1), j ^ shift, key)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
@@ -211,18 +229,26 @@ def _dropped_by_torch(seed: Tensor, planes: int, rows: int, columns: int, thresh
     return mask[:, :rows, :columns].contiguous()
 
 
-def _dropped_by_numpy(seed: int, planes: int, rows: int, columns: int, threshold: int) -> Tensor:
+def _dropped_by_numpy(
+    seed: int, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+) -> Tensor:
     """Compute `dropped` on a CPU.
 
     It takes a half to a third of the time of `_dropped_by_torch`, whose calls cost more.
     """
+    first, here, whole, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
     words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
-    numbers = np.arange(1, planes + 1, dtype=np.int64).reshape(-1, 1, 1)
-    key, shift = (word.view(np.uint64) for word in splitmix(numbers, seed))
+    numbers = np.arange(planes, dtype=np.int64).reshape(-1, 1, 1)
+    if place is not _WHOLE:
+        numbers = first + numbers // here * whole + numbers % here
+    key, shift = (word.view(np.uint64) for word in splitmix(numbers + 1, seed))
     keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
-    i, j = (np.arange(tiles * 8, dtype=np.uint64) for tiles in (tiles_i, tiles_j))
+    i, j = (
+        np.arange(start // 2, start // 2 + tiles * 8, dtype=np.uint64)
+        for start, tiles in ((row, tiles_i), (column, tiles_j))
+    )
     c0, c1 = i.reshape(-1, 1), j ^ shift
     step_i = max(1, min(tiles_i, _CHUNK // max(1, tiles_j * 64)))
     step = max(1, _CHUNK // max(1, step_i * tiles_j * 64))
@@ -233,8 +259,8 @@ def _dropped_by_numpy(seed: int, planes: int, rows: int, columns: int, threshold
             halves = pair.view(np.uint16)
             for column in range(2):
                 drop = (halves[..., column::4] <= last).view(np.uint64)
-                place = words[column, :, own, t : t + step_i]
-                place[:] = drop.reshape(place.shape)
+                target = words[column, :, own, t : t + step_i]
+                target[:] = drop.reshape(target.shape)
     elements = mask.view(np.bool_).reshape(planes, tiles_i * 16, tiles_j * 16)
     return torch.from_numpy(np.ascontiguousarray(elements[:, :rows, :columns]))
 
@@ -292,13 +318,14 @@ def _philox_by_numpy(
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
 _library.define(
-    "dropped(Tensor seed, SymInt planes, SymInt rows, SymInt columns, float p) -> Tensor",
+    "dropped(Tensor seed, SymInt planes, SymInt rows, SymInt columns, float p, "
+    "SymInt[]? place=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl("dropped", _dropped, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fastformer::dropped",
-    lambda seed, planes, rows, columns, p: seed.new_empty(planes, rows, columns, dtype=torch.bool),
+    lambda seed, *sizes: seed.new_empty(sizes[:3], dtype=torch.bool),
     lib=_library,
 )
 
@@ -346,7 +373,8 @@ def _visible(
     if key_lengths is not None or left >= 0 or right >= 0:
         j = torch.arange(k_length, device=key.device)
     if key_lengths is not None:
-        visible = keys = j < key_lengths.view(-1, 1, 1, 1)
+        first = 0 if attention.shard is None else attention.shard.key
+        visible = keys = j < key_lengths.view(-1, 1, 1, 1) - first
     for mask in (attention.attn_mask, None if bias is None else _left_by(bias)):
         if mask is None:
             continue
@@ -379,12 +407,18 @@ def _left_by(bias: Tensor) -> Tensor | None:
 
 
 def _shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
-    """Return the shift of the diagonal: 0, or the one that aligns last query and last key."""
+    """Return the shift of the diagonal: 0, or the one that aligns last query and last key; and for
+    a shard, by how much more its queries than its keys lie behind the first of the whole.
+    """
+    shard, queries, keys = attention.shard, query.shape[-2], key.shape[-2]
+    moved = 0
+    if shard is not None:
+        moved, queries, keys = shard.query - shard.key, shard.queries, shard.keys
     if attention.causal_alignment == "top_left":
-        return 0
+        return moved
     if attention.key_lengths is None:
-        return key.shape[-2] - query.shape[-2]
-    return (attention.key_lengths.long() - query.shape[-2]).view(-1, 1, 1, 1)
+        return keys - queries + moved
+    return (attention.key_lengths.long() - queries + moved).view(-1, 1, 1, 1)
 
 
 def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) -> Tensor | None:
@@ -487,6 +521,8 @@ def _is_plain(attention: Attention) -> bool:
     mask, _, is_causal, _, bias, lengths, window, alignment, slopes = attention[:9]
     if mask is not None or bias is not None or lengths is not None or window is not None:
         return False
+    if is_causal and attention.shard is not None:
+        return False
     return slopes is None and not (is_causal and alignment == "bottom_right")
 
 
@@ -494,11 +530,11 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -
     """Call torch's op with causality alone, a mask alone or a bias alone; return None for any other
     description, and where key, value or result need more preparation.
     """
-    mask, _, is_causal, scale, bias, lengths, window, alignment, slopes = attention[:9]
+    mask, _, is_causal, scale, bias, lengths, window, _, slopes = attention[:9]
     if lengths is not None or window is not None or slopes is not None:
         return None
     if mask is None and bias is None:
-        if is_causal and alignment == "bottom_right":
+        if not _is_plain(attention):
             return None
         return _plain(query, key, value, is_causal, scale)
     if is_causal or not eager(query):
@@ -656,7 +692,11 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
         return weights @ value
     assert attention.dropout_seed is not None
     batch, heads, rows, columns = weights.shape
-    drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p)
+    place, shard = None, attention.shard
+    if shard is not None:
+        first = shard.batch * shard.heads + shard.head
+        place = first, heads, shard.heads, shard.query, shard.key
+    drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p, place)
     weights = weights.masked_fill(drop.view(weights.shape), 0.0)
     return weights @ value * _dropout_scale(attention.dropout_p)
 
@@ -679,6 +719,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
             shift = (keys - queries).long().view(-1, 1, 1, 1)
         i = torch.arange(max_q, device=query.device).view(-1, 1)
         mask, _ = _visible(k, i, shift, attention)
+    shard = attention.shard
+    if shard is not None:  # of whole sequences
+        shard = shard._replace(queries=max_q, keys=max_k)
+    attention = attention._replace(shard=shard)
     padded = attention._replace(attn_mask=mask, is_causal=False, window=None, key_lengths=keys)
     out = scaled_dot_product_attention(q, k, v, padded)
     assert isinstance(out, Tensor)

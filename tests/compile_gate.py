@@ -52,13 +52,17 @@ MASKS: dict[str, dict[str, Any]] = {
     "alibi, causal": {"alibi": True, "causal": True},
     "softcap, causal": {"softcap": 50.0, "causal": True},
     "sinks, window": {"sinks": True, "window": [127, 0]},
+    "shard, bottom-right, lengths": {
+        "shard": [6, 12, 4096, 8192, 16, 16384, 16384], "causal": True,
+        "alignment": "bottom_right", "lengths": True,
+    },
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
     "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
 }  # fmt: skip
 NOTHING = dict(
     mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
-    softcap=None, sinks=False, packed=False,
+    softcap=None, sinks=False, packed=False, shard=None,
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks import sass
-from fastformer.description import Attention, pack
+from fastformer.description import Attention, Shard, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
 TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
@@ -243,6 +243,7 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     if case["dropout"]:
         dropout_p, seed = 0.1, empty(1, dtype=torch.int64)
     window, alignment = case["window"], case["alignment"]
+    shard = None if case["shard"] is None else Shard(*case["shard"])
     sinks = empty(heads, dtype=dtype) if case["sinks"] else None
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
@@ -262,7 +263,7 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
         mask, dropout_p, case["causal"], d**-0.5, bias,
         empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
         empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], sinks,
-        seed,
+        seed, shard,
     )  # fmt: skip
     arguments = pack([query, key, value, described])
     saved = attention.forward(*arguments, False)

@@ -233,6 +233,10 @@ case(
 )
 case(SDPA, "attention, softcap, grouped", qkv(2, 4, S, 64, g=2), ("dense", "swapped"),
      softcap=20.0, is_causal=True, enable_gqa=True)  # fmt: skip
+case(SDPA, "attention, shard",
+     qkv(2, 2, S, 64, key_lengths=lambda: torch.tensor([3 * S, 100])), ("dense", "swapped"),
+     is_causal=True, causal_alignment="bottom_right", shard=(2, 4, 64, 48, 8, 4 * S, 3 * S),
+     **DROPOUT)  # fmt: skip
 case(SDPA, "attention, one query",
      qkv(2, 2, 1, 64, sk=S, **LENGTHS), ("dense", "swapped"))  # fmt: skip
 case(SDPA, "attention, few queries",

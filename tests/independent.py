@@ -57,15 +57,17 @@ def kept(words, p):
     return np.zeros(words.shape) if p == 1 else (words >= p * 2**16) / (1 - p)
 
 
-def tile_factors(shape, plane, p, seed):
-    """Of [rows, columns] of scores, or of the hidden elements of a feed-forward, plane 0: an
-    element takes the low half, or the high one if j // 8 is odd, of the first word, or the second
-    if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers x with bit 3 left out. Output
-    plane + 1 of SplitMix64 gives the key, its low word, and the shift, its high word.
+def tile_factors(shape, plane, p, seed, first=(0, 0)):
+    """Of [rows, columns] of scores from the `first` on, or of the hidden elements of a
+    feed-forward, plane 0: an element takes the low half, or the high one if j // 8 is odd, of the
+    first word, or the second if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers x
+    with bit 3 left out. Output plane + 1 of SplitMix64 gives the key, its low word, and the shift,
+    its high word.
     """
     if not p:
         return 1.0
-    i, j = np.ogrid[: int(shape[0]), : int(shape[1])]
+    (a, b), (rows, columns) = first, map(int, shape)
+    i, j = np.ogrid[a : a + rows, b : b + columns]
     z = splitmix(plane + 1, seed)
     words = philox_of_two(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32, z & M32)
     word = np.where(i // 8 % 2, words[1], words[0])
@@ -89,10 +91,13 @@ def row_factors(shape, p, seed):
 
 def one_head(
     q, k, v, seen, bias, *, scale, causal, window, bottom, keys, slope, softcap, sink, factors,
+    first=(0, 0), queries=None,
 ):  # fmt: skip
-    """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence."""
-    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
-    shift = keys - len(q) if bottom else 0
+    """(output [Sq, Dv], log-sum-exp [Sq], weights [Sq, Sk]) of one head of one sequence, or of
+    queries and keys in the middle of it, from the `first` on.
+    """
+    i, j = first[0] + np.arange(len(q))[:, None], first[1] + np.arange(len(k))[None, :]
+    shift = keys - (queries or len(q)) if bottom else 0
     left, right = (None, None) if window is None else window
     seen = seen & (j < keys) & (bias.real > -2.3586e38)
     if causal:
@@ -118,7 +123,7 @@ def one_head(
 def attention(
     query, key, value, attn_mask=None, bias=None, key_lengths=None, *, alibi_slopes=None,
     is_causal=False, window=None, causal_alignment="top_left", softcap=None, sinks=None,
-    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True,
+    dropout_p=0.0, dropout_seed=0, scale=None, enable_gqa=True, return_lse=True, shard=None,
 ):  # fmt: skip
     """(output [B, H, Sq, Dv], lse [B, H, Sq], weights [B, H, Sq, Sk])."""
     (batch, heads, rows, dim), (groups, columns) = query.shape, key.shape[1:3]
@@ -127,14 +132,19 @@ def attention(
     bias = np.broadcast_to(0.0 if bias is None else bias, full)
     slopes = np.broadcast_to(0.0 if alibi_slopes is None else alibi_slopes, full[:2])
     sinks = np.full(heads, -np.inf) if sinks is None else sinks
-    keys = [columns] * batch if key_lengths is None else key_lengths
+    first_b, first_h, *first, of_heads, of_rows, of_columns = shard or (0,) * 4 + full[1:]
+    keys = [of_columns] * batch if key_lengths is None else key_lengths
     results = [
         one_head(
             query[b, h], key[b, h * groups // heads], value[b, h * groups // heads],
             seen[b, h], bias[b, h], scale=dim**-0.5 if scale is None else scale, causal=is_causal,
             window=window, bottom=causal_alignment == "bottom_right", keys=int(keys[b]),
             slope=slopes[b, h], softcap=softcap, sink=sinks[h],
-            factors=tile_factors((rows, columns), b * heads + h, dropout_p, dropout_seed),
+            factors=tile_factors(
+                (rows, columns), (first_b + b) * of_heads + first_h + h, dropout_p, dropout_seed,
+                first,
+            ),
+            first=first, queries=of_rows,
         )
         for b in range(batch)
         for h in range(heads)

@@ -90,8 +90,8 @@ PLANTED = {
         ),
         "length ignored": (
             "locate_sequence",
-            "length = clamp(",
-            "length = sizes.keys + 0 * clamp(",
+            "length = clamp(tl.load(",
+            "length = sizes.keys + 0 * clamp(tl.load(",
         ),
         "dropout not rescaled": ("forward_kernel", "(factors.inv_keep / sums)", "(1.0 / sums)"),
         "dropout in dv not rescaled": (
@@ -109,8 +109,8 @@ PLANTED = {
             "dropout_plane(call.seed, plane)",
             "dropout_plane(call.seed, plane + 1)",
         ),
-        "dropped elements kept": ("forward_tiles", "factors.inv_keep * 0.0", "p"),
-        "gradient dropped elsewhere": ("_score_gradient", "draws, i0, n0,", "draws, i0 + 16, n0,"),
+        "dropped elements kept": ("forward_tiles", "head.call.factors.inv_keep * 0.0", "p"),
+        "gradient dropped elsewhere": ("_score_gradient", "head, i0, n0,", "head, i0 + 16, n0,"),
         "dropout of another tile": (
             "forward_tiles",
             "work.start, n0,",
@@ -796,7 +796,7 @@ MORE = {
         ),
         "a length past the keys": (
             "locate_sequence",
-            "length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.keys)",
+            "length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, length)",
             "length = tl.load(extras.lengths + b).to(tl.int32)",
         ),
         "the same order of causal rows": (
@@ -1169,6 +1169,47 @@ MORE = {
     },
 }
 
+# Of shards: tests/test_shard.py plants them.
+SHARDED = {
+    "queries of a shard not moved": (
+        "moved",
+        "sizes.shard.query - sizes.shard.key",
+        "0 - sizes.shard.key",
+    ),
+    "keys of a shard not moved": (
+        "moved",
+        "sizes.shard.query - sizes.shard.key",
+        "sizes.shard.query",
+    ),
+    "the band of a shard not moved": (
+        "locate_sequence",
+        "shift += moved(sizes, has)",
+        "shift += 0",
+    ),
+    "a shard aligned at its own end": (
+        "locate_sequence",
+        "shift += queries - shard.queries",
+        "shift += 0",
+    ),
+    "lengths of the shard": ("locate_sequence", "length - shard.key, 0,", "length, 0,"),
+    "lengths cut to the shard": ("locate_sequence", "length = shard.keys", "length = length"),
+    "planes of the shard's first sequence": (
+        "locate_head",
+        "(shard.batch + b)",
+        "(b)",
+    ),
+    "planes of the shard's first head": ("locate_head", "shard.head + h", "h"),
+    "planes of the shard's heads": ("locate_head", "* shard.heads +", "* call.sizes.heads +"),
+    "dropout of the first queries": ("kept", "i0 += shard.query", "i0 += 0"),
+    "dropout of the first keys": ("kept", "n0 += shard.key", "n0 += 0"),
+    "the band of a bias gradient not moved": (
+        "backward_dbias_kernel",
+        "shift = moved(sizes, has)",
+        "shift = 0",
+    ),
+}
+MORE["attention"] |= SHARDED
+
 # Mutants that compute the same, and why.
 EQUIVALENT = {
     ("attention", "an unbounded window"): "a side that is unbounded is no argument of the kernels",
@@ -1231,6 +1272,7 @@ PENDING: dict[str, tuple[str, ...]] = {
         "softcap's derivative",
         "packed queries",
         "packed keys",
+        *SHARDED,
     ),
     "feed_forward": (
         "rows of another group",
@@ -1286,6 +1328,7 @@ PENDING: dict[str, tuple[str, ...]] = {
 COVERED_BY = {
     "attention": (
         "test_decode_attention.py",
+        "test_shard.py",
         "test_attention.py",
         "test_padding.py",
         "test_sizes.py",

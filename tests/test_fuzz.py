@@ -137,14 +137,27 @@ def scores(draw):
     return tensors, options
 
 
-def scaled_dot_product_attention(draw):
+def scaled_dot_product_attention(draw, whole=False):
     tensors, options = scores(draw)
     batch, groups, columns, _ = tensors["key"].shape
     value = draw.normal(batch, groups, columns, draw.one(5, 8, 16))
     for b, n in enumerate(tensors.get("key_lengths", torch.tensor([])).tolist()):
         value[b, :, n:] = math.nan
     options |= {"return_lse": draw.often(), **draw.dropout()}
+    if not whole and draw.often(0.25):
+        options["shard"] = shard(draw, tensors)
     return {**tensors, "value": value}, options
+
+
+def shard(draw, tensors):
+    """Where the tensors lie in a whole, to which their lengths are raised."""
+    (_, heads, rows, _), columns = tensors["query"].shape, tensors["key"].shape[2]
+    batch, head, i, j = (step * int(draw.random.integers(4)) for step in (1, 1, 16, 16))
+    if "key_lengths" in tensors:
+        tensors["key_lengths"] += j
+    more = draw.random.integers(0, 20, 3).tolist()
+    ends = zip((head, i, j), (heads, rows, columns), more)
+    return (batch, head, i, j, *map(sum, ends))
 
 
 def attention_weights(draw):
@@ -172,7 +185,7 @@ def packed_attention(draw):
 
 def paged_attention(draw):
     """The keys and values of a call without pages, cut into pages that lie in any order."""
-    tensors, options = scaled_dot_product_attention(draw)
+    tensors, options = scaled_dot_product_attention(draw, whole=True)
     for name in ("dropout_p", "dropout_seed", "enable_gqa"):
         options.pop(name, None)
     batch, _, columns, _ = tensors["key"].shape

@@ -69,14 +69,15 @@ def gated():
 
 OPS = {
     "scaled_dot_product_attention": lambda: dict(
-        **heads(), value=floats(B, H, S, D), **scores(), **DROPOUT, return_lse=True
+        **heads(), value=floats(B, H, S, D), **scores(), **DROPOUT, return_lse=True,
+        shard=(1, 1, 16, 32, 2 * H, 2 * 16, 3 * 16),
     ),
     "packed_attention": lambda: dict(
         query=floats(B * T, H, D), key=floats(B * S, H, D), value=floats(B * S, H, D),
         cu_seqlens_q=torch.tensor([0, T, B * T], dtype=torch.int32),
         cu_seqlens_k=torch.tensor([0, S, B * S], dtype=torch.int32),
         max_q=T, max_k=S, is_causal=True, scale=0.5, causal_alignment="bottom_right",
-        window=(2, 2), sinks=floats(H), **DROPOUT,
+        window=(2, 2), sinks=floats(H), **DROPOUT, shard=(1, 1, 0, 0, 2 * H, 0, 0),
     ),
     "paged_attention": lambda: dict(
         query=floats(B, H, T, D), key_pages=floats(P, PAGE, H, D),
@@ -303,6 +304,7 @@ SEARCHES = "greedy_decode", "sample", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
     "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
+    "checked where a call takes it": ["Shard"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 

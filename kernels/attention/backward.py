@@ -7,18 +7,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LOG2E, dropout_keep
+from ..common import LOG2E
 from .scores import (
     Indices,
     clamp,
     first_row,
     in_columns,
     in_rows,
+    kept,
     key_row,
     keys_of_rows,
     load_rows,
     locate_head,
     locate_sequence,
+    moved,
     prepare_call,
     scores,
     shifted,
@@ -228,9 +230,7 @@ def _dkdv_tiles(
         dp = tl.dot(own.v, tl.trans(do), input_precision=tile.precision)
         z = p
         if has.dropout:
-            threshold = call.factors.threshold
-            keep = dropout_keep(head.draws, i0, own.start, threshold, tile.rows, tile.columns)
-            keep = tl.trans(keep)
+            keep = tl.trans(kept(head, i0, own.start, tile, has))
             zero = 0.0
             if has.bias != 1 and tile.dim_block <= 64:  # as in the forward; elsewhere it spills
                 zero = inv_keep * 0.0
@@ -367,11 +367,9 @@ def _probabilities(
 @triton.jit
 def _score_gradient(p, dp, delta, corner, head, tile: tl.constexpr, has: tl.constexpr):
     """Compute dS of the tile at (i0, n0) = corner from P and dp = do . v: [BM, BN]."""
-    factors = head.call.factors
     if has.dropout:
         i0, n0 = corner
-        keep = dropout_keep(head.draws, i0, n0, factors.threshold, tile.rows, tile.columns)
-        dp = tl.where(keep, dp, 0.0) * factors.inv_keep
+        dp = tl.where(kept(head, i0, n0, tile, has), dp, 0.0) * head.call.factors.inv_keep
     return p * (dp - delta[:, None])
 
 
@@ -553,7 +551,8 @@ def backward_dbias_kernel(
     call = prepare_call(extras, strides, sizes, band, factors, has)
     members = over.batches * over.heads
     if not has.bottom_right:  # outside of the band, whatever the length: zeros
-        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, 0, band, tile, has)
+        shift = moved(sizes, has)
+        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, band, tile, has)
         members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
 
     dbias = tl.zeros([tile.rows, tile.columns], tile.acc)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LOG2E, dropout_keep
+from ..common import LOG2E
 from .scores import (
     Indices,
     first_row,
     in_pages,
     in_rows,
+    kept,
     key_row,
     keys_of_rows,
     load_rows,
@@ -85,13 +86,10 @@ def forward_tiles(
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if has.dropout:
-            factors = head.call.factors
-            keep = dropout_keep(
-                head.draws, work.start, n0, factors.threshold, tile.rows, tile.columns
-            )
+            keep = kept(head, work.start, n0, tile, has)
             # Beside a zero that it knows, the compiler chooses among elements of 16 bits, of which
             # two share a register, and unpacks them first.
-            p = tl.where(keep, p, factors.inv_keep * 0.0)
+            p = tl.where(keep, p, head.call.factors.inv_keep * 0.0)
         exists = keys.ok if SKIP else inside
         GUARD: tl.constexpr = EDGE or SKIP
         v = load_rows(work.value, v_rows, v_stride, exists, tile.value_dim, tile.value_block, GUARD)

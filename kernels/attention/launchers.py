@@ -161,14 +161,16 @@ class _Plan:
             lengths=attention.key_lengths is not None,
             packed=self.packed,
             dropout=attention.dropout_p > 0,
+            shard=attention.shard is not None,
             fold=attention.scale > 2.0**-100 and attention.softcap is None and not self.apart,
         )
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
         softcap = 1.0 if attention.softcap is None else attention.softcap
+        lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
             strides=Strides(*rows, *strides[0], *strides[1], *slopes),
-            sizes=Sizes(self.heads, group, self.q_length, self.k_length, q_rows, k_rows),
+            sizes=Sizes(self.heads, group, *lengths, attention.shard),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
         )
@@ -530,7 +532,7 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
     because it is most of what a call costs on the host.)
     """
     mask, dropout_p, is_causal, scale, bias, lengths, window, alignment = attention[:8]
-    slopes, softcap, sinks, seed, starts, ends, max_q, max_k = attention[8:]
+    slopes, softcap, sinks, seed, shard, starts, ends, max_q, max_k = attention[8:]
     dtype = query.dtype
     return (
         query.shape,
@@ -550,6 +552,7 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
         window,
         alignment,
         softcap,
+        shard,
         max_q,
         max_k,
         dtype is torch.float32 and allow_tf32(),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E, dropout_plane
+from ..common import LN2, LOG2E, dropout_keep, dropout_plane
 
 # ---------------------------------------------------------------------- groups of kernel arguments
 
@@ -88,6 +88,7 @@ class Sizes(NamedTuple):
     keys: Any  # Sk, likewise
     query_rows: Any  # rows of the query tensor: Sq, or Tq in a packed batch
     key_rows: Any
+    shard: Any = None  # `Shard`: where these lie in the whole; None where they are the whole
 
 
 class Band(NamedTuple):
@@ -137,6 +138,7 @@ class Has(NamedTuple):
     dropout: Any
     fold: Any  # whether `scores` leaves the factor of the scores to `shifted`
     sink: Any = False
+    shard: Any = False  # whether the call is given a shard of the whole, `Sizes.shard`
     page: Any = 0  # keys of a page, 0 where they are not in pages
     key_grad: Any = False  # whether a bias that is constant over the queries needs its gradient
 
@@ -243,12 +245,21 @@ def clamp(x, low, high):
 
 
 @triton.jit
+def moved(sizes, has: tl.constexpr):
+    """By how much more the queries of a shard than its keys lie behind the first of the whole."""
+    if has.shard:
+        return sizes.shard.query - sizes.shard.key
+    else:
+        return 0
+
+
+@triton.jit
 def locate_sequence(extras, sizes, b, has: tl.constexpr):
     """Find sequence b.
 
     `extras.lengths` holds the number of keys of each sequence, or in a packed batch the offsets of
     its keys; `extras.starts` holds the offsets of its queries. They are clamped, so that a bad one
-    never makes a program read out of bounds.
+    never makes a program read out of bounds. Of a shard the lengths are those of the whole.
     """
     if has.packed:
         q0 = clamp(tl.load(extras.starts + b).to(tl.int32), 0, sizes.query_rows)
@@ -264,11 +275,19 @@ def locate_sequence(extras, sizes, b, has: tl.constexpr):
         first_key = (b * 0).to(tl.int64)
         queries = sizes.queries
         length = sizes.keys
+        if has.shard:
+            shard = sizes.shard
+            length = shard.keys
         if has.lengths:
-            length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.keys)
+            length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, length)
     shift = 0
     if has.bottom_right:
         shift = length - queries
+    if has.shard and not has.packed:
+        if has.bottom_right:
+            shift += queries - shard.queries
+        shift += moved(sizes, has)
+        length = clamp(length - shard.key, 0, sizes.keys)
     return Sequence(first_query, first_key, queries, length, shift)
 
 
@@ -300,8 +319,21 @@ def locate_head(call, sequence, plane, b, h, first, tile: tl.constexpr, has: tl.
         slope = slope.to(tile.acc) * LOG2E
     draws = 0
     if has.dropout:
+        if has.shard:
+            shard = call.sizes.shard
+            plane = (shard.batch + b) * shard.heads + shard.head + h
         draws = dropout_plane(call.seed, plane)
     return Head(draws, mask, bias, slope, sequence, call)
+
+
+@triton.jit
+def kept(head, i0, n0, tile: tl.constexpr, has: tl.constexpr):
+    """Return which elements [BM, BN] of the tile at query i0 and key n0 dropout keeps."""
+    if has.shard:
+        shard = head.call.sizes.shard
+        i0 += shard.query
+        n0 += shard.key
+    return dropout_keep(head.draws, i0, n0, head.call.factors.threshold, tile.rows, tile.columns)
 
 
 @triton.jit

@@ -1,0 +1,241 @@
+"""Ops on shards of their arguments: together they are what the whole is, dropout included."""
+
+import itertools
+
+import pytest
+import torch
+from mutants import SHARDED
+
+import fastformer as ff
+from fastformer import use_backend
+
+BATCH, HEADS, GROUPS, QUERIES, KEYS = 3, 4, 2, 40, 56
+CUTS = {"batch": [0, 2, 3], "head": [0, 2, 4], "query": [0, 16, 40], "key": [0, 32, 56]}
+WHOLE = {"batch": [0, BATCH], "head": [0, HEADS], "query": [0, QUERIES], "key": [0, KEYS]}
+
+
+def merged(parts):
+    """(output, lse) of the whole, given those of parts of its keys."""
+    outputs, sums = (torch.stack(x) for x in zip(*parts))
+    lse = sums.logsumexp(0)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = (sums - finite).exp().unsqueeze(-1).to(outputs.dtype)
+    return (weights * outputs).sum(0), lse
+
+
+def part(x, places):
+    """The part of a tensor that broadcasts to [B, H, Sq, Sk]."""
+    for dim, (first, last) in zip((-4, -3, -2, -1), places):
+        if x is not None and x.dim() >= -dim and x.shape[dim] > 1:
+            x = x.narrow(dim, first, last - first)
+    return x
+
+
+def of_one(
+    query, key, value, attn_mask, bias, key_lengths, alibi_slopes, sinks, places, shard, **options
+):
+    (b0, b1), (h0, h1), (q0, q1), (k0, k1) = places
+    g0, g1 = h0 * GROUPS // HEADS, h1 * GROUPS // HEADS
+    if sinks is not None:  # of the first part of the keys alone
+        sinks = sinks[h0:h1] if k0 == 0 else None
+    return ff.scaled_dot_product_attention(
+        query[b0:b1, h0:h1, q0:q1],
+        key[b0:b1, g0:g1, k0:k1],
+        value[b0:b1, g0:g1, k0:k1],
+        part(attn_mask, places),
+        bias=part(bias, places),
+        key_lengths=None if key_lengths is None else key_lengths[b0:b1],
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes[h0:h1],
+        sinks=sinks,
+        enable_gqa=True,
+        return_lse=True,
+        shard=ff.Shard(b0, h0, q0, k0, HEADS, QUERIES, KEYS) if shard else None,
+        **options,
+    )
+
+
+def sharded(
+    query, key, value, attn_mask=None, bias=None, key_lengths=None, alibi_slopes=None,
+    sinks=None, *, cut, shard=True, **options,
+):  # fmt: skip
+    """[B, H, Sq, Dv + 1]: the output and, as the last column, lse, computed in shards."""
+    given = query, key, value, attn_mask, bias, key_lengths, alibi_slopes, sinks
+    spans = [list(itertools.pairwise(cut[name])) for name in CUTS]
+
+    def along(dim, places):
+        if dim == 4:
+            return of_one(*given, places, shard, **options)
+        parts = [along(dim + 1, (*places, span)) for span in spans[dim]]
+        if dim == 3:
+            return merged(parts)
+        return [torch.cat(x, dim) for x in zip(*parts)]
+
+    output, lse = along(0, ())
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    return torch.cat([output, lse.unsqueeze(-1).to(output.dtype)], -1)
+
+
+def whole(**given):
+    return sharded(**given, shard=False)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "bottom right": dict(is_causal=True, causal_alignment="bottom_right"),
+    "lengths, causal": dict(key_lengths=True, is_causal=True),
+    "lengths, bottom right, left": dict(
+        key_lengths=True, causal_alignment="bottom_right", window=(20, None)
+    ),
+    "window, dropout": dict(window=(9, 11), dropout_p=0.3, dropout_seed=-9),
+    "mask, alibi, sinks": dict(attn_mask=True, alibi_slopes=True, sinks=True),
+    "key mask, alibi, bottom right": dict(
+        key_mask=True, alibi_slopes=True, is_causal=True, causal_alignment="bottom_right"
+    ),
+    "bias, causal, dropout": dict(bias=True, is_causal=True, dropout_p=0.2, dropout_seed=5),
+    "key bias, lengths, dropout": dict(
+        key_bias=True, key_lengths=True, dropout_p=0.4, dropout_seed=2**62
+    ),
+    "softcap, window, sinks, dropout": dict(
+        softcap=3.0, window=(30, 2), sinks=True, dropout_p=0.3, dropout_seed=1
+    ),
+}  # fmt: skip
+
+
+def made(options, dtype=torch.float32, device="cpu", queries=QUERIES):
+    """(tensors, constants) of a call."""
+    torch.manual_seed(3)
+    options = dict(options)
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    tensors = dict(
+        query=1.5 * normal(BATCH, HEADS, queries, 16),
+        key=1.5 * normal(BATCH, GROUPS, KEYS, 16),
+        value=normal(BATCH, GROUPS, KEYS, 16),
+    )
+    rows = (queries, KEYS)
+    extras = dict(
+        attn_mask=("attn_mask", lambda: normal(BATCH, 1, *rows) > -0.5),
+        key_mask=("attn_mask", lambda: normal(BATCH, 1, 1, KEYS) > -0.5),
+        bias=("bias", lambda: normal(HEADS, *rows)),
+        key_bias=("bias", lambda: normal(BATCH, 1, 1, KEYS)),
+        key_lengths=("key_lengths", lambda: torch.tensor([30, 0, 50], device=device)),
+        sinks=("sinks", lambda: normal(HEADS)),
+    )
+    for option, (name, make) in extras.items():
+        if options.pop(option, None):
+            tensors[name] = make()
+    if options.pop("alibi_slopes", None):
+        options["alibi_slopes"] = 0.5 ** torch.arange(1.0, HEADS + 1, device=device)
+    return tensors, options
+
+
+@pytest.mark.parametrize("names", OPTIONS)
+def test_shards_are_the_whole_in_float64(names):
+    """Outputs and every gradient, of attention cut along each dimension and along all of them."""
+    tensors, options = made(OPTIONS[names], torch.float64)
+    inputs = {n: x.requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+    cotangent = torch.randn(BATCH, HEADS, QUERIES, 17, dtype=torch.float64)
+    want = whole(**tensors, cut=WHOLE, **options)
+    grads = torch.autograd.grad(want, list(inputs.values()), cotangent)
+    for cut in [*[WHOLE | {name: CUTS[name]} for name in CUTS], CUTS]:
+        have = sharded(**tensors, cut=cut, **options)
+        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+        found = torch.autograd.grad(have, list(inputs.values()), cotangent)
+        for name, x, y in zip(inputs, found, grads):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=name)
+
+
+IN_TWO = {name: WHOLE | {"query": CUTS["query"], "key": CUTS["key"]} for name in OPTIONS}
+IN_TWO["window, dropout"] = CUTS  # which has planes
+
+
+@pytest.mark.parametrize("names", OPTIONS)
+def test_kernels_of_shards(against_oracle, small_tiles, in_bounds, device, names):
+    """The kernels, of shards of the queries and of the keys, against the same in float64."""
+    tensors, options = made(OPTIONS[names], device=device)
+    with small_tiles(16, 32), use_backend("triton"):
+        against_oracle(sharded, tensors, cut=IN_TWO[names], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_kernels_of_shards_in_16_bits(against_oracle, device, dtype):
+    tensors, options = made(OPTIONS["bias, causal, dropout"], dtype, device)
+    with use_backend("triton"):
+        against_oracle(sharded, tensors, cut=IN_TWO["causal"], **options)
+
+
+@pytest.mark.parametrize("names", ["bottom right", "lengths, bottom right, left", "key mask"])
+def test_few_queries_of_shards(against_oracle, device, names):
+    """The kernels that split the keys over programs, on shards of these."""
+    tensors, options = made(OPTIONS.get(names, dict(key_mask=True, window=(20, 5))), device=device)
+    tensors["query"] = tensors["query"][:, :, :3]
+    splits = pytest.importorskip("fastformer.kernels.attention.launchers")
+    with pytest.MonkeyPatch.context() as patch, use_backend("triton"):
+        patch.setattr(splits, "splits_keys", lambda *_: True)
+        cut = WHOLE | {"query": [0, 1, 3], "key": CUTS["key"]}
+        against_oracle(sharded, tensors, cut=cut, **options)
+
+
+def test_dropout_masks_of_shards(backend, device):
+    """Bit for bit: the weights of uniform scores, which the identity as value shows."""
+    query = torch.zeros(BATCH, HEADS, QUERIES, 8, device=device)
+    key = torch.zeros(BATCH, HEADS, KEYS, 8, device=device)
+    value = torch.eye(KEYS, device=device).expand(BATCH, HEADS, KEYS, KEYS)
+    dropout = dict(dropout_p=0.3, dropout_seed=-77)
+    with use_backend(backend):
+        drop = ff.scaled_dot_product_attention(query, key, value, **dropout) == 0
+        spans = [list(itertools.pairwise(x)) for x in CUTS.values()]
+        for (b0, b1), (h0, h1), (q0, q1), (k0, k1) in itertools.product(*spans):
+            out = ff.scaled_dot_product_attention(
+                query[b0:b1, h0:h1, q0:q1], key[b0:b1, h0:h1, k0:k1], value[b0:b1, h0:h1, k0:k1],
+                **dropout, shard=(b0, h0, q0, k0, HEADS, QUERIES, KEYS),
+            )  # fmt: skip
+            want = drop[b0:b1, h0:h1, q0:q1, k0:k1]
+            assert torch.equal(out[..., k0:k1] == 0, want)
+    assert 0.25 < drop.float().mean() < 0.35
+
+
+def test_packed_batches_of_shards(backend, device):
+    """Sharded over sequences and heads: outputs and gradients are those of the whole, bit for bit
+    on the kernels."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 20, 20, 37, 60], dtype=torch.int32, device=device)
+    tensors = [torch.randn(60, HEADS, 16, device=device, requires_grad=True) for _ in range(3)]
+    options = dict(dropout_p=0.4, dropout_seed=3, is_causal=True)
+    with use_backend(backend):
+        want = ff.packed_attention(*tensors, cu, cu, 23, 23, **options)
+        parts = []
+        for b0, b1 in ((0, 1), (1, 4)):
+            of = slice(int(cu[b0]), int(cu[b1]))
+            own = cu[b0 : b1 + 1] - cu[b0]
+            heads = [
+                ff.packed_attention(
+                    *(x[of, h0 : h0 + 2] for x in tensors), own, own, 23, 23, **options,
+                    shard=ff.Shard(batch=b0, head=h0, heads=HEADS),
+                )
+                for h0 in (0, 2)
+            ]  # fmt: skip
+            parts.append(torch.cat(heads, 1))
+        have = torch.cat(parts)
+        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
+        cotangent = torch.randn_like(want)
+        for x, y in zip(*(torch.autograd.grad(z, tensors, cotangent) for z in (have, want))):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bug", [None, *SHARDED])
+def test_bugs_of_shards(plant_and_check, against_oracle, small_tiles, bug):
+    """Without a bug the check passes; with one planted in the kernels it fails."""
+    attention = pytest.importorskip("fastformer.kernels.attention")
+
+    def check():
+        with small_tiles(16, 16):
+            for names in ("lengths, causal", "bottom right", "bias, causal, dropout"):
+                tensors, options = made(OPTIONS[names])
+                cut = CUTS if "dropout" in names else IN_TWO[names]
+                against_oracle(sharded, tensors, cut=cut, **options)
+
+    plant_and_check(attention, bug and SHARDED[bug], check)

@@ -68,8 +68,8 @@ PLANTED = {
             "b * strides.query_batch + h * strides.query_head",
             "b * strides.query_batch",
         ),
-        "head offset in dq": (
-            "backward_dq_kernel",
+        "head offset of the keys": (
+            "locate_keys",
             "inputs.key + b * strides.key_batch + g * strides.key_head",
             "inputs.key + b * strides.key_batch",
         ),
@@ -79,9 +79,9 @@ PLANTED = {
             "inputs.value",
         ),
         "key-value head of a group": (
-            "forward_kernel",
-            "g = h // sizes.group",
-            "g = h % (sizes.heads // sizes.group)",
+            "locate_rows",
+            "h // sizes.group",
+            "h % (sizes.heads // sizes.group)",
         ),
         "a head of the group lost": (
             "backward_dkdv_kernel",
@@ -185,9 +185,9 @@ PLANTED = {
             "first = sequence.first_key + i0",
         ),
         "packed keys": (
-            "backward_dq_kernel",
-            "k_base += sequence.first_key * strides.key_row",
-            "k_base += 0",
+            "locate_keys",
+            "key += sequence.first_key * strides.key_row",
+            "key += 0",
         ),
         "packed statistics": (
             "first_row",
@@ -354,12 +354,12 @@ MORE = {
     "attention": {
         "int32 rows": ("_spans_int32", ">= 2**31", ">= 2**62"),
         "int32 batches": (
-            "forward_kernel",
+            "locate_rows",
             "b = (plane // sizes.heads).to(tl.int64)",
             "b = plane // sizes.heads",
         ),
-        "int32 heads in dq": (
-            "backward_dq_kernel",
+        "int32 heads": (
+            "locate_rows",
             "h = (plane % sizes.heads).to(tl.int64)",
             "h = plane % sizes.heads",
         ),
@@ -594,11 +594,6 @@ MORE = {
             "tl.where(empty, 1.0, l)",
             "l",
         ),
-        "specialised: the head of the keys": (
-            "specialised_kernel",
-            "g = h // sizes.group",
-            "g = h",
-        ),
         "specialised: the lse of the row after": (
             "specialised_kernel",
             "tl.store(LSE + row + i, lse",
@@ -800,7 +795,7 @@ MORE = {
             "length = tl.load(extras.lengths + b).to(tl.int32)",
         ),
         "the same order of causal rows": (
-            "forward_kernel",
+            "locate_rows",
             "(blocks - 1 - tl.program_id(0) % blocks)",
             "(tl.program_id(0) % blocks)",
         ),
@@ -1246,7 +1241,7 @@ PENDING: dict[str, tuple[str, ...]] = {
         "first keys of the band",
         "shift of dq",
         "head offset",
-        "head offset in dq",
+        "head offset of the keys",
         "key-value head of a group",
         "dropout not rescaled",
         "dropout in dp not rescaled",

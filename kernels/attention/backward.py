@@ -19,6 +19,8 @@ from .scores import (
     keys_of_rows,
     load_rows,
     locate_head,
+    locate_keys,
+    locate_rows,
     locate_sequence,
     moved,
     prepare_call,
@@ -434,12 +436,7 @@ def backward_dq_kernel(
     """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and OFFSET, [B, H, Sq], or [B, H, Sq, 2] with
     the maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
     """
-    blocks = tl.cdiv(sizes.queries, tile.rows)
-    plane = tl.program_id(0) // blocks
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
-    b = (plane // sizes.heads).to(tl.int64)
-    h = (plane % sizes.heads).to(tl.int64)
-    g = h // sizes.group
+    plane, i0, b, h, g = locate_rows(sizes, tile)
     sequence = locate_sequence(extras, sizes, b, has)
     queries = sequence.queries
     if has.packed:
@@ -460,10 +457,7 @@ def backward_dq_kernel(
     row = first_row(plane, h, sequence, sizes, has)
     pointers = _first_statistics(OFFSET, DELTA, row, has)
     statistics = _row_statistics(pointers, i, queries, has)
-    k_base = inputs.key + b * strides.key_batch + g * strides.key_head
-    k_base += sequence.first_key * strides.key_row
-    v_base = inputs.value + b * strides.value_batch + g * strides.value_head
-    v_base += sequence.first_key * strides.value_row
+    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
     own = _OwnQueries(q, do, i0, i, r, statistics, k_base, v_base)

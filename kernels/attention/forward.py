@@ -18,6 +18,8 @@ from .scores import (
     keys_of_rows,
     load_rows,
     locate_head,
+    locate_keys,
+    locate_rows,
     locate_sequence,
     prepare_call,
     scores,
@@ -140,12 +142,7 @@ def forward_kernel(
     [B, H, Sq, 2], of which one program owns BM queries of one (batch, head). The longest causal
     rows start first. SINKS is [H].
     """
-    blocks = tl.cdiv(sizes.queries, tile.rows)
-    plane = tl.program_id(0) // blocks
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
-    b = (plane // sizes.heads).to(tl.int64)
-    h = (plane % sizes.heads).to(tl.int64)
-    g = h // sizes.group
+    plane, i0, b, h, g = locate_rows(sizes, tile)
     sequence = locate_sequence(extras, sizes, b, has)
     queries = sequence.queries
     if has.packed:
@@ -160,10 +157,7 @@ def forward_kernel(
     base = inputs.query + b * strides.query_batch + h * strides.query_head
     base += first * strides.query_row
     q = load_rows(base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
-    k_base = inputs.key + b * strides.key_batch + g * strides.key_head
-    k_base += sequence.first_key * strides.key_row
-    v_base = inputs.value + b * strides.value_batch + g * strides.value_head
-    v_base += sequence.first_key * strides.value_row
+    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     call = prepare_call(extras, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, plane, b, h, first, tile, has)
     work = Work(q, i0, i, r, k_base, v_base)

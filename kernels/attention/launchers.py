@@ -170,7 +170,7 @@ class _Plan:
         lengths = self.q_length, self.k_length, q_rows, k_rows
         self.arguments: dict[str, Any] = dict(
             strides=Strides(*rows, *strides[0], *strides[1], *slopes),
-            sizes=Sizes(self.heads, group, *lengths, attention.shard),
+            sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
             band=Band(left, right),
             factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
         )

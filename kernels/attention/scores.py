@@ -88,7 +88,9 @@ class Sizes(NamedTuple):
     keys: Any  # Sk, likewise
     query_rows: Any  # rows of the query tensor: Sq, or Tq in a packed batch
     key_rows: Any
-    shard: Any = None  # `Shard`: where these lie in the whole; None where they are the whole
+    # `Shard`: where these lie in the whole. Where they are the whole 1, of which Triton makes a
+    # constant (Triton 3.6 cannot put None into a group).
+    shard: Any = 1
 
 
 class Band(NamedTuple):
@@ -251,6 +253,29 @@ def moved(sizes, has: tl.constexpr):
         return sizes.shard.query - sizes.shard.key
     else:
         return 0
+
+
+@triton.jit
+def locate_rows(sizes, tile: tl.constexpr):
+    """Find the BM queries that a program owns: the number of their head among all, the first of
+    them, its sequence, head and key-value head. The longest causal rows start first.
+    """
+    blocks = tl.cdiv(sizes.queries, tile.rows)
+    plane = tl.program_id(0) // blocks
+    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
+    b = (plane // sizes.heads).to(tl.int64)
+    h = (plane % sizes.heads).to(tl.int64)
+    return plane, i0, b, h, h // sizes.group
+
+
+@triton.jit
+def locate_keys(inputs, strides, sequence, b, g):
+    """Find the first key and value of head g of sequence b: pointers."""
+    key = inputs.key + b * strides.key_batch + g * strides.key_head
+    key += sequence.first_key * strides.key_row
+    value = inputs.value + b * strides.value_batch + g * strides.value_head
+    value += sequence.first_key * strides.value_row
+    return key, value
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..common import LN2, LOG2E
 from .configurations import Tiles
-from .scores import locate_sequence
+from .scores import locate_keys, locate_rows, locate_sequence
 
 # The rows that a measurement may choose, by name. The compiler specialises the warps of a loop only
 # with 4 warps and two stages.
@@ -48,17 +48,11 @@ def specialised_kernel(
     All that is read and written of query, key, value and O goes through tensor descriptors, which
     need addresses and strides in multiples of 16 bytes.
     """
-    blocks = tl.cdiv(sizes.queries, tile.rows)
-    plane = tl.program_id(0) // blocks
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
-    b = (plane // sizes.heads).to(tl.int64)
-    h = (plane % sizes.heads).to(tl.int64)
-    g = h // sizes.group
+    plane, i0, b, h, g = locate_rows(sizes, tile)
     sequence = locate_sequence(extras, sizes, b, has)
     length = sequence.length
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
-    k_base = inputs.key + b * strides.key_batch + g * strides.key_head
-    v_base = inputs.value + b * strides.value_batch + g * strides.value_head
+    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     o_base = O + b * output_strides.batch + h * output_strides.head
     D: tl.constexpr = tile.dim
     BD: tl.constexpr = tile.dim_block

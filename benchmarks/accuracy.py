@@ -149,6 +149,14 @@ def _added(rows: int, n: int) -> Any:
     return make
 
 
+def _rms_added(rows: int, n: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        x = _rms(rows, n)(ill, dtype)
+        return {"input": torch.randn(rows, n), "residual": x.pop("input"), **x}
+
+    return make
+
+
 def _layers(rows: int, d: int, width: int, halves: int = 1) -> Any:
     def make(ill: bool, dtype: torch.dtype) -> Tensors:
         names = ("w_1", "b_1") if halves == 1 else ("w", "b")
@@ -239,6 +247,7 @@ CASES = [
     Case("rms_norm", "5 x 20000", _rms(5, 20000), {}, False),
     Case("dropout_add_layer_norm", "37 x 100, dropout", _added(37, 100), _DROPOUT),
     Case("dropout_add_layer_norm", "512 x 512", _added(512, 512), {}, False),
+    Case("dropout_add_rms_norm", "37 x 100, dropout", _rms_added(37, 100), _DROPOUT),
     Case("feed_forward", "37, 24 -> 70, relu, dropout", _layers(37, 24, 70), _DROPOUT),
     Case("feed_forward", "256, 128 -> 512, relu", _layers(256, 128, 512), {}, False),
     *(
@@ -354,6 +363,12 @@ def _add_layer_norm(input, residual, weight, bias, dropout_p=0.0, dropout_seed=0
     return torch.cat([F.layer_norm(total, weight.shape, weight, bias), total])
 
 
+def _add_rms_norm(input, residual, weight, dropout_p=0.0, dropout_seed=0):
+    dropped = _drop(input, dropout_p, dropout_seed) if dropout_p else input
+    total = residual + dropped
+    return torch.cat([F.rms_norm(total, weight.shape, weight), total])
+
+
 def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
     from fastformer.reference import ACTIVATIONS
 
@@ -397,6 +412,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "dropout_add_layer_norm": _add_layer_norm,
+    "dropout_add_rms_norm": _add_rms_norm,
     "feed_forward": _feed_forward,
     "geglu": _gated(F.gelu),
     "swiglu": _gated(F.silu),
@@ -412,7 +428,7 @@ def _ours(op: str) -> Callable[..., Tensor]:
     function = getattr(ff, op)
     if op in ("layer_norm", "rms_norm"):
         return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
-    if op == "dropout_add_layer_norm":
+    if op.startswith("dropout_add"):
         return lambda **inputs: torch.cat(function(**inputs))
     return function
 

@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm and dropout_add_layer_norm beside torch's own ops, the same compiled, Liger,
+"""layer_norm, rms_norm and the sums before either beside torch's own ops, the same compiled, Liger,
 QuACK and flash-attn. LayerNorm is also compared to the tutorials' formula, which is another one: it
 divides by std + eps, with N - 1 in the std. Liger and QuACK compute the residual sum without
 dropout, so they are left out there.
@@ -90,6 +90,35 @@ def test_dropout_add_layer_norm(measure, differentiated, random, dtype, mode, wi
     )
 
 
+@pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_dropout_add_rms_norm(measure, differentiated, random, dtype, mode, width, provider):
+    rows = max(256, ROWS * 512 // width)
+    x, residual, weight = inputs = tuple(
+        random(*shape) for shape in ((rows, width), (rows, width), (width,))
+    )
+    compute = implementation(provider, ADD_RMS, _ours_add_rms)
+    measure(
+        differentiated(lambda: compute(x, residual, weight), inputs),
+        group=f"dropout_add_rms_norm N={width} rows={rows} {mode}",
+        provider=provider,
+        dtype=dtype,
+        nbytes=(4 if mode == "forward" else 9) * x.nbytes,
+        rows=rows,
+        width=width,
+        dropout_p=P,
+    )
+
+
+def _ours_add_rms(x, residual, weight):
+    return ff.dropout_add_rms_norm(x, residual, weight, P, EPS)
+
+
+def _torch_add_rms(x, residual, weight):
+    total = residual + F.dropout(x, P)
+    return F.rms_norm(total, x.shape[-1:], weight, EPS), total
+
+
 def _ours(x, weight, bias):
     return ff.layer_norm(x, x.shape[-1], weight, bias)
 
@@ -163,6 +192,7 @@ RMS = {
     "liger": _liger_rms,
     "quack": _quack_rms,
 }
+ADD_RMS = {"torch": _torch_add_rms, "compile": compiled(_torch_add_rms)}
 ADD = {
     "torch": _torch_add,
     "compile": compiled(_torch_add),

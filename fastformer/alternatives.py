@@ -105,6 +105,19 @@ def _sum_and_norm(
     return y, total, mean.view(-1), r.view(-1)
 
 
+def _sum_and_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float,
+    eps: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    total = residual + input
+    y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)
+    return y, total, r.view(-1)
+
+
 class Alternative(NamedTuple):
     """What takes the place of a kernel; where it has no backward, that is the kernel's."""
 
@@ -125,6 +138,7 @@ ALTERNATIVES: dict[str, dict[str, Alternative]] = {
     },
     "rms_norm": {"torch (rms_norm)": Alternative(_rms_norm)},
     "dropout_add_layer_norm": {"torch (add, layer_norm)": Alternative(_sum_and_norm)},
+    "dropout_add_rms_norm": {"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
 }
 
 

@@ -282,7 +282,11 @@ def _norm_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
 
 
 def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
-    given = dict(bias=None) | _norm_arguments(make, sizes, options) | _dropout(options)
+    return dict(bias=None) | _rms_sum_arguments(make, sizes, options)
+
+
+def _rms_sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
+    given = _norm_arguments(make, sizes, options) | _dropout(options)
     del given["normalized_shape"]
     return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
 
@@ -368,6 +372,7 @@ _FAMILIES = {
     "layer_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "rms_norm": _Family(_norm, _norm_arguments, dict(M=496)),
     "dropout_add_layer_norm": _Family(_norm, _sum_arguments, dict(M=496)),
+    "dropout_add_rms_norm": _Family(_norm, _rms_sum_arguments, dict(M=496)),
     **dict.fromkeys(
         ("feed_forward", "geglu", "swiglu"), _Family(_layers, _layers_arguments, dict(M=496))
     ),

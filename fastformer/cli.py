@@ -53,6 +53,10 @@ EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         *(torch.zeros(1, 16, device=d),) * 2,
         *(torch.zeros(16, device=d),) * 2,
     ),
+    "dropout_add_rms_norm": lambda d: (
+        *(torch.zeros(1, 16, device=d),) * 2,
+        torch.zeros(16, device=d),
+    ),
     "geglu": _gated_example,
     "swiglu": _gated_example,
     "embed": lambda d: (

@@ -60,6 +60,7 @@ __all__ = [
     "attention_weights",
     "cross_entropy",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "embed",
     "feed_forward",
     "geglu",
@@ -907,10 +908,7 @@ def rms_norm(
     """
     require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, None)
-    if eps is None:
-        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-        eps = torch.finfo(wide).eps
-    eps = require_eps(eps)
+    eps = _rms_eps(eps, input)
     return backends.run("rms_norm", input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
@@ -952,17 +950,7 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
-    if isinstance(input, Tensor) and autocast_dtype(input) is not None:
-        require_tensor("residual", residual)
-        wide = torch.promote_types(input.dtype, residual.dtype)  # in which the sum is taken
-        input, residual = input.to(wide), residual.to(wide)
-    require_floating(input=input, residual=residual)
-    require_tensor("weight", weight)
-    shape = _require_rows(input, weight.shape, weight, bias)
-    if residual.shape != input.shape:
-        raise ValueError(
-            f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
-        )
+    input, residual, shape = _require_sum(input, residual, weight, bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_layer_norm",
@@ -975,6 +963,73 @@ def dropout_add_layer_norm(
         unbiased=_require_spread(unbiased, shape),
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
     )
+
+
+@backends.operation(kernel="layer_norm")
+def dropout_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float = 0.0,
+    eps: float | None = None,
+    *,
+    dropout_seed: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute residual_out = residual + dropout(input) and rms_norm(residual_out), in one pass.
+
+    Args:
+        input, residual, weight: as in `dropout_add_layer_norm`.
+        dropout_p, dropout_seed: as there; the mask is the same.
+        eps: as in `rms_norm`.
+
+    Returns:
+        normalized and residual_out, as `dropout_add_layer_norm`.
+
+    Raises:
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], a negative eps, several
+            devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+    input, residual, _ = _require_sum(input, residual, weight, None)
+    p = require_dropout("dropout_p", dropout_p)
+    return backends.run(
+        "dropout_add_rms_norm",
+        input=input,
+        residual=residual,
+        weight=weight,
+        dropout_p=p,
+        eps=_rms_eps(eps, input),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+    )
+
+
+def _rms_eps(eps: float | None, x: Tensor) -> float:
+    """Return eps, by default that of the dtype in which the mean of x is taken."""
+    if eps is None:
+        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    return require_eps(eps)
+
+
+def _require_sum(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Check what a sum and its norm take. Return input and residual, under autocast in the dtype in
+    which the sum is taken, and the shape of a row.
+    """
+    if isinstance(input, Tensor) and autocast_dtype(input) is not None:
+        require_tensor("residual", residual)
+        wide = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(wide), residual.to(wide)
+    require_floating(input=input, residual=residual)
+    require_tensor("weight", weight)
+    shape = _require_rows(input, weight.shape, weight, bias)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
+        )
+    return input, residual, shape
 
 
 def _require_rows(

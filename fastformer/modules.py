@@ -703,6 +703,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
+    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum), as `LayerNorm` does."""
+        return functional.dropout_add_rms_norm(x, residual, self.weight, dropout_p, self.eps)
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 

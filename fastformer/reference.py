@@ -845,10 +845,28 @@ def dropout_add_layer_norm(
     unbiased: bool = False,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    shape = list(weight.shape)
-    kept = _masked(input, shape, dropout_p, dropout_seed)
-    residual_out = torch.add(residual, kept, alpha=_dropout_scale(dropout_p))
-    return layer_norm(residual_out, shape, weight, bias, eps, unbiased=unbiased), residual_out
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
+    return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
+
+
+def dropout_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float = 0.0,
+    eps: float | None = None,
+    *,
+    dropout_seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
+    return rms_norm(total, list(weight.shape), weight, eps), total
+
+
+def _dropout_add(
+    input: Tensor, residual: Tensor, shape: list[int], p: float, seed: Tensor | None
+) -> Tensor:
+    """Return residual + dropout(input), for rows of a shape."""
+    return torch.add(residual, _masked(input, shape, p, seed), alpha=_dropout_scale(p))
 
 
 def _masked(x: Tensor, shape: list[int], p: float, seed: Tensor | None) -> Tensor:
@@ -880,17 +898,52 @@ def dropout_add_layer_norm_backward(
     residual_out counts as an input of its own: its gradient is that through the norm and its own.
     """
     shape = list(weight.shape)
-    total = residual_out.view_as(residual_out)
-    w, b = weight.view_as(weight), None if bias is None else bias.view_as(bias)
-    with written_out():
-        normalized = layer_norm(total, shape, w, b, eps, unbiased=unbiased)
-    wanted = [total, w] if b is None else [total, w, b]
-    grad, *rest = torch.autograd.grad(normalized, wanted, grad_normalized, create_graph=True)
-    if grad_residual_out is not None:
-        grad = grad + grad_residual_out
+
+    def norm(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return layer_norm(x, shape, w, b, eps, unbiased=unbiased)
+
+    given = [residual_out, weight] if bias is None else [residual_out, weight, bias]
+    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
     kept = _masked(grad, shape, dropout_p, dropout_seed) * _dropout_scale(dropout_p)
     grads = [kept, grad, *rest, None]
     return [g if need else None for g, need in zip(grads, needs)]
+
+
+def dropout_add_rms_norm_backward(
+    grad_normalized: Tensor,
+    grad_residual_out: Tensor | None,
+    weight: Tensor,
+    dropout_p: float,
+    eps: float,
+    dropout_seed: Tensor | None,
+    residual_out: Tensor,
+    reciprocal: Tensor,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return differentiable gradients of (input, residual, weight), as that of LayerNorm does."""
+    shape = list(weight.shape)
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return rms_norm(x, shape, w, eps)
+
+    given = [residual_out, weight]
+    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
+    kept = _masked(grad, shape, dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+    return [g if need else None for g, need in zip([kept, grad, *rest], needs)]
+
+
+def _through_norm(
+    norm: Callable[..., Tensor],
+    given: list[Tensor],
+    grad_normalized: Tensor,
+    grad_sum: Tensor | None,
+) -> list[Tensor]:
+    """Return differentiable gradients of what a norm is given, the sum and its parameters."""
+    given = [x.view_as(x) for x in given]
+    with written_out():
+        normalized = norm(*given)
+    grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
+    return [grad if grad_sum is None else grad + grad_sum, *rest]
 
 
 # ----------------------------------------------------------------------------------- feed-forward

@@ -245,6 +245,8 @@ def _norms(dtype: str, gradient: bool) -> Iterator[Case]:
         for p in (True, False):
             affine = dict(weight=True, bias=True, dropout=p)
             yield cases.case("dropout_add_layer_norm", dtype, size, gradient, **affine)
+            options: cases.Options = dict(weight=True, dropout=p)
+            yield cases.case("dropout_add_rms_norm", dtype, size, gradient, **options)
         yield cases.case("layer_norm", dtype, size, gradient, weight=True, bias=True)
         yield cases.case("rms_norm", dtype, size, gradient, weight=True)
 

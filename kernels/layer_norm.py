@@ -1,5 +1,5 @@
 """LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), in the biased form and in the
-Annotated Transformer's; RMSNorm (Zhang and Sennrich 2019); and residual + dropout + LayerNorm.
+Annotated Transformer's; RMSNorm (Zhang and Sennrich 2019); and residual + dropout + either norm.
 
 Forward, per row:
     s = x, or residual + Z x with Z = keep / (1 - p), rounded to the dtype of the residual
@@ -807,7 +807,7 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
     return dx, _as(sums[0], needs[1], weight, dx)
 
 
-# ------------------------------------------------------------------- residual, dropout, LayerNorm
+# ------------------------------------------------------------------------ residual, dropout, norm
 
 _ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed"
 
@@ -834,13 +834,16 @@ def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout
     return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
+def _gradients(needs, residual_out, *parameters):
+    """Make empty gradients of the input, the residual and the parameters."""
+    x = needs[0] or needs[1]
+    rest = (_or_nothing(need, p, residual_out) for need, p in zip(needs[2:], parameters))
+    return *(_or_nothing(x, residual_out, residual_out) for _ in range(2)), *rest
+
+
 def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     residual_out, _, _, needs = rest[-4:]
-    likes = zip(needs, (residual_out, residual_out, weight, bias))
-    x = needs[0] or needs[1]
-    return tuple(
-        _or_nothing(x if like is residual_out else need, like, residual_out) for need, like in likes
-    )
+    return _gradients(needs, residual_out, weight, bias)
 
 
 @register(
@@ -874,3 +877,55 @@ def add_backward(
         Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3]),
     )
     return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)
+
+
+def _fake_add_rms(input, residual, weight, *_):
+    statistic = _statistics(input, list(weight.shape))
+    return input.new_empty(input.shape), input.new_empty(input.shape), statistic
+
+
+@register(
+    "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
+    "float eps, Tensor? dropout_seed) "
+    "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
+    _fake_add_rms,
+)
+def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed):
+    """Launch the forward: (normalized, residual_out, r [M])."""
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
+    y, total, _, r = _run_forward(input, residual, weight, None, dropout_seed, options)
+    return y, total, r
+
+
+def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
+    residual_out, _, needs = rest[-3:]
+    return _gradients(needs, residual_out, weight)
+
+
+@register(
+    "dropout_add_rms_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
+    "Tensor weight, float dropout_p, float eps, Tensor? dropout_seed, Tensor residual_out, "
+    "Tensor reciprocal, bool[] needs) "
+    "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight)",
+    _fake_add_rms_backward,
+)
+def add_rms_backward(
+    grad_normalized,
+    grad_residual_out,
+    weight,
+    dropout_p,
+    eps,
+    dropout_seed,
+    residual_out,
+    reciprocal,
+    needs,
+):
+    """Launch as `add_backward` does; nothing reads the mean."""
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
+    saved = residual_out, weight, dropout_seed, reciprocal, reciprocal
+    dx, dinput, sums = _run_backward(
+        _Given(grad_normalized, grad_residual_out, *saved),
+        options,
+        Needs(True, needs[0] or needs[1], needs[2], False),
+    )
+    return dinput, dx, _as(sums[0], needs[2], weight, dx)

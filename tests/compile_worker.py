@@ -323,6 +323,15 @@ def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> Non
     layer_norm.add_backward(*gradients, *parameters, *options, *saved, [True] * 4)
 
 
+def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
+    n, dtype = case["n"], DTYPES[case["dtype"]]
+    x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
+    options = empty(n, dtype=dtype), 0.1, 1e-5, empty(1, dtype=torch.int64)
+    output, *saved = layer_norm.add_rms_forward(x, residual, *options)
+    gradients = torch.empty_like(output), torch.empty_like(output)
+    layer_norm.add_rms_backward(*gradients, *options, *saved, [True] * 3)
+
+
 def call_cross_entropy(case: dict[str, Any], recorder: Recorder) -> None:
     v, dtype = case["v"], DTYPES[case["dtype"]]
     logits, target = empty(4096, v, dtype=dtype), empty(4096, dtype=torch.int64)
@@ -376,6 +385,7 @@ CALLS = {
     "layer_norm": call_layer_norm,
     "rms_norm": call_rms_norm,
     "dropout_add_layer_norm": call_dropout_add_layer_norm,
+    "dropout_add_rms_norm": call_dropout_add_rms_norm,
     "cross_entropy": call_cross_entropy,
     "embed": call_embed,
     "geglu": call_gated,

@@ -324,6 +324,10 @@ def both(**given: Any) -> Tensor:
     return torch.cat(ff.dropout_add_layer_norm(**given))
 
 
+def both_rms(**given: Any) -> Tensor:
+    return torch.cat(ff.dropout_add_rms_norm(**given))
+
+
 def rows(m: int, n: int, dtype: torch.dtype, *names: str) -> Callable[[], Tensors]:
     shapes = {"input": (m, n), "residual": (m, n), "weight": (n,), "bias": (n,)}
     return lambda: {name: normal(*shapes[name], dtype=dtype) for name in names}
@@ -348,6 +352,9 @@ for m, n, dtype in ((300, 512, BF16), (30, 80, BF16), (300, 77, FP16), (9, 1000,
         sampled=n == 80,
         **DROPOUT,
     )
+    case("dropout_add_rms_norm", f"dropout_add_rms_norm, {n}",
+         rows(m, n, dtype, "input", "weight", "residual"), DENSE, call=both_rms,
+         sampled=n == 80, **DROPOUT)  # fmt: skip
 case("layer_norm", "layer_norm, no weight", lambda: {"input": normal(2, 3, 64)},
      ("dense", "strided"), normalized_shape=64)  # fmt: skip
 case("layer_norm", "layer_norm, one row", rows(1, 64, BF16, *AFFINE), normalized_shape=64)

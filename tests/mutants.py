@@ -1453,7 +1453,12 @@ SEEN_BY = {
 # The ops of tests/test_fuzz.py that run through a kernel file.
 FUZZED = {
     "attention": ("scaled_dot_product_attention", "packed_attention", "paged_attention"),
-    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm"),
+    "layer_norm": (
+        "layer_norm",
+        "rms_norm",
+        "dropout_add_layer_norm",
+        "dropout_add_rms_norm",
+    ),
     "feed_forward": ("feed_forward", "geglu", "swiglu"),
     "embedding": ("embed",),
     "cross_entropy": ("cross_entropy", "linear_cross_entropy"),

@@ -239,6 +239,12 @@ def dropout_add_layer_norm(draw):
     return tensors, {"eps": options["eps"], "unbiased": draw.often(), **draw.dropout()}
 
 
+def dropout_add_rms_norm(draw):
+    tensors, options = dropout_add_layer_norm(draw)
+    del tensors["bias"], options["unbiased"]
+    return tensors, options
+
+
 def fed(draw, halves, names):
     d, hidden, out = (draw.size(most=most) for most in (20, 40, 20))
     w, b = names
@@ -322,6 +328,7 @@ DRAWN = [
     layer_norm,
     rms_norm,
     dropout_add_layer_norm,
+    dropout_add_rms_norm,
     feed_forward,
     geglu,
     swiglu,

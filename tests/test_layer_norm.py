@@ -2,6 +2,8 @@
 float64.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -209,7 +211,7 @@ def test_rms_norm_is_that_of_torch(backend, device, dtype):
     torch.testing.assert_close(functional.rms_norm(x, 40), F.rms_norm(x, (40,)))
 
 
-# ------------------------------------------------------------------- residual, dropout, LayerNorm
+# ------------------------------------------------------------------------ residual, dropout, norm
 
 
 def added(*shape, dtype=torch.float32, device="cpu", **options):
@@ -244,11 +246,54 @@ def test_wide_dropout_add_layer_norm(backend, device, against_oracle, n, unbiase
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_of_its_outputs(backend, device, against_oracle, which):
-    def one(**inputs):
-        out = functional.dropout_add_layer_norm(**inputs, dropout_p=0.4, dropout_seed=1)[which]
-        return out if which == 0 else out + 0 * (inputs["weight"] + inputs["bias"])
+    def one(op, **inputs):
+        out = op(**inputs, dropout_p=0.4, dropout_seed=1)[which]
+        return out if which == 0 else out + 0 * (inputs["weight"] + inputs.get("bias", 0))
 
-    against_oracle(one, added(40, 70, device=device, bias=True))
+    x = added(40, 70, device=device, bias=True)
+    against_oracle(partial(one, functional.dropout_add_layer_norm), x)
+    del x["bias"]
+    against_oracle(partial(one, functional.dropout_add_rms_norm), x)
+
+
+def rms_sum(bias=None, **inputs):
+    """The same of RMSNorm, which has no bias."""
+    inputs.setdefault("dropout_seed", 2**40 + 5)
+    return torch.cat(functional.dropout_add_rms_norm(**inputs))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("shape", [(3, 63), (37, 64), (2, 3, 8500)], ids=str)
+def test_dropout_add_rms_norm(backend, device, against_oracle, shape, dtype, dropout_p):
+    x = added(*shape, dtype=dtype, device=device)
+    del x["bias"]
+    x["input"] = x["input"].transpose(0, -1).contiguous().transpose(0, -1)  # of any strides
+    against_oracle(rms_sum, x, dropout_p=dropout_p, eps=1e-3)
+
+
+def test_the_sum_before_rms_norm(backend, device):
+    """It is that before LayerNorm, and its norm the one of `rms_norm`, with the same default."""
+    x = added(9, 40, dtype=torch.bfloat16, device=device)
+    options = dict(dropout_p=0.3, dropout_seed=3)
+    _, want = ff.dropout_add_layer_norm(**x, **options)
+    del x["bias"]
+    normalized, total = ff.dropout_add_rms_norm(**x, **options)
+    assert torch.equal(total, want)
+    assert torch.equal(normalized, ff.rms_norm(total, 40, x["weight"]))
+    small = {n: t * 1e-4 if n != "weight" else t for n, t in x.items()}
+    normalized, total = ff.dropout_add_rms_norm(**small)
+    assert torch.equal(normalized, ff.rms_norm(total, 40, x["weight"]))
+
+
+def test_a_second_derivative_of_the_sum_before_rms_norm(backend):
+    x = [t.double().requires_grad_() for n, t in added(3, 5).items() if n != "bias"]
+
+    def call(*given):
+        return ff.dropout_add_rms_norm(*given, 0.3, 0.1, dropout_seed=1)
+
+    assert torch.autograd.gradcheck(call, x, atol=1e-4)
+    assert torch.autograd.gradgradcheck(call, x, atol=1e-4)
 
 
 def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
@@ -349,7 +394,7 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("op, expected", [("", 1), ("rms_", 1), ("add_", 2)])
+@pytest.mark.parametrize("op, expected", [("", 1), ("rms_", 1), ("add_", 2), ("add_rms_", 2)])
 def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expected):
     """Nor written: beside a residual there are two of the size of the input, else one."""
     norm = pytest.importorskip("fastformer.kernels.layer_norm")
@@ -361,6 +406,7 @@ def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expec
         "": (x, x, [6], row, row, 1e-5, False, ones, ones, [True] * 3),
         "rms_": (x, x, [6], row, 1e-5, ones, [True] * 2),
         "add_": (x, None, row, row, 0.0, 1e-5, False, None, x, ones, ones, [True] * 4),
+        "add_rms_": (x, None, row, 0.0, 1e-5, None, x, ones, [True] * 3),
     }[op]
     with Made() as made:
         getattr(norm, op + "backward")(*given)
@@ -462,8 +508,13 @@ def test_bad_input(backend, change, error, words):
     ],
 )
 def test_bad_input_of_the_sum(backend, change, error, words):
+    given = {**added(2, 8), **change}
     with pytest.raises(error, match=words):
-        ff.dropout_add_layer_norm(**{**added(2, 8), **change})
+        ff.dropout_add_layer_norm(**given)
+    if "bias" not in change:
+        del given["bias"]
+        with pytest.raises(error, match=words):
+            ff.dropout_add_rms_norm(**given)
 
 
 @pytest.mark.parametrize(

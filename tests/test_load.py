@@ -125,6 +125,11 @@ class Calls:
         x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
         return ff.dropout_add_layer_norm(x, residual, weight, None, 0.1, dropout_seed=self.seed())
 
+    def dropout_add_rms_norm(self):
+        m, n = self.odd(), self.odd()
+        x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
+        return ff.dropout_add_rms_norm(x, residual, weight, 0.1, dropout_seed=self.seed())
+
     def fed(self, op, halves, *options):
         m, d, width = self.odd(), self.odd(), self.odd()
         w, b, w_2 = (self.tensor(*n) for n in ((halves * width, d), (halves * width,), (d, width)))

@@ -33,6 +33,11 @@ def gated(op, function):
     return op, theirs, (2, 1)
 
 
+def add_rms_norm(x, residual, w):
+    total = x + residual
+    return torch.stack([F.rms_norm(total, (WIDTH,), w), total])
+
+
 def add_norm(x, residual, w, b):
     total = x + residual
     return torch.stack([F.layer_norm(total, (WIDTH,), w, b), total])
@@ -78,6 +83,9 @@ OPS = {
     ),
     "dropout_add_layer_norm": (
         lambda *t: torch.stack(ff.dropout_add_layer_norm(*t)), add_norm, [X, X, W, W],
+    ),
+    "dropout_add_rms_norm": (
+        lambda *t: torch.stack(ff.dropout_add_rms_norm(*t)), add_rms_norm, [X, X, W],
     ),
     "embed": (
         lambda w, p: ff.embed(torch.tensor(TOKENS, device=w.device), w, p),

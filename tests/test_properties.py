@@ -165,6 +165,16 @@ def dropout_add_layer_norm(draw, dtype, device):
     return both, given, dropout(draw)
 
 
+def dropout_add_rms_norm(draw, dtype, device):
+    _, given, options = dropout_add_layer_norm(draw, dtype, device)
+    del given["bias"]
+
+    def both(**arguments):
+        return torch.stack(ff.dropout_add_rms_norm(**arguments))
+
+    return both, given, {"eps": 1e-5, **options}
+
+
 def fed(draw, dtype, device, function):
     rows = draw(st.lists(size(1, 5), min_size=1, max_size=2))
     d, hidden, out = draw(size(1, 20)), draw(size(1, 40)), draw(size(1, 20))
@@ -243,6 +253,7 @@ CASES = [
     layer_norm,
     rms_norm,
     dropout_add_layer_norm,
+    dropout_add_rms_norm,
     feed_forward,
     geglu,
     swiglu,

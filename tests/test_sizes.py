@@ -98,10 +98,16 @@ def test_decoding(against_oracle, random, device, d):
 def test_norms(against_oracle, random, width):
     tensors = {"input": random(ROWS, width), "weight": random(width)}
     against_oracle(ff.rms_norm, tensors, normalized_shape=width)
+    added = tensors | {"residual": random(ROWS, width)}
+    against_oracle(_both_of_rms, added, dropout_p=0.1, dropout_seed=SEED)
     tensors["bias"] = random(width)
     against_oracle(ff.layer_norm, tensors, normalized_shape=width)
     tensors["residual"] = random(ROWS, width)
     against_oracle(_both, tensors, dropout_p=0.1, dropout_seed=SEED)
+
+
+def _both_of_rms(**given):
+    return torch.cat(ff.dropout_add_rms_norm(**given))
 
 
 def _both(**given):

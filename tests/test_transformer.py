@@ -509,9 +509,9 @@ def test_compiled_dropout_is_the_eager_one():
 # ------------------------------------------------------------------------------- the fused stack
 
 
-def stack(device, norm_first, N=2, dropout=0.0):
+def stack(device, norm_first, N=2, dropout=0.0, norm="layer"):
     """An encoder in which no parameter is zero or one, its input and its mask."""
-    encoder = small_model(device, N, dropout).encoder
+    encoder = small_model(device, N, dropout, norm=norm).encoder
     for layer in encoder.layers:
         for connection in layer.sublayer:
             connection.norm_first = norm_first
@@ -539,12 +539,14 @@ def test_the_fused_stack_computes_the_plain_one(backend, device, norm_first):
     assert len(called) == 4
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_each_sum_is_taken_with_a_norm(device, monkeypatch, norm_first):
+def test_each_sum_is_taken_with_a_norm(device, monkeypatch, norm_first, norm):
     """2 N sums with the norms after them; alone is the first norm, or after post-norm the last."""
-    encoder, x, mask = stack(device, norm_first)
+    encoder, x, mask = stack(device, norm_first, norm=norm)
+    alone, after_sum = f"{norm}_norm", f"dropout_add_{norm}_norm"
     calls = []
-    for name in ("layer_norm", "dropout_add_layer_norm"):
+    for name in (alone, after_sum):
         original = getattr(functional, name)
 
         def counted(*args, original=original, name=name, **kwargs):
@@ -553,8 +555,8 @@ def test_each_sum_is_taken_with_a_norm(device, monkeypatch, norm_first):
 
         monkeypatch.setattr(functional, name, counted)
     encoder(x, mask)
-    assert calls.count("dropout_add_layer_norm") == 4 and calls.count("layer_norm") == 1
-    assert calls.index("layer_norm") == (0 if norm_first else 4)
+    assert calls.count(after_sum) == 4 and calls.count(alone) == 1
+    assert calls.index(alone) == (0 if norm_first else 4)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

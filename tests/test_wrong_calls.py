@@ -94,6 +94,9 @@ OPS = {
         input=floats(B, D), residual=floats(B, D), weight=floats(D), bias=floats(D), eps=1e-5,
         unbiased=True, **DROPOUT,
     ),
+    "dropout_add_rms_norm": lambda: dict(
+        input=floats(B, D), residual=floats(B, D), weight=floats(D), eps=1e-5, **DROPOUT
+    ),
     "feed_forward": lambda: dict(
         input=floats(B, D), w_1=floats(F, D), b_1=floats(F), w_2=floats(D, F), b_2=floats(D),
         activation="relu", **DROPOUT,
@@ -447,7 +450,7 @@ LEGITIMATE = {
 # another name under which the message may speak of the argument
 NAMED = {
     "target": ["*cross_entropy.* wrong rank", "*cross_entropy.* empty", "SimpleLossC*__call__.y *"],
-    "normalized_shape": ["dropout_add_layer_norm.weight *"],
+    "normalized_shape": ["dropout_add_*_norm.weight *"],
     "mask": ["*.src_mask *", "*.tgt_mask *"],
     "tokens": [
         "EncoderDecoder.forward.??? *",

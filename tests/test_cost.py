@@ -224,18 +224,26 @@ def test_bad_options(monkeypatch, capsys):
     assert "no case" in capsys.readouterr().err
 
 
-def test_the_template_of_flex_attention_is_rendered():
+@pytest.mark.parametrize("template", ["flex_attention", "flex_backwards"])
+def test_the_templates_of_flex_attention_are_rendered(template):
     """As Python that Triton can compile: every function that it calls is there."""
     from benchmarks import cost_peers
 
-    source = cost_peers._flex_source(64, 128, 32)
+    forward = template == "flex_attention"
+    pointers = cost_peers._POINTERS if forward else cost_peers._BACKWARD_POINTERS
+    blocks = dict(BLOCK_M=128, BLOCK_N=32)
+    if not forward:
+        blocks = dict(BLOCK_M1=32, BLOCK_N1=128, BLOCK_M2=128, BLOCK_N2=32)
+    source = cost_peers._flex_source(template, pointers, 64, **blocks)
     tree = ast.parse(source)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called = {function.id for function in calls if isinstance(function, ast.Name)}
-    assert {"forward_inner", "forward_block_mn"} <= called <= set(functions) | {"range", "float"}
-    assert functions["flex_attention"].args.args[-1].arg == "arg_OUT"
-    assert "BLOCK_N : tl.constexpr = 32" in source and "{{" not in source
+    inner = {"forward_inner"} if forward else {"bwd_dq_inner", "bwd_dkdv_inner"}
+    assert inner <= called <= set(functions) | {"range", "float"}
+    assert functions[template].args.args[-1].arg == "arg_" + pointers[-1]
+    assert f"{[*blocks][-1]} : tl.constexpr = 32" in source and "{{" not in source
+    assert "(n) <= (m)" in source and f"tl.store({pointers[-1]} + " in source
 
 
 def test_the_table_of_peers():
@@ -245,3 +253,6 @@ def test_the_table_of_peers():
     rows = text.split("|---|\n")[1].splitlines()
     packages = {re.match(r"\| sm_90 (\w+) ", row)[1] for row in rows}
     assert packages == {"FlexAttention", "Liger"}
+    kernels = {row.split(" | ")[1] for row in rows}
+    halves = {"flex_backwards, dkdv", "flex_backwards, dq"}
+    assert halves | {"flex_attention", "liger_cross_entropy"} <= kernels

@@ -112,7 +112,7 @@ def call_feed_forward() -> Calls:
     """
     x = torch.randn(BATCH, DIM, dtype=torch.bfloat16)
     w_1, b_1 = torch.randn(4 * DIM, DIM, dtype=x.dtype), torch.zeros(4 * DIM, dtype=x.dtype)
-    options = x, w_1, b_1, torch.randn(DIM, 4 * DIM, dtype=x.dtype), None, "gelu", 0.0, None
+    options = x, w_1, b_1, torch.randn(DIM, 4 * DIM, dtype=x.dtype), None, "gelu", 0.0, None, None
     return Calls(
         [x, w_1, b_1],
         lambda: feed_forward.forward(*options),

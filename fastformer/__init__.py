@@ -11,7 +11,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 from fastformer.backends import current_backend, use_backend
 from fastformer.cache import DecoderCache, KVCache, PagedKVCache
 from fastformer.decoding import Hypotheses, beam_search, greedy_decode, sample
-from fastformer.description import Shard
+from fastformer.description import RowShard, Shard
 from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
     attention_weights,
@@ -90,6 +90,7 @@ __all__ = [
     "PositionwiseFeedForward",
     "RMSNorm",
     "Report",
+    "RowShard",
     "Shard",
     "SimpleLossCompute",
     "SublayerConnection",

@@ -9,7 +9,7 @@ attention, where torch's own add in an order that changes from run to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +99,7 @@ def _sum_and_norm(
     eps: float,
     unbiased: bool,
     dropout_seed: Tensor | None,
+    shard: Sequence[int] | None,
 ) -> tuple[Tensor, ...]:
     total = residual + input
     y, mean, r = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
@@ -112,6 +113,7 @@ def _sum_and_rms_norm(
     dropout_p: float,
     eps: float,
     dropout_seed: Tensor | None,
+    shard: Sequence[int] | None,
 ) -> tuple[Tensor, ...]:
     total = residual + input
     y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)

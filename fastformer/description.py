@@ -29,6 +29,31 @@ class Shard(NamedTuple):
     keys: int = 0
 
 
+class RowShard(NamedTuple):
+    """Where the shard that an op on rows [M, N] is given begins in the whole: the index there of
+    its first row and column, and how many columns the whole has, 0 for as many. Where each sequence
+    is cut, `run` of its rows are here of the `sequence` rows that it has; 0 where the rows follow
+    each other. Row i here is row `row + i // run * sequence + i % run` of the whole.
+    """
+
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+    run: int = 0
+    sequence: int = 0
+
+
+_ENDLESS = 2**40  # rows of a run, where there are no runs
+
+
+def row_shard(shard: Sequence[int] | None) -> RowShard | None:
+    """Return a shard as the kernels take it, with a run that is no 0; it may serve as a key."""
+    if shard is None:
+        return None
+    given = RowShard(*shard)
+    return given if given.run else given._replace(run=_ENDLESS)
+
+
 class Attention(NamedTuple):
     """What attention takes beside query [B, H, Sq, D], key [B, G, Sk, D] and value [B, G, Sk, Dv].
 

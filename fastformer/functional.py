@@ -50,7 +50,7 @@ from fastformer.checks import (
     seed_tensor,
     shape_of,
 )
-from fastformer.description import Attention, Shard
+from fastformer.description import Attention, RowShard, Shard
 from fastformer.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256
@@ -923,6 +923,7 @@ def dropout_add_layer_norm(
     *,
     unbiased: bool = False,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute residual_out = residual + dropout(input) and layer_norm(residual_out), in one pass.
 
@@ -938,6 +939,10 @@ def dropout_add_layer_norm(
         eps, unbiased: as in `layer_norm`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
             (row, column).
+        shard: `RowShard(row, column, columns, run, sequence)`: which rows of a larger call, the
+            whole, these are, so that dropout is that of the whole: its index of the first, and for
+            sequences that are cut how many rows of each are here, and how many it has: row i here
+            is row + i // run * sequence + i % run there. column is 0: a norm has whole rows.
 
     Returns:
         normalized and residual_out, each with the shape and the dtype of the input, and with a
@@ -962,6 +967,7 @@ def dropout_add_layer_norm(
         eps=require_eps(eps),
         unbiased=_require_spread(unbiased, shape),
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _norm_shard(shard, input, shape, p),
     )
 
 
@@ -974,12 +980,13 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     *,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute residual_out = residual + dropout(input) and rms_norm(residual_out), in one pass.
 
     Args:
         input, residual, weight: as in `dropout_add_layer_norm`.
-        dropout_p, dropout_seed: as there; the mask is the same.
+        dropout_p, dropout_seed, shard: as there; the mask is the same.
         eps: as in `rms_norm`.
 
     Returns:
@@ -992,7 +999,7 @@ def dropout_add_rms_norm(
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
     """
-    input, residual, _ = _require_sum(input, residual, weight, None)
+    input, residual, shape = _require_sum(input, residual, weight, None)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
         "dropout_add_rms_norm",
@@ -1002,7 +1009,19 @@ def dropout_add_rms_norm(
         dropout_p=p,
         eps=_rms_eps(eps, input),
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _norm_shard(shard, input, shape, p),
     )
+
+
+def _norm_shard(
+    shard: Sequence[int], input: Tensor, shape: Sequence[int], p: float
+) -> RowShard | None:
+    """Return the shard of rows that a norm reads, of which each is whole."""
+    features = math.prod(shape)
+    rows = _row_shard(shard, input.numel() // max(1, features), features, p, (1, 4))
+    if rows is not None and rows.columns != features:
+        raise ValueError(f"shard has rows of {rows.columns}; expected all {features} features")
+    return rows
 
 
 def _rms_eps(eps: float | None, x: Tensor) -> float:
@@ -1084,6 +1103,7 @@ def feed_forward(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
 
@@ -1099,6 +1119,9 @@ def feed_forward(
             `scaled_dot_product_attention`.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
             (token, hidden unit).
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
+            which tokens of the whole these are, and which of its d_ff = columns hidden units, for
+            the mask of the whole. row, column, run and sequence are multiples of 16.
 
     Returns:
         [..., d_out] in the dtype of the input.
@@ -1125,6 +1148,7 @@ def feed_forward(
         activation=activation,
         dropout_p=p,
         dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _hidden_shard(shard, input, w_1.shape[0], p),
     )
 
 
@@ -1138,6 +1162,7 @@ def geglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
 
@@ -1148,7 +1173,7 @@ def geglu(
         input: [..., d], float32, float16, bfloat16 or float64.
         w: [2 d_ff, d]: the rows of z, then those of v. b: [2 d_ff] or None.
         w_2: [d_out, d_ff], b_2: [d_out] or None.
-        dropout_p, dropout_seed: as in `feed_forward`.
+        dropout_p, dropout_seed, shard: as in `feed_forward`.
 
     Returns:
         [..., d_out] in the dtype of the input.
@@ -1160,7 +1185,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed))
+    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
 
 
 @backends.operation(kernel="feed_forward")
@@ -1173,13 +1198,14 @@ def swiglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b: `geglu` with silu.
 
     Args:
         input, w, b, w_2, b_2: [..., d], [2 d_ff, d], [2 d_ff], [d_out, d_ff] and [d_out], as in
             `geglu`.
-        dropout_p, dropout_seed: as in `feed_forward`.
+        dropout_p, dropout_seed, shard: as in `feed_forward`.
 
     Returns:
         [..., d_out] in the dtype of the input.
@@ -1189,7 +1215,7 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed))
+    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
 
 
 def _gated(
@@ -1200,13 +1226,55 @@ def _gated(
     b_2: Tensor | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
-) -> dict[str, Tensor | float | None]:
+    shard: Sequence[int] | None,
+) -> dict[str, Any]:
     """Check the arguments of a gated feed-forward layer, and return them by name."""
     input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
     _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
     p = require_dropout("dropout_p", dropout_p)
     seed = seed_tensor(dropout_seed, p, input.device)
-    return dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2, dropout_p=p, dropout_seed=seed)
+    if shard is not None:
+        shard = _hidden_shard(shard, input, w_2.shape[1], p)
+    tensors = dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2)
+    return dict(**tensors, dropout_p=p, dropout_seed=seed, shard=shard)
+
+
+def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:
+    return _row_shard(shard, x.shape[:-1].numel(), columns, p, (16, 16))
+
+
+def _row_shard(
+    shard: Sequence[int], rows: int, columns: int, p: float, steps: tuple[int, int]
+) -> RowShard | None:
+    """Return the shard of [rows, columns], with the length of its runs; None where it makes no
+    difference. `steps`: of which numbers of rows and columns dropout draws its words.
+    """
+    if not isinstance(shard, (tuple, list)) or not 3 <= len(shard) <= 5:
+        fields = ", ".join(RowShard._fields)
+        raise TypeError(f"shard is {shard!r}; expected RowShard({fields}), which has ints")
+    given = RowShard(*shard)
+    require_size(0, **{f"shard.{name}": n for name, n in given._asdict().items()})
+    row, column, whole, run, sequence = given
+    whole = whole or columns
+    if column + columns > whole:
+        raise ValueError(
+            f"shard has columns {column} .. {column + columns - 1} of {whole}; "
+            f"expected all of its {columns} columns in the whole"
+        )
+    if run > sequence or (rows % run if run else sequence):
+        raise ValueError(
+            f"shard has runs of {run} rows in sequences of {sequence}; expected runs that are no "
+            f"longer than a sequence, and that divide its {rows} rows"
+        )
+    if p == 0 or (given[:2] == (0, 0) and not run):
+        return None
+    if row % steps[0] or column % steps[1] or run % steps[0] or sequence % steps[0]:
+        raise ValueError(
+            f"shard begins at row {row} and column {column}, with runs of {run} rows in sequences "
+            f"of {sequence}; expected multiples of {steps[0]} rows and {steps[1]} columns, of "
+            "which dropout draws its words"
+        )
+    return RowShard(row, column, whole, run, sequence)
 
 
 def _require_layers(
@@ -1255,6 +1323,7 @@ def embed(
     scale: float | None = None,
     padding_idx: int | None = None,
     dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
 ) -> Tensor:
     """Compute dropout(scale * weight[tokens] + positional[0 .. S-1]).
 
@@ -1268,6 +1337,9 @@ def embed(
         scale: the factor on the embedding; sqrt(N) by default.
         padding_idx: the token whose row gets no gradient; -1 is the last one, as in torch.
         dropout_seed: as in `dropout_add_layer_norm`.
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
+            which tokens of the whole these are, and which of its N = columns features, from a
+            multiple of 4 on. `positional` has the part of the shard.
 
     Returns:
         [..., S, N] in the dtype of weight.
@@ -1308,15 +1380,20 @@ def embed(
     if scale is not None:
         scale = require_number("scale", scale, "a number or None")
     p = require_dropout("dropout_p", dropout_p)
+    features = width
+    if shard is not None:
+        given, shard = shard, _row_shard(shard, tokens.numel(), width, p, (1, 4))
+        features = given[2] or width
     return backends.run(
         "embed",
         tokens=tokens,
         weight=weight,
         positional=positional,
         dropout_p=p,
-        scale=math.sqrt(width) if scale is None else scale,
+        scale=math.sqrt(features) if scale is None else scale,
         padding_idx=padding_idx,
         dropout_seed=seed_tensor(dropout_seed, p, weight.device),
+        shard=shard,
     )
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.description import Attention
+from fastformer.description import Attention, RowShard, row_shard
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
 # draws the words of tiles, 4x32 those of rows.
@@ -159,44 +159,54 @@ def dropped(
     return torch.ops.fastformer.dropped(seed, planes, rows, columns, p, place)
 
 
-def dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
+def dropped_rows(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
     """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
 
     Element (i, j) reads the high half of word j % 4 that Philox4x32 gives for the counter (j // 4,
     i's low word, its high word, 1), in the order in which a kernel that owns whole rows holds them.
+
+    row, column: the first ones, of a part of the matrix; column is a multiple of 4.
     """
     if readable(seed):
-        return _dropped_rows(seed, rows, columns, p)
-    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p)
+        return _dropped_rows(seed, rows, columns, p, row, column)
+    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
 
 
-def _dropped_rows(seed: Tensor, rows: int, columns: int, p: float) -> Tensor:
+def _dropped_rows(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
     quarter, threshold = -(-columns // 4), dropout_threshold(p) << 16
     if seed.device.type == "cpu":
-        mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold)
+        mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold, row, column // 4)
     else:
-        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold)
+        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold, row, column // 4)
     return mask.view(rows, quarter * 4)[:, :columns]
 
 
-def _dropped_rows_by_numpy(seed: int, rows: int, quarter: int, threshold: int) -> Tensor:
+def _dropped_rows_by_numpy(
+    seed: int, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
+) -> Tensor:
     mask = np.empty((rows, quarter, 4), np.bool_)
     words, limit = mask.transpose(2, 0, 1), np.array(threshold, np.uint64)
-    j = np.arange(quarter, dtype=np.uint64)
+    j = np.arange(column, column + quarter, dtype=np.uint64)
     step = max(1, _CHUNK // max(1, quarter))
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        i = np.arange(first, last, dtype=np.uint64).reshape(-1, 1)
-        low, high = (i, 0) if last <= 1 << 32 else (i & _WORD, i >> 32)
+        i = np.arange(row + first, row + last, dtype=np.uint64).reshape(-1, 1)
+        low, high = (i, 0) if row + last <= 1 << 32 else (i & _WORD, i >> 32)
         even, odd = _philox_by_numpy(j, low, high, 1, seed, (last - first, quarter))
         np.less(even, limit, out=words[0::2, first:last])
         np.less(odd, limit, out=words[1::2, first:last])
     return torch.from_numpy(mask)
 
 
-def _dropped_rows_by_torch(seed: Tensor, rows: int, quarter: int, threshold: int) -> Tensor:
+def _dropped_rows_by_torch(
+    seed: Tensor, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
+) -> Tensor:
     i, j = (torch.arange(n, device=seed.device) for n in (rows, quarter))
-    i = i.view(-1, 1)
+    i, j = row + i.view(-1, 1), column + j
     words = philox4x32(j, i & _WORD, i >> 32, 1, seed)
     return torch.stack([word < threshold for word in words], -1)
 
@@ -331,7 +341,8 @@ torch.library.register_fake(
 
 
 _library.define(
-    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p) -> Tensor",
+    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p, SymInt row=0, "
+    "SymInt column=0) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl(
@@ -339,9 +350,34 @@ _library.impl(
 )
 torch.library.register_fake(
     "fastformer::dropped_rows",
-    lambda seed, rows, columns, p: seed.new_empty(rows, columns, dtype=torch.bool),
+    lambda seed, *sizes: seed.new_empty(sizes[:2], dtype=torch.bool),
     lib=_library,
 )
+
+
+def _dropped_hidden(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
+    """Return `dropped` of a feed-forward layer's hidden elements [rows, columns], of one plane."""
+    return dropped(seed, 1, rows, columns, p, (0, 1, 1, row, column))[0]
+
+
+def _of_runs(
+    draw: Callable[..., Tensor],
+    seed: Tensor | None,
+    rows: int,
+    columns: int,
+    p: float,
+    shard: Place | None,
+) -> Tensor:
+    """Return what `draw` draws for [rows, columns], or for a shard, run after run of its rows."""
+    given = row_shard(shard)
+    if given is None:
+        return draw(seed, rows, columns, p)
+    runs = range(0, max(1, rows), given.run)
+    first = [given.row + n * given.sequence for n in range(len(runs))]
+    sizes = [min(given.run, rows - start) for start in runs]
+    return torch.cat([draw(seed, n, columns, p, i, given.column) for n, i in zip(sizes, first)])
 
 
 def _dropout_scale(p: float) -> float:
@@ -844,8 +880,9 @@ def dropout_add_layer_norm(
     *,
     unbiased: bool = False,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
     return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
 
 
@@ -857,25 +894,34 @@ def dropout_add_rms_norm(
     eps: float | None = None,
     *,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed)
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
     return rms_norm(total, list(weight.shape), weight, eps), total
 
 
 def _dropout_add(
-    input: Tensor, residual: Tensor, shape: list[int], p: float, seed: Tensor | None
+    input: Tensor,
+    residual: Tensor,
+    shape: list[int],
+    p: float,
+    seed: Tensor | None,
+    shard: RowShard | None,
 ) -> Tensor:
     """Return residual + dropout(input), for rows of a shape."""
-    return torch.add(residual, _masked(input, shape, p, seed), alpha=_dropout_scale(p))
+    return torch.add(residual, _masked(input, shape, p, seed, shard), alpha=_dropout_scale(p))
 
 
-def _masked(x: Tensor, shape: list[int], p: float, seed: Tensor | None) -> Tensor:
+def _masked(
+    x: Tensor, shape: list[int], p: float, seed: Tensor | None, shard: RowShard | None
+) -> Tensor:
     """Return x [.., *shape] with zeros where dropout by rows removes an element."""
     if p == 0:
         return x
     assert seed is not None
     columns = math.prod(shape)
-    drop = dropped_rows(seed, x.numel() // columns if columns else 0, columns, p)
+    rows = x.numel() // columns if columns else 0
+    drop = _of_runs(dropped_rows, seed, rows, columns, p, shard)
     return x.masked_fill(drop.view(x.shape), 0.0)
 
 
@@ -888,6 +934,7 @@ def dropout_add_layer_norm_backward(
     eps: float,
     unbiased: bool,
     dropout_seed: Tensor | None,
+    shard: RowShard | None,
     residual_out: Tensor,
     mean: Tensor,
     reciprocal: Tensor,
@@ -904,7 +951,8 @@ def dropout_add_layer_norm_backward(
 
     given = [residual_out, weight] if bias is None else [residual_out, weight, bias]
     grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
-    kept = _masked(grad, shape, dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+    kept = _masked(grad, shape, dropout_p, dropout_seed, shard)
+    kept = kept * _dropout_scale(dropout_p)
     grads = [kept, grad, *rest, None]
     return [g if need else None for g, need in zip(grads, needs)]
 
@@ -916,6 +964,7 @@ def dropout_add_rms_norm_backward(
     dropout_p: float,
     eps: float,
     dropout_seed: Tensor | None,
+    shard: RowShard | None,
     residual_out: Tensor,
     reciprocal: Tensor,
     needs: list[bool],
@@ -928,7 +977,8 @@ def dropout_add_rms_norm_backward(
 
     given = [residual_out, weight]
     grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
-    kept = _masked(grad, shape, dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+    kept = _masked(grad, shape, dropout_p, dropout_seed, shard)
+    kept = kept * _dropout_scale(dropout_p)
     return [g if need else None for g, need in zip([kept, grad, *rest], needs)]
 
 
@@ -959,13 +1009,14 @@ def feed_forward(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> Tensor:
     if dropout_p == 0:
         return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
     assert dropout_seed is not None
     rows = input.shape[:-1].numel()
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
-    drop = dropped(dropout_seed, 1, rows, w_1.shape[0], dropout_p)[0]
+    drop = _of_runs(_dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
     if (
         activation == "relu"
     ):  # dropout goes first: relu's gradient is 0 there, without a second mask
@@ -989,14 +1040,15 @@ def _gated(
     b_2: Tensor | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    shard: RowShard | None,
 ) -> Tensor:
     z, v = F.linear(input, w, b).chunk(2, -1)
     hidden = ACTIVATIONS[activation](z) * v
     if dropout_p > 0:
         assert dropout_seed is not None
         rows, width = input.shape[:-1].numel(), w_2.shape[1]
-        drop = dropped(dropout_seed, 1, rows, width, dropout_p).view(hidden.shape)
-        hidden = hidden.masked_fill(drop, 0.0) * _dropout_scale(dropout_p)
+        drop = _of_runs(_dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
+        hidden = hidden.masked_fill(drop.view(hidden.shape), 0.0) * _dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)
 
 
@@ -1009,8 +1061,9 @@ def geglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> Tensor:
-    return _gated("gelu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+    return _gated("gelu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)
 
 
 def swiglu(
@@ -1022,8 +1075,9 @@ def swiglu(
     dropout_p: float = 0.0,
     *,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> Tensor:
-    return _gated("silu", input, w, b, w_2, b_2, dropout_p, dropout_seed)
+    return _gated("silu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)
 
 
 # -------------------------------------------------------------------------------------- embedding
@@ -1038,6 +1092,7 @@ def embed(
     scale: float | None = None,
     padding_idx: int | None = None,
     dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> Tensor:
     scale = weight.shape[1] ** 0.5 if scale is None else scale
     out = F.embedding(tokens.long(), weight, padding_idx) * scale
@@ -1045,7 +1100,8 @@ def embed(
         out = out + positional[: tokens.shape[-1]].to(out.dtype)
     if dropout_p == 0:
         return out
-    return _masked(out, [weight.shape[1]], dropout_p, dropout_seed) * _dropout_scale(dropout_p)
+    kept = _masked(out, [weight.shape[1]], dropout_p, dropout_seed, shard)
+    return kept * _dropout_scale(dropout_p)
 
 
 # ------------------------------------------------------------------------------------------- loss

@@ -23,6 +23,7 @@ class Dropout(NamedTuple):
 
     threshold: Any
     inv_keep: Any
+    shard: Any = None  # `RowShard`: where the rows lie in the whole; None where they are the whole
 
 
 class Plane(NamedTuple):
@@ -38,6 +39,7 @@ class Draw(NamedTuple):
     seed: Any
     threshold: Any
     inv_keep: Any
+    shard: Any
 
 
 @triton.jit
@@ -66,16 +68,26 @@ def dropout_plane(seed, plane):
 
 
 @triton.jit
-def dropout_keep(plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+def rows_of_whole(i, first, run, sequence):
+    """Return which rows of the whole the rows i of a shard are, as `RowShard` says."""
+    return first + i // run * sequence + i % run
+
+
+@triton.jit
+def dropout_keep(plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, shard=None):
     """Return which elements of a plane dropout keeps, of the [BM, BN] tile at row i0 and column j0,
-    which are multiples of 16.
+    which are multiples of 16, and so is all of a `RowShard`.
 
     Counter (i', j' ^ shift) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns j, j + 8
     by the first and the second word for the rows, and the low and the high half of each for the
     columns: the four elements that one thread holds in a tensor-core accumulator, and in its
     transpose, so that nothing moves between threads. The low 16 bits of the threshold are zero.
     """
-    i = (i0 // 2 + tl.arange(0, BM // 2))[:, None].to(tl.uint32)
+    i = i0 // 2 + tl.arange(0, BM // 2)
+    if shard is not None:
+        i = rows_of_whole(i, shard.row // 2, shard.run // 2, shard.sequence // 2)
+        j0 += shard.column
+    i = i[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
     w0, w1 = philox(plane.key, i, j ^ plane.shift)
     words = tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))  # [BM/2, BN/2, row, column]
@@ -102,12 +114,15 @@ def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
     seed = 0
     if DROPOUT:
         seed = tl.load(SEED)
-    return Draw(seed, dropout.threshold, dropout.inv_keep)
+    return Draw(seed, dropout.threshold, dropout.inv_keep, dropout.shard)
 
 
 @triton.jit
 def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
+    if draw.shard is not None:
+        rows = rows_of_whole(rows, draw.shard.row, draw.shard.run, draw.shard.sequence)
+        o += draw.shard.column
     keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * draw.inv_keep, 0.0)
 
@@ -115,7 +130,7 @@ def drop_rows(x, rows, o, draw):
 INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
-def dropout_arguments(p: float) -> Dropout:
+def dropout_arguments(p: float, shard: Any = None) -> Dropout:
     """Return the int32 with the 32 bits of the threshold, and the factor on what is kept, for p, a
     multiple of 2^-16: words below p 2^32 are dropped.
 
@@ -123,4 +138,4 @@ def dropout_arguments(p: float) -> Dropout:
     """
     threshold = min(round(p * 2**16) << 16, 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold
-    return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0)
+    return Dropout(signed, 1 / (1 - p) if p < 1 else 0.0, shard)

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.description import row_shard
+
 from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
 from .launch import (
     Launch,
@@ -156,9 +158,11 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 # --------------------------------------------------------------------------------------- launchers
 
 
-def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: bool, **more: Any):
-    """Make the launch of either kernel, with sums as for the dtype of x."""
-    case = Case(positional, dropout_p > 0, triton_dtype(accumulator(x)))
+def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, **more: Any):
+    """Make the launch of either kernel, with sums as for the dtype of x, and with dropout of a
+    probability and a shard.
+    """
+    case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
     question = Question(
@@ -167,7 +171,7 @@ def _launch(kernel: Any, size: Any, x: Tensor, dropout_p: float, positional: boo
     tiles = choose(x.device, question)
     arguments = dict(
         size=size,
-        dropout=dropout_arguments(dropout_p),
+        dropout=dropout_arguments(*dropout),
         tile=constants(tiles),
         case=constants(case),
         **more,
@@ -182,28 +186,29 @@ def _fake(tokens, weight, *_):
 
 _ARGUMENTS = (
     "Tensor tokens, Tensor weight, Tensor? positional, float dropout_p, float scale, "
-    "SymInt? padding_idx, Tensor? dropout_seed"
+    "SymInt? padding_idx, Tensor? dropout_seed, SymInt[]? shard"
 )
 
 
 @register(f"embed({_ARGUMENTS}) -> (Tensor output)", _fake)
-def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed):
+def forward(tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed, shard):
     """Launch the forward: output [.., S, N]."""
     output = _fake(tokens, weight)
     if output.numel() == 0:
         return output
     tensors = layouts(tokens, weight, positional)
-    key = "embed", dropout_p, scale, weight.device, tensors, alignment(dropout_seed)
+    dropout = dropout_p, row_shard(shard)
+    key = "embed", dropout, scale, weight.device, tensors, alignment(dropout_seed)
     launch = plans.get(key)
     if launch is None:
         flat, table = tokens.contiguous(), unit_stride(weight)
         p = None if positional is None else unit_stride(positional)
         if flat is not tokens or table is not weight or p is not positional:
-            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed)
+            return forward(flat, table, p, dropout_p, scale, padding_idx, dropout_seed, shard)
         strides = Strides(weight.stride(0), (weight if p is None else p).stride(0))
         size = Size(tokens.numel(), weight.shape[1], tokens.shape[-1], weight.shape[0])
         more = dict(strides=strides, scale=scale)
-        launch = _launch(_forward, size, weight, dropout_p, p is not None, **more)
+        launch = _launch(_forward, size, weight, dropout, p is not None, **more)
         remembered(key, launch)
     p = weight if positional is None else positional
     with on_device(weight):
@@ -219,21 +224,21 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
     )
 
 
-def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor | None) -> Tensor:
+def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | None) -> Tensor:
     """Launch the backward: scale * Z dy [.., N]."""
     g = grad.new_empty(grad.shape)
     if g.numel() == 0:
         return g
-    key = "embed backward", dropout_p, scale, grad.device, layouts(grad), alignment(seed)
+    key = "embed backward", dropout, scale, grad.device, layouts(grad), alignment(seed)
     launch = plans.get(key)
     if launch is None:
         n = grad.shape[-1]
         dy = as_rows(grad, n)
         if dy is not grad:
-            return _scaled_gradient(dy, scale, dropout_p, seed)
+            return _scaled_gradient(dy, scale, dropout, seed)
         more = dict(stride=row_stride(grad, n), scale=scale)
         launch = _launch(
-            _backward, GradientSize(grad.numel() // n, n), grad, dropout_p, False, **more
+            _backward, GradientSize(grad.numel() // n, n), grad, dropout, False, **more
         )
         remembered(key, launch)
     with on_device(grad):
@@ -247,13 +252,23 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout_p: float, seed: Tensor 
     _fake_backward,
 )
 def backward(
-    grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, dropout_seed, needs
+    grad_output,
+    tokens,
+    weight,
+    positional,
+    dropout_p,
+    scale,
+    padding_idx,
+    dropout_seed,
+    shard,
+    needs,
 ):
     """Launch the kernel of mask and scale, call torch's embedding backward, sum over the batch."""
     v, n = weight.shape
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # what positional's gradient does not have
-    g = _scaled_gradient(grad_output, own, dropout_p, dropout_seed).view(-1, n)
+    dropout = dropout_p, row_shard(shard)
+    g = _scaled_gradient(grad_output, own, dropout, dropout_seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         padding = -1 if padding_idx is None else padding_idx

@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.description import RowShard, row_shard
+
 from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_plane
 from .launch import (
     Launch,
@@ -227,7 +229,8 @@ def _store(pointers, ok, x):
 def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
     """Return which elements [BM, BN] of a tile dropout keeps."""
     plane = dropout_plane(tl.load(SEED), tl.program_id(0) * 0)
-    return dropout_keep(plane, i0, j0, dropout.threshold, tile.rows, tile.columns)
+    threshold = dropout.threshold
+    return dropout_keep(plane, i0, j0, threshold, tile.rows, tile.columns, dropout.shard)
 
 
 @triton.jit
@@ -370,12 +373,21 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
 # --------------------------------------------------------------------------------------- launchers
 
 
+class _Dropout(NamedTuple):
+    """What a call says of dropout."""
+
+    p: float
+    seed: Tensor | None
+    shard: RowShard | None
+
+
 def _elementwise(
-    kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, p: float, seed: Tensor | None
+    kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, dropout: _Dropout
 ) -> None:
     """Launch a kernel over the tiles of [M, N]. The tensors are contiguous and of one dtype."""
-    x = tensors[0]
-    key = kernel.fn.__name__, size, x.dtype, x.device, kind, p, *map(alignment, (*tensors, seed))
+    x, (p, seed, shard) = tensors[0], dropout
+    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard
+    key = *own, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
     if launch is None:
         case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
@@ -385,7 +397,10 @@ def _elementwise(
         wide = 2 * tile.rows * size.N >= 2**31
         compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
         arguments = dict(
-            dropout=dropout_arguments(p), size=size, tile=constants(tile), case=constants(compiled)
+            dropout=dropout_arguments(p, shard),
+            size=size,
+            tile=constants(tile),
+            case=constants(compiled),
         )
         grid = (triton.cdiv(size.M, tile.rows), triton.cdiv(size.N, tile.columns))
         launch = remembered(key, Launch(kernel, grid, arguments, warps=4))
@@ -399,7 +414,7 @@ class _First:
     """
 
     def __init__(
-        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout_p: float
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
     ) -> None:
         width, features = w_1.shape
         rows = input.shape[:-1].numel()
@@ -411,7 +426,7 @@ class _First:
             kind=_KINDS[activation],
             bias=b_1 is not None,
             save_z=self.save_z,
-            dropout=dropout_p > 0,
+            dropout=dropout.p > 0,
             even=True,
             precision=dot_precision(arch),
             wide=False,
@@ -429,7 +444,7 @@ class _First:
             wide=max(span, tiles.rows * width) >= 2**31,
         )
         arguments = dict(
-            dropout=dropout_arguments(dropout_p),
+            dropout=dropout_arguments(dropout.p, dropout.shard),
             strides=strides,
             size=ProductSize(rows, width, features),
             tile=constants(tiles),
@@ -453,10 +468,10 @@ class _First:
         w_1: Tensor,
         b_1: Tensor | None,
         activation: str,
-        dropout_p: float,
-        seed: Tensor | None,
+        dropout: _Dropout,
     ) -> tuple[Tensor, Tensor]:
         """Return h and what is saved."""
+        seed = dropout.seed
         if self.launch is not None:
             hidden = input.new_empty_strided(*self.hidden)
             z = torch.empty_like(hidden) if self.save_z else hidden
@@ -471,7 +486,7 @@ class _First:
             return hidden, hidden
         z = torch.nn.functional.linear(input, w_1, b_1)
         hidden = torch.empty_like(z) if self.save_z else z
-        _elementwise(_activated, Size(rows, width), (z, hidden), activation, dropout_p, seed)
+        _elementwise(_activated, Size(rows, width), (z, hidden), activation, dropout)
         return hidden, z
 
 
@@ -485,16 +500,19 @@ def _fake(input, w_1, b_1, w_2, *_):
 
 @register(
     "feed_forward(Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
+    "str activation, float dropout_p, Tensor? dropout_seed, SymInt[]? shard) "
+    "-> (Tensor output, Tensor saved)",
     _fake,
 )
-def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
+def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
+    dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
     tensors, single = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
     key = (
         "feed_forward",
         activation,
         dropout_p,
+        dropout.shard,
         input.device,
         tensors,
         single,
@@ -505,9 +523,9 @@ def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed):
         x = as_rows(input, input.shape[-1]) if input.numel() else input
         w, b = unit_stride(w_1), None if b_1 is None else b_1.contiguous()
         if x is not input or w is not w_1 or b is not b_1:
-            return forward(x, w, b, w_2, b_2, activation, dropout_p, dropout_seed)
-        plan = remembered(key, _First(input, w_1, b_1, activation, dropout_p))
-    hidden, z = plan(input, w_1, b_1, activation, dropout_p, dropout_seed)
+            return forward(x, w, b, w_2, b_2, activation, *dropout)
+        plan = remembered(key, _First(input, w_1, b_1, activation, dropout))
+    hidden, z = plan(input, w_1, b_1, activation, dropout)
     return torch.nn.functional.linear(hidden, w_2, b_2), z
 
 
@@ -536,12 +554,13 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
 @register(
     "feed_forward_backward(Tensor grad_output, Tensor input, Tensor w_1, Tensor? b_1, Tensor w_2, "
     "Tensor? b_2, "
-    "str activation, float dropout_p, Tensor? dropout_seed, Tensor saved, bool[] needs) "
+    "str activation, float dropout_p, Tensor? dropout_seed, SymInt[]? shard, Tensor saved, "
+    "bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_w_1, Tensor grad_b_1, Tensor grad_w_2, Tensor grad_b_2)",
     _fake_backward,
 )
 def backward(
-    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, saved, needs
+    grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard, saved, needs
 ):
     """Launch the kernel of dz (and h) and call torch's GEMMs, as far as they are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
@@ -554,7 +573,8 @@ def backward(
         hidden = saved if activation == "relu" else torch.empty_like(dh)
         tensors = dh, saved, dz, hidden
         size = Size(rows, width)
-        _elementwise(_hidden_backward, size, tensors, activation, dropout_p, dropout_seed)
+        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        _elementwise(_hidden_backward, size, tensors, activation, dropout)
     return _gradients(dy, hidden, dz, input, w_1, needs)
 
 
@@ -566,26 +586,28 @@ def _register_gated(op: str, kind: str) -> tuple:
 
     @register(
         f"{op}(Tensor input, Tensor w, Tensor? b, Tensor w_2, Tensor? b_2, float dropout_p, "
-        "Tensor? dropout_seed) -> (Tensor output, Tensor saved)",
+        "Tensor? dropout_seed, SymInt[]? shard) -> (Tensor output, Tensor saved)",
         _fake,
     )
-    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed):
+    def forward(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         x = input.reshape(rows, input.shape[-1])
         z = torch.nn.functional.linear(x, w, b)
         hidden = x.new_empty(rows, width)
-        _elementwise(_gated, Size(rows, width), (z, hidden), kind, dropout_p, dropout_seed)
+        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        _elementwise(_gated, Size(rows, width), (z, hidden), kind, dropout)
         output = torch.nn.functional.linear(hidden, w_2, b_2)
         lead = input.shape[:-1]
         return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
 
     @register(
         f"{op}_backward(Tensor grad_output, Tensor input, Tensor w, Tensor? b, Tensor w_2, "
-        "Tensor? b_2, float dropout_p, Tensor? dropout_seed, Tensor saved, bool[] needs) "
+        "Tensor? b_2, float dropout_p, Tensor? dropout_seed, SymInt[]? shard, Tensor saved, "
+        "bool[] needs) "
         "-> (Tensor grad_input, Tensor grad_w, Tensor grad_b, Tensor grad_w_2, Tensor grad_b_2)",
         _fake_backward,
     )
-    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, saved, needs):
+    def backward(grad_output, input, w, b, w_2, b_2, dropout_p, dropout_seed, shard, saved, needs):
         rows, width = input.shape[:-1].numel(), w.shape[0] // 2
         dy = grad_output.reshape(rows, w_2.shape[0])
         z = saved.reshape(rows, 2 * width).contiguous()
@@ -593,7 +615,8 @@ def _register_gated(op: str, kind: str) -> tuple:
         hidden = torch.empty_like(dh)
         tensors = dh, z, dz, hidden
         size = Size(rows, width)
-        _elementwise(_gated_backward, size, tensors, kind, dropout_p, dropout_seed)
+        dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
+        _elementwise(_gated_backward, size, tensors, kind, dropout)
         return _gradients(dy, hidden, dz, input, w, needs)
 
     return forward, backward

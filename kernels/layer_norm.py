@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.description import RowShard, row_shard
+
 from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
 from .launch import (
     Launch,
@@ -486,6 +488,7 @@ class Options(NamedTuple):
     unbiased: bool = False
     rms: bool = False
     dropout_p: float = 0.0
+    shard: RowShard | None = None  # of dropout
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
@@ -528,7 +531,7 @@ class _Forward:
             ),
             size=Size(rows, n),
             eps=options.eps,
-            dropout=dropout_arguments(options.dropout_p),
+            dropout=dropout_arguments(options.dropout_p, options.shard),
             tile=constants(tiles),
             case=constants(case),
         )
@@ -624,7 +627,7 @@ class _Backward:
             strides=strides,
             size=size,
             eps=options.eps,
-            dropout=dropout_arguments(options.dropout_p),
+            dropout=dropout_arguments(options.dropout_p, options.shard),
             tile=constants(tiles),
             case=constants(case),
         )
@@ -809,7 +812,7 @@ def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, 
 
 # ------------------------------------------------------------------------ residual, dropout, norm
 
-_ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed"
+_ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed, SymInt[]? shard"
 
 
 def _fake_add(input, residual, weight, *_):
@@ -828,9 +831,10 @@ def _fake_add(input, residual, weight, *_):
     "-> (Tensor normalized, Tensor residual_out, Tensor mean, Tensor reciprocal)",
     _fake_add,
 )
-def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed):
+def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
+    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, unbiased, **dropout)
     return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
@@ -862,13 +866,15 @@ def add_backward(
     eps,
     unbiased,
     dropout_seed,
+    shard,
     residual_out,
     mean,
     reciprocal,
     needs,
 ):
     """Launch one pass for both gradients and the first stage of the weights', as in `backward`."""
-    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p)
+    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, unbiased, **dropout)
     dx, dinput, sums = _run_backward(
         _Given(
             grad_normalized, grad_residual_out, residual_out, weight, dropout_seed, mean, reciprocal
@@ -886,13 +892,14 @@ def _fake_add_rms(input, residual, weight, *_):
 
 @register(
     "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
-    "float eps, Tensor? dropout_seed) "
+    "float eps, Tensor? dropout_seed, SymInt[]? shard) "
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
     _fake_add_rms,
 )
-def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed):
+def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, r [M])."""
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
+    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, rms=True, **dropout)
     y, total, _, r = _run_forward(input, residual, weight, None, dropout_seed, options)
     return y, total, r
 
@@ -904,8 +911,8 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
 
 @register(
     "dropout_add_rms_norm_backward(Tensor grad_normalized, Tensor? grad_residual_out, "
-    "Tensor weight, float dropout_p, float eps, Tensor? dropout_seed, Tensor residual_out, "
-    "Tensor reciprocal, bool[] needs) "
+    "Tensor weight, float dropout_p, float eps, Tensor? dropout_seed, SymInt[]? shard, "
+    "Tensor residual_out, Tensor reciprocal, bool[] needs) "
     "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight)",
     _fake_add_rms_backward,
 )
@@ -916,12 +923,14 @@ def add_rms_backward(
     dropout_p,
     eps,
     dropout_seed,
+    shard,
     residual_out,
     reciprocal,
     needs,
 ):
     """Launch as `add_backward` does; nothing reads the mean."""
-    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p)
+    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
+    options = Options(weight.numel(), eps, rms=True, **dropout)
     saved = residual_out, weight, dropout_seed, reciprocal, reciprocal
     dx, dinput, sums = _run_backward(
         _Given(grad_normalized, grad_residual_out, *saved),

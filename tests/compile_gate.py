@@ -188,6 +188,11 @@ for _arch in ("sm_90", "gfx942"):
         "arch": _arch,
         "choices": {"feed_forward first": "torch"},
     }
+for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
+    CASES[f"sm_90 {_name}, shard"] = {
+        **CASES[f"sm_90 {_name}"],
+        "shard": [512, 1024, 8192, 128, 4096],
+    }
 for _d in (64, 128):
     for _keys in (64, 128):
         for _mask in ("plain", "causal"):

@@ -317,7 +317,7 @@ def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> Non
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
     parameters = empty(n, dtype=dtype), empty(n, dtype=dtype)
-    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64))
+    options = (0.1, 1e-5, False, empty(1, dtype=torch.int64), case.get("shard"))
     output, *saved = layer_norm.add_forward(x, residual, *parameters, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
     layer_norm.add_backward(*gradients, *parameters, *options, *saved, [True] * 4)
@@ -349,7 +349,7 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     weight, positional = empty(32768, n, dtype=dtype), empty(512, n, dtype=dtype)
     tokens = empty(8, 512, dtype=torch.int64)
-    arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64))
+    arguments = (tokens, weight, positional, 0.1, 2.0, 0, empty(1, dtype=torch.int64), None)
     output = embedding.forward(*arguments)
     embedding.backward(torch.empty_like(output), *arguments, [True, False])
 
@@ -360,7 +360,7 @@ def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
     forward, backward = (
         getattr(feed_forward, f"{case['op']}_{which}") for which in ("forward", "backward")
     )
-    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64))
+    arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64), None)
     output, saved = forward(*arguments)
     backward(torch.empty_like(output), *arguments, saved, [True, True, False, True, False])
 
@@ -374,7 +374,8 @@ def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
     )
     w_2, b_2 = empty(d, width, dtype=dtype), empty(d, dtype=dtype)
     seed = empty((), dtype=torch.int64) if case["dropout"] else None
-    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], 0.1 if case["dropout"] else 0.0, seed)
+    p, shard = 0.1 if case["dropout"] else 0.0, case.get("shard")
+    arguments = (x, w_1, b_1, w_2, b_2, case["activation"], p, seed, shard)
     output, saved = feed_forward.forward(*arguments)
     feed_forward.backward(torch.empty_like(output), *arguments, saved, [True] * 5)
 

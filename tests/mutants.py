@@ -1204,6 +1204,13 @@ SHARDED = {
     ),
 }
 MORE["attention"] |= SHARDED
+SHARDED_ROWS = {
+    "rows of a shard not moved": ("rows_of_whole", "first + i //", "i //"),
+    "runs of a shard not moved": ("rows_of_whole", "i // run * sequence", "i // run * run"),
+    "columns of a shard's rows not moved": ("drop_rows", "o += draw.shard.column", "o += 0"),
+    "columns of a shard's tile not moved": ("dropout_keep", "j0 += shard.column", "j0 += 0"),
+}
+MORE["common"] |= SHARDED_ROWS
 
 # Mutants that compute the same, and why.
 EQUIVALENT = {
@@ -1316,6 +1323,7 @@ PENDING: dict[str, tuple[str, ...]] = {
         "kept at p = 1",
         "scaled by 1 / p",
         "threshold of 15 bits",
+        *SHARDED_ROWS,
     ),
 }
 
@@ -1334,6 +1342,7 @@ COVERED_BY = {
     "cross_entropy": ("test_cross_entropy.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
     "common": (
         "test_dropout.py",
+        "test_shard.py",
         "test_embedding.py",
         "test_layer_norm.py",
         "test_attention.py",

@@ -102,6 +102,7 @@ class Calls:
             self.tensor(*shape, 16).detach()
             for shape in ((batch, heads, self.odd()), *[(pages, 16, 2)] * 2)
         )
+        self.leaves = []  # it has no gradient
         table = self.integers(pages, batch, 3, dtype=torch.int32)
         lengths = self.integers(49, batch, dtype=torch.int32)
         return ff.paged_attention(query, key, value, table, lengths, is_causal=True)
@@ -580,7 +581,7 @@ for line in sys.stdin:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            embedding.forward(tokens, weight, None, 0.0, 1.0, None, None)
+            embedding.forward(tokens, weight, None, 0.0, 1.0, None, None, None)
         except Exception as problem:
             error = repr(problem)
     assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == folder

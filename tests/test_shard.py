@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from mutants import SHARDED
+from mutants import SHARDED, SHARDED_ROWS
 
 import fastformer as ff
 from fastformer import use_backend
@@ -239,3 +239,148 @@ def test_bugs_of_shards(plant_and_check, against_oracle, small_tiles, bug):
                 against_oracle(sharded, tensors, cut=cut, **options)
 
     plant_and_check(attention, bug and SHARDED[bug], check)
+
+
+# -------------------------------------------------------------------------------------- rows
+
+DROPOUT = dict(dropout_p=0.3, dropout_seed=-5)
+BATCHES, LENGTH, WIDTH = 2, 48, 40  # two sequences; FEATURES below: a feed-forward's
+ROWS = [  # (places in [batch, length], shard) that together are all rows, of a batch that is cut
+    ((slice(0, 1), slice(0, 48)), (0, 0, 0)),
+    ((slice(1, 2), slice(0, 48)), (48, 0, 0)),
+]
+RUNS = [  # and of sequences that are cut
+    ((slice(0, 2), slice(0, 16)), (0, 0, 0, 16, 48)),
+    ((slice(0, 2), slice(16, 48)), (16, 0, 0, 32, 48)),
+]
+
+
+def rows_in_parts(call, parts, x, *others):
+    """The op on parts of the rows of x [2, 48, ..] and of tensors like it, put together."""
+    out = None
+    for place, shard in parts:
+        y = call(*(t[place] for t in (x, *others)), shard=shard)
+        out = y.new_zeros(BATCHES, LENGTH, y.shape[-1]) if out is None else out
+        out = out.index_put(torch.meshgrid(*map(indices, place), indexing="ij"), y)
+    return out
+
+
+def indices(span):
+    return torch.arange(span.start, span.stop)
+
+
+def row_ops(device="cpu", dtype=torch.float32):
+    """name: (function of tensors and parts, tensors)."""
+
+    def normal(*shape, scale=1.0):
+        return (scale * torch.randn(*shape, device=device)).to(dtype)
+
+    def norm(op, *bias):
+        def function(input, residual, weight, *, parts):
+            def call(x, y, shard):
+                return torch.cat(op(x, y, weight, *bias, **DROPOUT, shard=shard), -1)
+
+            return rows_in_parts(call, parts, input, residual)
+
+        return function
+
+    def fed(op, **options):
+        def function(input, w, b, w_2, *, parts):
+            def call(x, shard):
+                return op(x, w, b, w_2, None, **options, **DROPOUT, shard=shard)
+
+            return rows_in_parts(call, parts, input)
+
+        return function
+
+    tokens = torch.randint(0, 7, (BATCHES, LENGTH), device=device)
+
+    def embedded(weight, *, parts):
+        def call(x, shard):
+            return ff.embed(x, weight, None, **DROPOUT, shard=shard)
+
+        return rows_in_parts(call, parts, tokens)
+
+    x, y = normal(BATCHES, LENGTH, 20), normal(BATCHES, LENGTH, 20)
+    summed = dict(input=x, residual=y, weight=normal(20))
+    one = dict(input=x, w=normal(WIDTH, 20, scale=0.2), b=normal(WIDTH), w_2=normal(12, WIDTH))
+    two = one | dict(w=normal(2 * WIDTH, 20, scale=0.2), b=normal(2 * WIDTH))
+    return {
+        "norm": (norm(ff.dropout_add_layer_norm, None), summed),
+        "rms_norm": (norm(ff.dropout_add_rms_norm), summed),
+        "relu": (fed(ff.feed_forward), one),
+        "gelu": (fed(ff.feed_forward, activation="gelu"), one),
+        "swiglu": (fed(ff.swiglu), two),
+        "embed": (embedded, dict(weight=normal(7, 20))),
+    }
+
+
+ALL_ROWS = [((slice(0, BATCHES), slice(0, LENGTH)), None)]
+
+
+@pytest.mark.parametrize("name", row_ops())
+def test_shards_of_rows(against_oracle, small_tiles, device, name):
+    """In float64 they are the whole, outputs and gradients; and the kernels are that."""
+    torch.manual_seed(1)
+    function, tensors = row_ops("cpu", torch.float64)[name]
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    want = function(**tensors, parts=ALL_ROWS)
+    cotangent = torch.randn_like(want)
+    grads = torch.autograd.grad(want, leaves, cotangent)
+    for parts in (ROWS, RUNS):
+        have = function(**tensors, parts=parts)
+        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+        for x, y in zip(torch.autograd.grad(have, leaves, cotangent), grads):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+    function, tensors = row_ops(device)[name]
+    with small_tiles(), use_backend("triton"):
+        for parts in (ROWS, RUNS):
+            against_oracle(function, tensors, parts=parts)
+
+
+@pytest.mark.parametrize("op", ["feed_forward", "geglu", "embed"])
+def test_shards_of_columns(backend, device, op):
+    """Hidden units sum to the whole, and features stand beside each other, masks bit for bit."""
+    torch.manual_seed(1)
+    x = torch.randn(40, 8, device=device)
+    w, w_2 = torch.randn(WIDTH, 8, device=device), torch.randn(4, WIDTH, device=device)
+    tokens = torch.arange(40, device=device) % 7
+    table = torch.rand(7, WIDTH, device=device) + 1
+    with use_backend(backend):
+        if op == "embed":
+            want = ff.embed(tokens, table, None, **DROPOUT)
+            parts = [
+                ff.embed(tokens, table[:, a:b], None, **DROPOUT, shard=(0, a, WIDTH))
+                for a, b in ((0, 20), (20, 40))
+            ]
+            assert torch.equal(torch.cat(parts, 1) == 0, want == 0)
+            torch.testing.assert_close(torch.cat(parts, 1), want)
+            return
+        halves = 1 if op == "feed_forward" else 2
+        w = torch.randn(halves, WIDTH, 8, device=device)
+        call = getattr(ff, op)
+        want = call(x, w.flatten(0, 1), None, w_2, None, **DROPOUT)
+        have = sum(
+            call(x, w[:, a:b].flatten(0, 1), None, w_2[:, a:b], None, **DROPOUT,
+                 shard=ff.RowShard(0, a, WIDTH))
+            for a, b in ((0, 32), (32, 40))
+        )  # fmt: skip
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bug", [None, *SHARDED_ROWS])
+def test_bugs_of_shards_of_rows(plant_and_check, small_tiles, device, bug):
+    common = pytest.importorskip("fastformer.kernels.common")
+
+    def check():
+        torch.manual_seed(2)
+        with small_tiles():
+            for name in ("norm", "swiglu"):
+                function, tensors = row_ops(device)[name]
+                want = function(**tensors, parts=ALL_ROWS)
+                for parts in (ROWS, RUNS):
+                    torch.testing.assert_close(function(**tensors, parts=parts), want)
+            for op in ("feed_forward", "embed"):
+                test_shards_of_columns("triton", device, op)
+
+    plant_and_check(common, bug and SHARDED_ROWS[bug], check)

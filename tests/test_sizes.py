@@ -193,7 +193,7 @@ def test_norms_past_int32(last_program, in_bounds, random, monkeypatch, wide):
         monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", MANY)
     x, residual, dy, ds, w, b = (random(FEATURES) for _ in range(6))
-    options = w, b, 0.0, 1e-5, False, None
+    options = w, b, 0.0, 1e-5, False, None, None
 
     def run(rows):
         given, residuals, *grads = (t.expand(rows, FEATURES) for t in (x, residual, dy, ds))
@@ -215,7 +215,7 @@ def test_embed_past_int32(last_program, in_bounds, random, monkeypatch):
 
     def run(rows):
         options = torch.ones(rows, dtype=torch.int64), w, position.expand(rows, FEATURES)
-        options = *options, 0.0, 2.0, None, None
+        options = *options, 0.0, 2.0, None, None, None
         embedding.backward(dy.expand(rows, FEATURES), *options, [True, False])
         return embedding.forward(*options), found.pop()
 
@@ -248,15 +248,15 @@ def test_feed_forward_past_int32(last_program, in_bounds, random):
         return y
 
     def run(rows):
-        hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None)[1]
-        results, size = [hidden], fed.Size(rows, FEATURES)
+        hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None, None)[1]
+        results, size, dropout = [hidden], fed.Size(rows, FEATURES), (0.0, None, None)
         for kernel, halves in ((fed._hidden_backward, 1), (fed._gated_backward, 2)):
             dh, saved = in_the_end(rows), in_the_end(rows, halves * FEATURES)
             dz, h = torch.empty_like(saved), torch.empty_like(dh)
-            fed._elementwise(kernel, size, (dh, saved, dz, h), "silu", 0.0, None)
+            fed._elementwise(kernel, size, (dh, saved, dz, h), "silu", dropout)
             results += [dz, h]
         z, h = in_the_end(rows, 2 * FEATURES), torch.empty_like(hidden)
-        fed._elementwise(fed._gated, size, (z, h), "silu", 0.0, None)
+        fed._elementwise(fed._gated, size, (z, h), "silu", dropout)
         return *results, h
 
     same_in_the_end(run)
@@ -271,7 +271,7 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
         described = Attention(None, 0.0, False, 0.3, bias.expand(rows, FEATURES))
         return pack([q.expand(1, 1, rows, 8), k, v.expand(k.shape), described])
 
-    saved = attention.forward(*call(16), False)
+    saved = attention.forward(*call(32), False)  # of more queries than those that split the keys
     saved = [x[:, :, :1] for x in saved]  # of each row
 
     def run(rows):

@@ -92,20 +92,21 @@ OPS = {
     "rms_norm": lambda: norm(False),
     "dropout_add_layer_norm": lambda: dict(
         input=floats(B, D), residual=floats(B, D), weight=floats(D), bias=floats(D), eps=1e-5,
-        unbiased=True, **DROPOUT,
+        unbiased=True, **DROPOUT, shard=(2, 0, D, 1, 3),
     ),
     "dropout_add_rms_norm": lambda: dict(
-        input=floats(B, D), residual=floats(B, D), weight=floats(D), eps=1e-5, **DROPOUT
+        input=floats(B, D), residual=floats(B, D), weight=floats(D), eps=1e-5, **DROPOUT,
+        shard=(2, 0, D, 1, 3),
     ),
     "feed_forward": lambda: dict(
         input=floats(B, D), w_1=floats(F, D), b_1=floats(F), w_2=floats(D, F), b_2=floats(D),
-        activation="relu", **DROPOUT,
+        activation="relu", **DROPOUT, shard=(32, 16, 2 * 16),
     ),
-    "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT),
-    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT),
+    "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
+    "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
     "embed": lambda: dict(
         tokens=ids(B, S), weight=floats(V, D), positional=floats(S, D), scale=2.0, padding_idx=0,
-        **DROPOUT,
+        **DROPOUT, shard=(10, 4, 2 * D),
     ),
     "cross_entropy": lambda: dict(logits=floats(B, T, V), target=ids(B, T), **LOSS),
     "linear_cross_entropy": lambda: dict(
@@ -307,7 +308,7 @@ SEARCHES = "greedy_decode", "sample", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
     "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
-    "checked where a call takes it": ["Shard"],
+    "checked where a call takes it": ["RowShard", "Shard"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 

@@ -172,7 +172,7 @@ class _Plan:
             strides=Strides(*rows, *strides[0], *strides[1], *slopes),
             sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
             band=Band(left, right),
-            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)),
+            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
         )
 
     def add(

@@ -118,7 +118,7 @@ SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 def on_gpu() -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes."""
     kernel_tests = " ".join(f"tests/test_{name}.py" for name in KERNELS.split())
-    widths, copy_task = "(add|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
+    widths, copy_task = "(add_layer|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
     first = [
         Part("machine", [*COMMAND, "info"], 40),

@@ -198,7 +198,7 @@ def test_an_unknown_backend_in_the_environment_is_named(monkeypatch, capsys):
 
 # --------------------------------------------------------------------------------------------- tune
 
-ONE = ["tune", "--only", "rms_norm bfloat16 M=4096 N=512 .*backward"]
+ONE = ["tune", "--only", "^rms_norm bfloat16 M=4096 N=512 .*backward"]
 
 
 @pytest.fixture

@@ -37,9 +37,7 @@ class Draw(NamedTuple):
     """What a kernel of rows draws from once it has read the seed."""
 
     seed: Any
-    threshold: Any
-    inv_keep: Any
-    shard: Any
+    dropout: Any
 
 
 @triton.jit
@@ -109,22 +107,25 @@ def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def dropout_draw(SEED, dropout, DROPOUT: tl.constexpr):
-    """Read the seed, an int64 [1], if there is dropout."""
-    seed = 0
+def read_seed(SEED, DROPOUT: tl.constexpr):
+    """Read the seed, an int64 [1], if there is dropout. (A function of Triton 3.6 cannot return a
+    group in which something is None: so each kernel makes its `Draw`.)
+    """
     if DROPOUT:
-        seed = tl.load(SEED)
-    return Draw(seed, dropout.threshold, dropout.inv_keep, dropout.shard)
+        return tl.load(SEED)
+    else:
+        return 0
 
 
 @triton.jit
 def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
-    if draw.shard is not None:
-        rows = rows_of_whole(rows, draw.shard.row, draw.shard.run, draw.shard.sequence)
-        o += draw.shard.column
-    keep = row_dropout_keep(draw.seed, rows, o, draw.threshold, x.shape[0], x.shape[1])
-    return tl.where(keep, x * draw.inv_keep, 0.0)
+    threshold, inv_keep, shard = draw.dropout
+    if shard is not None:
+        rows = rows_of_whole(rows, shard.row, shard.run, shard.sequence)
+        o += shard.column
+    keep = row_dropout_keep(draw.seed, rows, o, threshold, x.shape[0], x.shape[1])
+    return tl.where(keep, x * inv_keep, 0.0)
 
 
 INTERPRETED = not isinstance(dropout_keep, JITFunction)

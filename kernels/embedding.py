@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastformer.description import row_shard
 
-from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
+from .common import INTERPRETED, Draw, drop_rows, dropout_arguments
 from .launch import (
     Launch,
     accumulator,
@@ -137,7 +137,7 @@ def _forward(
         pointers = P + (position[:, None] * strides.positional + c[None, :])
         y += tl.load(pointers, mask=ok, other=0.0).to(case.acc)
     if case.dropout:
-        y = drop_rows(y, rows, o, dropout_draw(SEED, dropout, True))
+        y = drop_rows(y, rows, o, Draw(tl.load(SEED), dropout))
     tl.store(Y + (rows[:, None] * size.N + c[None, :]), y.to(Y.dtype.element_ty), mask=ok)
 
 
@@ -151,7 +151,7 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
     g = tl.load(DY + (rows[:, None] * stride + c[None, :]), mask=ok, other=0.0)
     g = g.to(case.acc) * scale
     if case.dropout:
-        g = drop_rows(g, rows, o, dropout_draw(SEED, dropout, True))
+        g = drop_rows(g, rows, o, Draw(tl.load(SEED), dropout))
     tl.store(G + (rows[:, None] * size.N + c[None, :]), g.to(G.dtype.element_ty), mask=ok)
 
 

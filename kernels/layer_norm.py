@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fastformer.description import RowShard, row_shard
 
-from .common import INTERPRETED, drop_rows, dropout_arguments, dropout_draw
+from .common import INTERPRETED, Draw, drop_rows, dropout_arguments, read_seed
 from .launch import (
     Launch,
     accumulator,
@@ -276,7 +276,7 @@ def _forward(
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     rows = i.to(tl.int64)
     c = tl.arange(0, tile.columns)
-    draw = dropout_draw(SEED, dropout, case.dropout)
+    draw = Draw(read_seed(SEED, case.dropout), dropout)
     if case.one:
         x = _sum(inputs, strides, rows, 0, size, draw, tile, case)
         if case.residual:
@@ -390,7 +390,7 @@ def _backward(
     c = tl.arange(0, tile.columns)
     dw = tl.zeros([tile.rows, tile.columns], case.acc)
     db = tl.zeros([tile.rows, tile.columns], case.acc)
-    draw = dropout_draw(SEED, dropout, case.dropout)
+    draw = Draw(read_seed(SEED, case.dropout), dropout)
     weight = _weight(W, c, N, case)
     for o in tl.range(0, rows_per_program, tile.rows, num_stages=tile.stages):
         rows = (first + o + tl.arange(0, tile.rows)).to(tl.int64)
@@ -429,7 +429,7 @@ def _backward_wide_dx(
     rows = (tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)).to(tl.int64)
     mean, r = _read_statistics(statistics, rows, size.M, case.rms)
     c = tl.arange(0, tile.columns)
-    draw = dropout_draw(SEED, dropout, case.dropout)
+    draw = Draw(read_seed(SEED, case.dropout), dropout)
     products = tl.zeros([tile.rows, tile.columns], case.acc)
     total = tl.zeros([tile.rows, tile.columns], case.acc)
     for o in tl.range(0, N, tile.columns):

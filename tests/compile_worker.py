@@ -326,7 +326,7 @@ def call_dropout_add_layer_norm(case: dict[str, Any], recorder: Recorder) -> Non
 def call_dropout_add_rms_norm(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, residual = (empty(4096, n, dtype=dtype) for _ in range(2))
-    options = empty(n, dtype=dtype), 0.1, 1e-5, empty(1, dtype=torch.int64)
+    options = empty(n, dtype=dtype), 0.1, 1e-5, empty(1, dtype=torch.int64), None
     output, *saved = layer_norm.add_rms_forward(x, residual, *options)
     gradients = torch.empty_like(output), torch.empty_like(output)
     layer_norm.add_rms_backward(*gradients, *options, *saved, [True] * 3)

@@ -224,7 +224,7 @@ PLANTED = {
             "x + _tile(inputs.residual,",
             "x + 0.0 * _tile(inputs.residual,",
         ),
-        "dropout not rescaled": ("drop_rows", "x * draw.inv_keep", "x"),
+        "dropout not rescaled": ("drop_rows", "x * inv_keep", "x"),
         "dropout of another column": (
             "row_dropout_keep",
             "o // 4 + tl.arange",
@@ -239,12 +239,12 @@ PLANTED = {
         "gradient not dropped": (
             "_store_gradients",
             "dx = drop_rows(dx, rows, o, draw)",
-            "dx = dx * draw.inv_keep",
+            "dx = dx * draw.dropout.inv_keep",
         ),
         "gradient not rescaled": (
             "_store_gradients",
             "dx = drop_rows(dx, rows, o, draw)",
-            "dx = drop_rows(dx, rows, o, draw) / draw.inv_keep",
+            "dx = drop_rows(dx, rows, o, draw) / draw.dropout.inv_keep",
         ),
         "a mean in rms": ("_mean", "tl.zeros_like(total)", "total / N"),
     },
@@ -296,13 +296,13 @@ PLANTED = {
         "position of the row": ("_forward", "(i % size.S)", "(i % (size.S + 1))"),
         "dropout not rescaled": (
             "_forward",
-            "drop_rows(y, rows, o, dropout_draw(SEED, dropout, True))",
-            "drop_rows(y, rows, o, dropout_draw(SEED, dropout, True)) / dropout.inv_keep",
+            "drop_rows(y, rows, o, Draw(tl.load(SEED), dropout))",
+            "drop_rows(y, rows, o, Draw(tl.load(SEED), dropout)) / dropout.inv_keep",
         ),
         "dropout of another tile": ("_forward", "drop_rows(y, rows, o,", "drop_rows(y, rows, 0,"),
         "gradient not dropped": (
             "_backward",
-            "g = drop_rows(g, rows, o, dropout_draw(SEED, dropout, True))",
+            "g = drop_rows(g, rows, o, Draw(tl.load(SEED), dropout))",
             "g = g * dropout.inv_keep",
         ),
         "gradient not scaled": ("_backward", "to(case.acc) * scale", "to(case.acc)"),
@@ -1207,7 +1207,7 @@ MORE["attention"] |= SHARDED
 SHARDED_ROWS = {
     "rows of a shard not moved": ("rows_of_whole", "first + i //", "i //"),
     "runs of a shard not moved": ("rows_of_whole", "i // run * sequence", "i // run * run"),
-    "columns of a shard's rows not moved": ("drop_rows", "o += draw.shard.column", "o += 0"),
+    "columns of a shard's rows not moved": ("drop_rows", "o += shard.column", "o += 0"),
     "columns of a shard's tile not moved": ("dropout_keep", "j0 += shard.column", "j0 += 0"),
 }
 MORE["common"] |= SHARDED_ROWS

@@ -311,6 +311,17 @@ def test_keys_past_int32(split, device, spread):
     assert [plan.tile.wide for plan in split] == [False, True]
 
 
+@pytest.mark.parametrize(
+    "name, dim", [("query", 2), *((name, i) for name in ("query", "key", "value") for i in (0, 1))]
+)
+def test_strides_past_int32(split, device, spread, name, dim):
+    """The last sequence, head or query begins past 2^31 elements, where none has as many."""
+    tensors = qkv(3, 6, 3, 3, 256, 16, device=device, dtype=torch.bfloat16)
+    near = ff.scaled_dot_product_attention(**tensors, enable_gqa=True)
+    far = tensors | {name: spread(tensors[name], dim)}
+    assert torch.equal(ff.scaled_dot_product_attention(**far, enable_gqa=True), near)
+
+
 def test_parts_beyond_the_band_are_skipped(split, device, work):
     """A window and lengths bound the tiles that are multiplied, two products for each."""
     tensors = qkv(1, 1, 1, 1, 2048, device=device)
@@ -444,6 +455,20 @@ def test_pages_out_of_range(backend, device, monkeypatch):
     table[0, 1:4] = torch.tensor([99, -3, -(2**31)])
     have = ff.paged_attention(**tensors)
     assert torch.equal(have, ff.paged_attention(**tensors | {"block_table": table.clamp(0, last)}))
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("name", ["key_pages", "value_pages"])
+def test_pages_past_int32(split, device, spread, name, dim):
+    """The last page, or the last of three heads in it, begins past 2^31 elements."""
+    tensors = paged(2, 3, 3, 1, [70, 33], dtype=torch.bfloat16)
+    count = len(tensors["key_pages"])
+    turn = int(count - 1 - tensors["block_table"][0, 0])  # which makes that page the last
+    tensors["block_table"] = (tensors["block_table"] + turn) % count
+    tensors |= {n: x.roll(turn, 0) for n, x in tensors.items() if "pages" in n}
+    tensors = {n: x.to(device) for n, x in tensors.items()}
+    far = tensors | {name: spread(tensors[name], dim)}
+    assert torch.equal(ff.paged_attention(**far), ff.paged_attention(**tensors))
 
 
 def test_pages_as_views(backend, device, in_bounds):

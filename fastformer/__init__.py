@@ -42,6 +42,7 @@ from fastformer.modules import (
     clones,
 )
 from fastformer.padding import Packing, pad, unpad
+from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.patch import Report, accelerate, restore
 from fastformer.replacements.stacks import decode_step
 from fastformer.sdpa import sdpa_override
@@ -119,14 +120,17 @@ __all__ = [
     "packed_attention",
     "pad",
     "paged_attention",
+    "parallelize",
     "rate",
     "register_transformers",
+    "require_same_ranks",
     "restore",
     "rms_norm",
     "run_epoch",
     "sample",
     "scaled_dot_product_attention",
     "sdpa_override",
+    "sequences_from",
     "subsequent_mask",
     "swiglu",
     "tune",

@@ -38,6 +38,7 @@ _log = logging.getLogger("fastformer")
 class _State(threading.local):
     def __init__(self) -> None:  # on the instance, where the guards of torch.compile look
         self.backend: str | None = None
+        self.first: int | None = None  # of `sequences_from`
         self.explained: list[Choice] | None = None  # a list within `explain`, which runs nothing
         self.on_choice: Callable[[Choice], None] | None = None
         self.on_call: Callable[[str, Arguments], None] | None = None  # beside an on_choice
@@ -54,6 +55,8 @@ _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 OPERATIONS: dict[str, Op] = {}
 _kernel_files: dict[str, str] = {}
 _TUNED = "fastformer.kernels.tuned"
+_FIRST = "fastformer: first"  # likewise
+_DTENSOR = "torch.distributed.tensor"
 _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
@@ -369,8 +372,12 @@ def report(choice: Choice) -> None:
 def run(op: str, **arguments: Any) -> Any:
     """Run an op on the backend chosen for it, with torch.autocast off: `functional` applied it.
 
-    The arguments have the names and the order of the reference; the first one is a tensor.
+    The arguments have the names and the order of the reference; the first one is a tensor. Where
+    one of them is a DTensor, or the batch is a part of a larger one, `sharding` runs the shard.
     """
+    first = _first()
+    if first is not None or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
+        return _run_shard(op, arguments, first)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -391,6 +398,74 @@ def run(op: str, **arguments: Any) -> Any:
             _log_once(choice)
         return getattr(reference, op)(**arguments)
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
+
+
+def _holds_dtensor(arguments: Arguments) -> bool:
+    """Say whether one of the arguments is a DTensor, once that class is imported."""
+    dtensor = sys.modules[_DTENSOR].DTensor
+    if dtensor in map(type, arguments.values()):
+        return True
+    attention = arguments.get("attention")
+    return attention is not None and dtensor in map(type, attention)
+
+
+def _run_shard(op: str, arguments: Arguments, first: int | None) -> Any:
+    """Run an op on the shard that this process has of its arguments."""
+    from fastformer import sharding  # which imports torch.distributed.tensor
+
+    with sequences_from(None):
+        return sharding.run(run, op, dict(arguments), first or 0)
+
+
+def _first() -> int | None:
+    """Return which sequence of a larger batch is the first here: see `sequences_from`."""
+    state = _state
+    if not state.not_from_python or state.first is not None or torch.compiler.is_compiling():
+        return state.first
+    known = torch._C._is_key_in_tls(_FIRST)  # as `current_backend` finds the backend
+    return torch._C._get_obj_in_tls(_FIRST) if known else None
+
+
+class sequences_from:
+    """A context in which the batches of this thread are part of a larger one: their first sequence
+    is sequence `first` of the whole, whose dropout masks the ops draw.
+
+    Each process of a data-parallel run has such a part: it trains as one process with the whole
+    batch does, if all have drawn the same random numbers before.
+
+    Args:
+        first: an int, 0 or more; None for a batch that is no part of another.
+
+    Raises TypeError and ValueError for another `first`.
+    """
+
+    def __init__(self, first: int | None) -> None:
+        if first is not None:
+            if not isinstance(first, int) or isinstance(first, bool):
+                raise TypeError(f"first is a {type(first).__name__}; expected an int or None")
+            if first < 0:
+                raise ValueError(f"first is {first}; expected 0 or more")
+        self._first = first
+
+    def __enter__(self) -> None:
+        self._previous = _first()
+        _begin_at(self._first)
+
+    def __exit__(self, *error: object) -> None:
+        _begin_at(self._previous)
+
+
+def _begin_at(first: int | None) -> None:
+    _state.first = first
+    if not torch.compiler.is_compiling():
+        torch._C._stash_obj_in_tls(_FIRST, first)
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Say whether x is a DTensor, or a part of a larger batch, as `sequences_from` says."""
+    if _first() is not None:
+        return True
+    return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
 
 
 @functools.lru_cache(256)  # a reason can name a shape

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from fastformer import functional
+from fastformer import backends, functional
 from fastformer.checks import autocast_dtype
 
 __all__ = ["GATED", "ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
@@ -74,7 +74,14 @@ class ResidualStream:
         """Return x after the pending output is added to it."""
         if self.pending is not None:
             out, dropout = self.pending
-            self.x, self.pending = self.x + dropout(out), None
+            if backends.is_sharded(out):
+                # One op: torch's generator would drop other elements than that of the whole does.
+                one = out.new_ones(out.shape[-1:])
+                p = dropout_probability(dropout)
+                _, self.x = functional.dropout_add_layer_norm(out, self.x, one, None, p)
+            else:
+                self.x = self.x + dropout(out)
+            self.pending = None
         return self.x
 
 

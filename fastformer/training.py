@@ -20,7 +20,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
-from fastformer import functional
+from fastformer import backends, functional
 from fastformer.checks import (
     INTEGERS,
     may_read,
@@ -329,6 +329,8 @@ class SimpleLossCompute:
         if loss is None:
             x = self.generator(x)
             loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
+        if type(loss) is not Tensor and backends.is_sharded(loss):  # a DTensor
+            loss = loss.full_tensor()
         return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
 
     def _fused(self, x: Tensor, y: Tensor) -> Tensor | None:

@@ -1,0 +1,211 @@
+"""`parallelize`: a model whose weights are shared by several devices, on torch's own engine.
+
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
+    fastformer.parallelize(model, mesh)
+
+torch.distributed.tensor.parallel applies the plan, DTensor moves the data, and the ops run on the
+shards, see `fastformer.sharding`. docs/parallel.md draws who holds what.
+
+    tokens [B, S], the same on each device
+      embedding, by features ............ [B, S, d/n]    all-to-all
+    the residual stream and its norms ... [B/n, S, d]    by sequences, or by tokens
+      attention, by heads ............... [B, S, d]      all-gather before, reduce-scatter after
+      feed-forward, by hidden units ..... [B, S, d]      likewise
+      generator and loss, by classes .... [B, S, d]      all-gather; two numbers of each token
+
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastformer import backends
+from fastformer._version import __version__
+from fastformer.modules import (
+    Embeddings,
+    MultiHeadedAttention,
+    PositionwiseFeedForward,
+)
+from fastformer.stream import GATED
+from fastformer.transformer import Decoder, Encoder, Generator
+
+sequences_from = backends.sequences_from
+
+__all__ = ["parallelize", "require_same_ranks", "sequences_from"]
+
+Model = TypeVar("Model", bound=nn.Module)
+_HIDDEN_GROUP, _FEATURE_GROUP = 16, 4  # of the words of dropout: see `sharding`
+
+
+def parallelize(
+    model: Model, mesh: Any, plan: Mapping[str, Any] | None = None, *, check: bool = True
+) -> Model:
+    """Share the weights of a model among the devices of a mesh: tensor parallelism, in place.
+
+    Attention is split by heads, the feed-forward by hidden units, embeddings by features - by
+    tokens, where one weight is the generator's as well -, the generator and its loss by classes.
+    Between them the residual stream, its norms and their dropout are split by sequences where the
+    batch divides, and by the tokens of each where it does not. All ranks take the same tokens and
+    masks, plain tensors, and draw the dropout masks that one device draws, if their generators have
+    the same state. Outputs are DTensors; `SimpleLossCompute` returns a plain loss.
+
+    The parameters become DTensors with the shapes and the names that they had:
+    torch.distributed.checkpoint saves and loads them in any layout. `fully_shard` over another
+    dimension of the mesh, activation checkpointing and torch's optimizers compose with it.
+
+    Args:
+        model: of `make_model` or `make_decoder`, or any module that is built of their layers.
+        mesh: a DeviceMesh of one dimension, such as init_device_mesh("cuda", (8,)) or mesh["tp"].
+        plan: by the name of a module a torch.distributed.tensor.parallel.ParallelStyle that takes
+            the place of the one that it has here, or None for none. Parameters that no style
+            distributes are replicated.
+        check: whether to compare the ranks first, which is one collective of a few hundred bytes:
+            see `require_same_ranks`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a mesh of several dimensions; heads, hidden units or features that do not divide
+            by its size; ranks that differ.
+        TypeError: model is no module, mesh no DeviceMesh, plan no mapping.
+        RuntimeError: there is no process group.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
+    _require_process_group()
+    _require_mesh(mesh)
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(f"plan is a {type(plan).__name__}; expected styles by the name of a module")
+    if check:
+        require_same_ranks(model, mesh.get_group())
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from fastformer import sharding
+
+    styles = dict(_plan(model, mesh.size(), sharding.Placed)) | dict(plan or {})
+    names = {name for name, _ in model.named_modules()}
+    for name in plan or ():
+        if name not in names:
+            raise ValueError(f"plan names {name!r}; expected a module of the model")
+    parallelize_module(model, mesh, {k: v for k, v in styles.items() if v is not None})
+    sharding.replicate_others(model, mesh)
+    return model
+
+
+def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the style of each module that has one, by its name."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from fastformer.sharding import Gathered, Rows, halves
+
+    made: dict[int, Any] = {}  # parameters by the id of what they replace: some are shared
+    shared = {id(m.proj.weight) for m in model.modules() if isinstance(m, Generator)}
+    columns = ColwiseParallel(use_local_output=False)
+    rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    for name, module in model.named_modules():
+        within = f"{name}." if name else ""
+        if isinstance(module, MultiHeadedAttention):
+            _require_divisible(f"{within}h", module.h, devices)
+            _require_divisible(f"{within}kv_heads", module.kv_heads, devices)
+            yield name, Gathered()
+            for i in range(3):
+                yield f"{within}linears.{i}", columns
+            yield f"{within}linears.3", rows
+        elif isinstance(module, PositionwiseFeedForward):
+            width, p = module.w_2.in_features, module.dropout.p
+            group = _HIDDEN_GROUP if p else 1
+            _require_divisible(f"{within}d_ff", width, devices * group, devices)
+            first = halves(0) if module.activation in GATED else Shard(0)
+            yield f"{within}w_1", placed(made, weight=first, bias=first)
+            yield f"{within}w_2", placed(made, weight=Shard(1), bias=Replicate())
+        elif isinstance(module, Embeddings):
+            by_tokens = id(module.lut.weight) in shared
+            if not by_tokens:
+                _require_divisible(
+                    f"{within}d_model", module.d_model, devices * _FEATURE_GROUP, devices
+                )
+            yield f"{within}lut", placed(made, weight=Shard(0 if by_tokens else 1))
+        elif isinstance(module, Generator):
+            yield f"{within}proj", placed(made, weight=Shard(0), bias=Shard(0))
+        elif isinstance(module, (Encoder, Decoder)):
+            yield name, Rows()
+
+
+def _require_divisible(name: str, size: int, by: int, devices: int | None = None) -> None:
+    if size % by:
+        devices = by if devices is None else devices
+        raise ValueError(
+            f"{name} is {size}; expected a multiple of {by}, on a mesh of {devices} devices"
+        )
+
+
+def _require_process_group() -> None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError(
+            "there is no process group; expected torch.distributed.init_process_group() before, in "
+            "processes that torchrun starts"
+        )
+
+
+def _require_mesh(mesh: Any) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
+        raise ValueError(
+            f"mesh has the dimensions {', '.join(names)}; expected one, such as mesh[{names[-1]!r}]"
+        )
+
+
+def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more: Any) -> None:
+    """Require that the processes of a group have the same versions, random state and model.
+
+    Each process raises the same error where they differ, and none waits for another.
+
+    Args:
+        model: whose names, shapes and dtypes of parameters are compared; None for none.
+        group: of torch.distributed; None for all processes.
+        more: anything else that has to be equal, by its name.
+
+    Raises:
+        ValueError: what differs, between which two ranks.
+        RuntimeError: there is no process group.
+    """
+    _require_process_group()
+    own: dict[str, Any] = {
+        "fastformer": __version__,
+        "torch": torch.__version__,
+        "the seed of torch.manual_seed": torch.initial_seed(),
+        "the state of torch's generator": _digest(torch.get_rng_state().numpy().tobytes()),
+        **more,
+    }
+    if model is not None:
+        shapes = [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
+        own["the model's parameters"] = _digest(repr(shapes).encode())
+    size = torch.distributed.get_world_size(group)
+    all_ranks: list[Any] = [None] * size
+    torch.distributed.all_gather_object(all_ranks, own, group)
+    for name, ours in all_ranks[0].items():
+        for rank, theirs in enumerate(all_ranks[1:], 1):
+            if theirs.get(name) != ours:
+                raise ValueError(
+                    f"rank {rank} has {name} {theirs.get(name)}, and rank 0 {ours}; "
+                    "expected the same on all ranks"
+                )
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]

@@ -1,0 +1,743 @@
+"""How the ops run on DTensors: each device computes its shard by the same op, and draws there the
+dropout masks of the whole.
+
+`backends.run` calls `run` where an argument is a DTensor. A rule names the dimensions of each
+tensor of an op by letters, as in an einsum, and the letters over which the op may be split:
+
+    scaled_dot_product_attention    query bhqd, key bhkd, value bhke -> bhqe    over b, h and q
+    layer_norm                      input 012.., weight .. -> 012..             over the rows 0 1 2
+    feed_forward                    input 012d, w_1 fd, w_2 of -> 012o          over f and the rows
+
+For each dimension of the mesh the arguments' placements choose one letter. A tensor that has the
+letter is then sharded there, and the others are replicated; what is split over a letter that the
+output lacks is a partial sum. DTensor redistributes the arguments to these placements: it reduces
+partial sums, and exchanges one sharded dimension for another. It gathers an argument in full only
+where the rule says so - the tokens that enter a layer whose weights are sharded - and every other
+such argument is refused by name. The gradients are those of DTensor: that of a sharded argument is
+sharded, and that of a replicated one is summed over the devices.
+
+The rules stand in front of both backends. torch's `register_sharding` would know the registered ops
+of the kernels alone, and gives an op no way to learn where its shard begins.
+
+Source: the placements: Shoeybi et al. 2019, "Megatron-LM", section 3; the split of the tokens:
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
+4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fastformer.description import Attention
+from fastformer.description import Shard as AttentionShard
+
+Arguments = dict[str, Any]
+Run = Callable[..., Any]  # `backends.run`
+Placement = Any  # torch's, of which only some kinds have a `dim`
+_PLANE_GROUP = 16  # rows, and columns, that share the words of dropout in the feed-forward
+
+
+class Rule(NamedTuple):
+    """How an op is split.
+
+    letters: of the arguments, the letter of each dimension of each tensor; "." is never split.
+    outputs: the letters of each output.
+    ways: the letters over which the op may be split, the preferred ones first.
+    gathers: of a way, the arguments that it gathers if they are sharded otherwise.
+    """
+
+    letters: Callable[[Arguments], dict[str, str]]
+    outputs: Callable[[dict[str, str]], tuple[str, ...]]
+    ways: str
+    gathers: Mapping[str, tuple[str, ...]] = {}
+
+
+ROWS = "0123456789"  # the letters of the leading dimensions
+
+
+def _rows(x: Tensor, features: int = 1) -> str:
+    return ROWS[: x.dim() - features]
+
+
+def _present(letters: dict[str, str], arguments: Arguments) -> dict[str, str]:
+    """Return the letters of the arguments that are given."""
+    return {name: which for name, which in letters.items() if arguments[name] is not None}
+
+
+def _of_attention(arguments: Arguments) -> dict[str, str]:
+    letters = {"query": "bhqd"}
+    if "block_table" in arguments:
+        letters |= {"key_pages": "..hd", "value_pages": "..he", "block_table": "b."}
+    elif arguments["cu_seqlens_q"] is not None:
+        letters = {"query": ".hd", "key": ".hd", "value": ".he"}
+    else:
+        letters |= {"key": "bhkd", "value": "bhke"}
+    for name in ("attn_mask", "bias"):
+        x = arguments[name]
+        if x is not None:
+            named = zip("bhqk"[-x.dim() :] if x.dim() else "", x.shape)
+            letters[name] = "".join("." if size == 1 else letter for letter, size in named)
+    slopes = arguments["alibi_slopes"]
+    if slopes is not None:
+        letters["alibi_slopes"] = "bh"[-slopes.dim() :]
+    letters |= {"key_lengths": "b", "sinks": "h", "dropout_seed": "."}
+    letters |= {"cu_seqlens_q": ".", "cu_seqlens_k": "."}
+    return _present(letters, arguments)
+
+
+def _of_norm(arguments: Arguments) -> dict[str, str]:
+    x, shape = arguments["input"], arguments.get("normalized_shape")
+    n = len(arguments["weight"].shape if shape is None else shape)
+    rows = _rows(x, n) + "." * n
+    letters = {"input": rows, "residual": rows, "weight": "." * n, "bias": "." * n}
+    letters["dropout_seed"] = "."
+    return _present({k: v for k, v in letters.items() if k in arguments}, arguments)
+
+
+def _of_feed_forward(arguments: Arguments) -> dict[str, str]:
+    first = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
+    letters = {"input": _rows(arguments["input"]) + "d", first[0]: "fd", first[1]: "f"}
+    letters |= {"w_2": "of", "b_2": "o", "dropout_seed": "."}
+    return _present(letters, arguments)
+
+
+def _of_embedding(arguments: Arguments) -> dict[str, str]:
+    letters = {"tokens": _rows(arguments["tokens"], 0), "weight": "vn", "positional": ".n"}
+    return _present(letters | {"dropout_seed": "."}, arguments)
+
+
+def _of_loss(arguments: Arguments) -> dict[str, str]:
+    rows = _rows(arguments["target"], 0)
+    if "logits" in arguments:
+        return {"logits": rows + "v", "target": rows}
+    letters = {"input": rows + "n", "linear_weight": "vn", "target": rows, "linear_bias": "v"}
+    return _present(letters, arguments)
+
+
+def _like(name: str, count: int = 1) -> Callable[[dict[str, str]], tuple[str, ...]]:
+    return lambda letters: (letters[name],) * count
+
+
+_ATTENTION = Rule(_of_attention, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
+_NORM = Rule(_of_norm, _like("input"), ROWS)
+_FEED_FORWARD = Rule(
+    _of_feed_forward,
+    lambda x: (x["input"][:-1] + "o",),
+    "f" + ROWS,
+    {"f": ("input",)},
+)
+RULES = {
+    "scaled_dot_product_attention": _ATTENTION,
+    "paged_attention": _ATTENTION,
+    "packed_attention": _ATTENTION,
+    "layer_norm": _NORM,
+    "rms_norm": _NORM,
+    "dropout_add_layer_norm": _NORM._replace(outputs=_like("input", 2)),
+    "feed_forward": _FEED_FORWARD,
+    "geglu": _FEED_FORWARD,
+    "swiglu": _FEED_FORWARD,
+    "embed": Rule(
+        _of_embedding,
+        lambda x: (x["tokens"] + "n",),
+        "vn" + ROWS,
+        {"v": ("tokens",), "n": ("tokens",)},
+    ),
+    "cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("target",)}),
+    "linear_cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("input", "target")}),
+}
+GATED = ("geglu", "swiglu")  # their w has the rows of z, then those of v: both are sharded alike
+
+
+def halves(dim: int, parts: int = 2) -> Placement:
+    """Return the placement of a tensor whose `parts` equal parts are each sharded over a dimension:
+    a shard has the same rows of each. The weight of z and v is one, and that of q, k and v.
+    """
+    return _StridedShard(dim, split_factor=parts)
+
+
+def holds_dtensor(values: Iterable[Any]) -> bool:
+    """Say whether one of the arguments of an op is a DTensor."""
+    return any(isinstance(x, DTensor) for x in flat(values))
+
+
+def flat(values: Iterable[Any]) -> Iterable[Any]:
+    """Yield the arguments of an op, and the fields of a description of attention among them."""
+    for x in values:
+        if isinstance(x, Attention):
+            yield from x
+        else:
+            yield x
+
+
+# ----------------------------------------------------------------------------------- the placements
+
+
+class Call(NamedTuple):
+    """A call of an op, and how it is split.
+
+    arguments: by name, the fields of a description of attention among them.
+    ways: for each dimension of the mesh the letter that it splits, or "".
+    sizes, offsets: of each letter the size of the whole, and the first index of this shard.
+    """
+
+    op: str
+    arguments: Arguments
+    letters: dict[str, str]
+    mesh: DeviceMesh | None
+    ways: tuple[str, ...]
+    sizes: dict[str, int]
+    offsets: dict[str, int]
+
+    def groups(self, letter: str) -> list[dist.ProcessGroup]:
+        """Return the groups of processes over which a letter is split."""
+        assert self.mesh is not None
+        return [self.mesh.get_group(i) for i, way in enumerate(self.ways) if way == letter]
+
+
+def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
+    """Run an op of which an argument is a DTensor, or whose first sequence is sequence `first` of a
+    larger batch: `inner` runs the shard.
+
+    Raises ValueError for an argument on another mesh, or sharded as the op cannot take it.
+    """
+    flattened = dict(arguments)
+    described = flattened.pop("attention", None)
+    if described is not None:
+        flattened |= described._asdict()
+    rule = RULES[op]
+    letters = rule.letters(flattened)
+    mesh = _mesh_of(op, flattened)
+    if mesh is None:
+        call = Call(op, flattened, letters, None, (), _sizes(flattened, letters), {})
+        return _local(inner, call, arguments, first)
+    ways = tuple(_way(op, rule, flattened, letters, i, mesh) for i in range(mesh.ndim))
+    local: Arguments = dict(flattened)
+    offsets: dict[str, int] = {}
+    for name, which in letters.items():
+        x = flattened[name]
+        placements = _wanted(op, name, which, ways)
+        if not isinstance(x, DTensor):
+            if not x.requires_grad and not any(way in which for way in ways if way):
+                continue  # the same everywhere
+            x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        _require(op, rule, name, x, placements, ways)
+        _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+        for letter, at in zip(which, start):
+            if letter in ways and not (op in GATED and name in ("w", "b")):
+                offsets.setdefault(letter, at)  # of heads, those of the query
+        gradients = [
+            Partial() if way and placed == Replicate() else placed
+            for way, placed in zip(ways, placements)
+        ]
+        x = x.redistribute(mesh, placements)
+        local[name] = x.to_local(grad_placements=gradients)
+    call = Call(op, local, letters, mesh, ways, _sizes(flattened, letters), offsets)
+    outputs = _local(inner, call, arguments, first)
+    if not isinstance(outputs, tuple):
+        return _whole(outputs, call, rule.outputs(letters)[0])
+    return tuple(_whole(x, call, which) for x, which in zip(outputs, rule.outputs(letters)))
+
+
+def _mesh_of(op: str, arguments: Arguments) -> DeviceMesh | None:
+    """Return the one mesh of the DTensors, beside which there is no parameter that is none."""
+    mesh, first = None, ""
+    for name, x in arguments.items():
+        if isinstance(x, DTensor):
+            if mesh is None:
+                mesh, first = x.device_mesh, name
+            elif x.device_mesh != mesh:
+                raise ValueError(
+                    f"{op}: {name} is on the mesh {x.device_mesh}; expected that of {first}, {mesh}"
+                )
+    for name, x in arguments.items():
+        if mesh is not None and type(x) is torch.nn.Parameter:
+            raise ValueError(
+                f"{op}: {name} is a parameter that is no DTensor beside {first}, which is one; "
+                "expected all parameters distributed over one mesh (fastformer.parallelize)"
+            )
+    return mesh
+
+
+def _sizes(arguments: Arguments, letters: dict[str, str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, which in letters.items():
+        for letter, size in zip(which, arguments[name].shape):
+            sizes[letter] = max(size, sizes.get(letter, 0))  # of heads, those of the query
+    return sizes
+
+
+def _way(
+    op: str, rule: Rule, arguments: Arguments, letters: dict[str, str], i: int, mesh: DeviceMesh
+) -> str:
+    """Return the letter that dimension i of the mesh splits, "" for none."""
+    split: dict[str, str] = {}  # the letters that are split there, and an argument for each
+    for name, which in letters.items():
+        x = arguments[name]
+        if isinstance(x, DTensor) and not isinstance(x.placements[i], (Replicate, Partial)):
+            split.setdefault(which[x.placements[i].dim], name)
+    if not split:
+        return ""
+    known = "".join(letters.values())
+    for letter in rule.ways:
+        if letter in split:
+            return letter
+    for letter in rule.ways:  # another dimension takes its place
+        sizes = [
+            size
+            for name, which in letters.items()
+            for way, size in zip(which, arguments[name].shape)
+            if way == letter
+        ]
+        if letter in known and sizes and not any(size % mesh.size(i) for size in sizes):
+            return letter
+    name = next(iter(split.values()))
+    raise ValueError(
+        f"{op}: {name} has placements {arguments[name].placements}, and no other dimension divides "
+        f"by the {mesh.size(i)} devices of dimension {i} of the mesh; redistribute it first"
+    )
+
+
+def _wanted(op: str, name: str, which: str, ways: tuple[str, ...]) -> list[Placement]:
+    """Return the placements of an argument, given the way of each dimension of the mesh."""
+    both = op in GATED and name in ("w", "b")
+    placed: list[Placement] = []
+    for way in ways:
+        if not way or way not in which:
+            placed.append(Replicate())
+        elif both and way == "f":
+            placed.append(halves(which.index(way)))
+        else:
+            placed.append(Shard(which.index(way)))
+    return placed
+
+
+def _require(
+    op: str, rule: Rule, name: str, x: DTensor, wanted: list[Placement], ways: tuple[str, ...]
+) -> None:
+    """Require that x can be redistributed without being gathered, and that heads divide."""
+    for i, (have, want, way) in enumerate(zip(x.placements, wanted, ways)):
+        split = not isinstance(have, (Replicate, Partial))
+        gathered = want == Replicate() and name not in rule.gathers.get(way, ())
+        if split and (gathered or (have != want and isinstance(want, _StridedShard))):
+            hint = " (fastformer.parallelize places it)" if isinstance(want, _StridedShard) else ""
+            raise ValueError(
+                f"{op}: {name} has placement {have} on dimension {i} of the mesh, where the op is "
+                f"split over {_spelled(way)}; expected {want}{hint}"
+            )
+        devices = x.device_mesh.size(i)
+        if way == "h" and want != Replicate() and x.shape[want.dim] % devices:
+            raise ValueError(
+                f"{op}: {name} has {x.shape[want.dim]} heads; "
+                f"expected a multiple of the {devices} devices that share them"
+            )
+
+
+def _spelled(way: str) -> str:
+    known = dict(b="the batch", h="the heads", q="the queries", f="d_ff", v="the vocabulary")
+    return known.get(
+        way, "the features" if way == "n" else f"dimension {way}" if way else "nothing"
+    )
+
+
+def _whole(x: Tensor, call: Call, which: str) -> DTensor:
+    """Return the DTensor of which x, a tensor with these letters, is the shard of this device."""
+    mesh = call.mesh
+    assert mesh is not None
+    placements: list[Placement] = []
+    for way in call.ways:
+        if way in which and way:
+            placements.append(Shard(which.index(way)))
+        elif way == "v" and call.op != "embed":
+            placements.append(Replicate())  # the logarithm of the sum is merged
+        else:
+            placements.append(Partial() if way else Replicate())
+    if x.dim() == 0:  # a loss
+        placements = [Partial() if isinstance(p, Shard) else p for p in placements]
+        whole = DTensor.from_local(x, mesh, placements, run_check=False)
+        return whole.redistribute(mesh, [Replicate()] * mesh.ndim)
+    shape = [call.sizes[w] if w in call.ways else n for w, n in zip(which, x.shape)]
+    stride, count = [0] * x.dim(), 1
+    order = sorted(range(x.dim()), key=lambda i: (-x.stride()[i], i))
+    for i in reversed(order):
+        stride[i], count = count, count * max(shape[i], 1)
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+# ----------------------------------------------------------------------------------- the local call
+
+
+def _local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
+    """Run the shard of this device."""
+    if call.op in ("cross_entropy", "linear_cross_entropy"):
+        return _loss(inner, call)
+    if "block_table" in call.arguments or "is_causal" in call.arguments:
+        return _attention(inner, call, arguments, first)
+    if call.op == "embed" and "v" in call.ways:
+        return _vocabulary(inner, call, first)
+    own = dict(call.arguments)
+    if call.op == "embed":
+        own = _positions(call)
+    if "f" in call.ways and own["b_2"] is not None:  # one device adds it
+        own["b_2"] = own["b_2"] * float(_is_first(call, "f"))
+    return _by_rows(inner, call, own, first)
+
+
+def _is_first(call: Call, letter: str) -> bool:
+    return all(dist.get_rank(group) == 0 for group in call.groups(letter))
+
+
+def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
+    given, at = call.arguments, call.offsets
+    fields = {name: given[name] for name in Attention._fields if name in given}
+    attention = Attention(**fields)
+    if first and call.op != "scaled_dot_product_attention":
+        raise ValueError(
+            f"{call.op} of a part of a batch; "
+            "expected scaled_dot_product_attention, whose sequences are padded"
+        )
+    if attention.dropout_p > 0 or "q" in at:
+        whole, batch = call.sizes, at.get("b", 0) + first
+        sizes = whole["h"], whole["q"], whole.get("k", 0)
+        shard = AttentionShard(batch, at.get("h", 0), at.get("q", 0), 0, *sizes)
+        attention = attention._replace(shard=shard)
+    own = {name: given.get(name, attention) for name in arguments}  # in the order of the op
+    return inner(call.op, **own)
+
+
+def _positions(call: Call) -> Arguments:
+    """Return the arguments of an embedding with the positions of its tokens first."""
+    own, last = dict(call.arguments), ROWS[call.arguments["tokens"].dim() - 1]
+    if own["positional"] is not None and last in call.offsets:
+        own["positional"] = own["positional"][call.offsets[last] :]
+    return own
+
+
+def _vocabulary(inner: Run, call: Call, first: int) -> Tensor:
+    """Return the embedding of the tokens whose rows are here, and zeros for the others."""
+    own, begin = _positions(call), call.offsets["v"]
+    tokens, here = own["tokens"] - begin, own["weight"].shape[0]
+    inside = (tokens >= 0) & (tokens < here)
+    own["tokens"] = tokens.where(inside, 0)
+    if own["padding_idx"] is not None:
+        padding = own["padding_idx"] - begin
+        own["padding_idx"] = padding if 0 <= padding < here else None
+    return _by_rows(inner, call, own, first).masked_fill(~inside.unsqueeze(-1), 0.0)
+
+
+_SPLIT = ("input", "residual", "tokens")  # by rows
+
+
+def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
+    """Run an op on rows, with the dropout of the rows and columns of the whole."""
+    if not own.get("dropout_p") or (first == 0 and not call.offsets):
+        return inner(call.op, **own)
+    x = own["tokens" if call.op == "embed" else "input"]
+    rows = [letter for letter in next(iter(call.letters.values())) if letter in ROWS]
+    if first and len(rows) < 2:
+        raise ValueError(
+            f"{call.op} of [tokens, features] of a part of a batch; expected [B, S, features]"
+        )
+    sizes = [call.sizes[letter] for letter in rows]
+    begins = [call.offsets.get(letter, 0) for letter in rows]
+    begins[:1] = [b + first for b in begins[:1]]
+    column = call.offsets.get("f", call.offsets.get("n", 0))
+    whole = call.sizes.get("f", call.sizes.get("n", 0))
+    if call.op in GATED:
+        whole //= 2
+    if call.op == "dropout_add_layer_norm":
+        whole = own["weight"].numel()
+    split = [i for i, letter in enumerate(rows) if letter in call.ways]
+    lead = x.shape[: split[-1]] if split else ()  # over these the rows of the shard are apart
+    if math.prod(lead) == 1:
+        return _aligned(inner, call.op, own, (_index(sizes, begins), column, whole))
+    parts = []
+    for place in product(*map(range, lead)):
+        part = {k: v[place] if k in _SPLIT and v is not None else v for k, v in own.items()}
+        at = [b + p for b, p in zip(begins, (*place, *[0] * len(begins)))]
+        parts.append(_aligned(inner, call.op, part, (_index(sizes, at), column, whole)))
+    if isinstance(parts[0], tuple):
+        return tuple(torch.stack(x).unflatten(0, lead) for x in zip(*parts))
+    return torch.stack(parts).unflatten(0, lead)
+
+
+def _index(sizes: Sequence[int], at: Sequence[int]) -> int:
+    """Return the number of the row at these indices of the leading dimensions."""
+    number = 0
+    for size, i in zip(sizes, at):
+        number = number * size + i
+    return number
+
+
+def _aligned(inner: Run, op: str, own: Arguments, shard: tuple[int, int, int]) -> Any:
+    """Run an op on rows that begin at row shard[0] of the whole.
+
+    Words of dropout serve groups of rows in the feed-forward: rows of zeros fill the first group.
+    """
+    first, column, whole = shard
+    before = first % _PLANE_GROUP if "w_2" in own else 0
+    if not before:
+        return inner(op, **{**own, "shard": shard})
+    x = own["input"]
+    padded = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, before, 0))
+    shard = first - before, column, whole
+    out = inner(op, **{**own, "input": padded, "shard": shard})
+    return out[before:].view(*x.shape[:-1], -1)
+
+
+# ------------------------------------------------------------------------------------------- styles
+
+
+class Placed(ParallelStyle):
+    """Hold the parameters of a module under the placements of their names, and do nothing else.
+
+    The ops take DTensors as they are, and a module without hooks is fused with others. made: the
+    parameters that are distributed already, by the id of what they replace.
+    """
+
+    def __init__(self, made: dict[int, tuple[Any, Any]], **placements: Placement) -> None:
+        self._made, self._placements = made, placements
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self._placements.items():
+            old = module._parameters.get(name)
+            if old is None:
+                continue
+            if id(old) not in self._made:  # which keeps the old one, or another takes its id
+                self._made[id(old)] = old, _distributed(old, device_mesh, placement)
+            module._parameters[name] = self._made[id(old)][1]
+        return module
+
+
+def _distributed(old: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(old.data, mesh, [placement]), old.requires_grad)
+
+
+def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Distribute the parameters that are none yet, whole to each device."""
+    made: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        own = module._parameters.items()
+        names = [name for name, p in own if p is not None and not isinstance(p, DTensor)]
+        Placed(made, **dict.fromkeys(names, Replicate()))._apply(module, mesh)
+
+
+class Gathered(ParallelStyle):
+    """Gather the tokens that a module is called with, each tensor once."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(self._gather, with_kwargs=True)
+        return module
+
+    @staticmethod
+    def _gather(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gathered: dict[int, Any] = {}
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, DTensor) and id(x) not in gathered:
+                gathered[id(x)] = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+        own = {name: gathered.get(id(x), x) for name, x in kwargs.items()}
+        return tuple(gathered.get(id(x), x) for x in args), own
+
+
+class Rows(ParallelStyle):
+    """Split the first tensor [B, S, d] that a module is called with, the start of its residual
+    stream, by sequences, or by tokens where the batch does not divide; gather the second, the
+    memory.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(self._split)
+        return module
+
+    @staticmethod
+    def _split(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        own = list(args)
+        for i, x in enumerate(args[:2]):
+            if isinstance(x, DTensor) and x.is_floating_point():
+                split = Shard(1 if x.shape[0] % x.device_mesh.size() else 0)
+                own[i] = x.redistribute(placements=[Replicate() if i else split])
+        return tuple(own)
+
+
+# ------------------------------------------------------------------------------------------- losses
+
+
+def _loss(inner: Run, call: Call) -> Tensor:
+    """Return the loss: of rows [...], or their sum; for a mean its share of it."""
+    own, reduction = dict(call.arguments), call.arguments["reduction"]
+    if "v" in call.ways:
+        rows = _over_the_vocabulary(call)
+        loss = rows if reduction == "none" else rows.sum()
+    else:
+        own["reduction"] = "none" if reduction == "none" else "sum"
+        loss = inner(call.op, **own)
+    if reduction != "mean":
+        return loss
+    count = (own["target"] != own["ignore_index"]).sum()
+    for way in dict.fromkeys(call.ways):
+        for group in call.groups(way) if way and way != "v" else ():
+            dist.all_reduce(count, group=group)
+    return torch.where(count > 0, loss / count.clamp(min=1), float("nan"))
+
+
+def _over_the_vocabulary(call: Call) -> Tensor:
+    own = call.arguments
+    labels = own["ignore_index"], own["label_smoothing"], own["smoothing"]
+    if call.op == "cross_entropy":
+        x, weight, bias = own["logits"], None, None
+    else:
+        x, weight, bias = own["input"], own["linear_weight"], own["linear_bias"]
+    place = call.offsets["v"], call.sizes["v"], call.groups("v")
+    return _VocabularyLoss.apply(x, weight, bias, own["target"], labels, place)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """The loss of each row, of logits whose classes are shared by several devices:
+
+        loss = constant + lse - sum_c q_c x_c
+        dx_c = exp(x_c - lse) - q_c
+
+    Each device has the lse and the sum over its own classes; two reductions merge the first, and
+    one the second. The logits of a chunk of rows are computed again in the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        target: Tensor,
+        labels: tuple[int, float, str],
+        place: tuple[int, int, list[dist.ProcessGroup]],
+    ) -> Tensor:
+        ctx.labels = smoothed = _Labels(*labels, *place[:2])
+        x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        lse, dot = (x.new_empty(len(x), dtype=wide) for _ in range(2))
+        for part in smoothed.chunks(x, weight):
+            logits = _logits(x[part], weight, bias, wide)
+            lse[part], dot[part] = logits.logsumexp(1), smoothed.dot(logits, flat[part])
+        for group in place[2]:
+            top = lse.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            top.clamp_(min=torch.finfo(wide).min)
+            lse = (lse - top).exp_()
+            dist.all_reduce(lse, group=group)
+            lse = lse.log_() + top
+            dist.all_reduce(dot, group=group)
+        ctx.save_for_backward(input, weight, bias, target, lse)
+        loss = (lse - dot + smoothed.constant()).masked_fill_(flat == labels[0], 0.0)
+        return loss.view(target.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target, lse = ctx.saved_tensors
+        smoothed: _Labels = ctx.labels
+        x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+        g = grad.reshape(-1, 1).masked_fill(flat.view(-1, 1) == smoothed.ignore_index, 0.0)
+        dx = torch.empty_like(x)
+        dw = None if weight is None else torch.zeros_like(weight, dtype=lse.dtype)
+        db = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
+        for part in smoothed.chunks(x, weight):
+            logits = _logits(x[part], weight, bias, lse.dtype)
+            d = smoothed.gradient(logits, flat[part], lse[part]) * g[part]
+            if weight is None:
+                dx[part] = d
+                continue
+            dx[part] = d.to(weight.dtype) @ weight
+            dw += d.t() @ x[part].to(d.dtype)
+            if db is not None:
+                db += d.sum(0)
+        dw = None if weight is None or dw is None else dw.to(weight.dtype)
+        db = None if bias is None or db is None else db.to(bias.dtype)
+        return dx.view(input.shape), dw, db, None, None, None
+
+
+def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (x if weight is None else F.linear(x, weight, bias)).to(dtype)
+
+
+class _Labels(NamedTuple):
+    """The smoothed targets q of the classes first .. of `classes` that are here."""
+
+    ignore_index: int
+    label_smoothing: float
+    smoothing: str
+    first: int
+    classes: int
+
+    def chunks(self, x: Tensor, weight: Tensor | None) -> list[slice]:
+        """Return slices of rows whose logits take some 64 MB."""
+        step = max(1, 2**24 // max(1, (x if weight is None else weight.t()).shape[1]))
+        return [slice(first, first + step) for first in range(0, len(x), step)]
+
+    def probabilities(self) -> tuple[float, float]:
+        """Return q at most classes, and what q has more at the target."""
+        e = self.label_smoothing
+        if self.smoothing == "uniform":
+            return e / self.classes, 1 - e
+        return e / (self.classes - 2), 1 - e - e / (self.classes - 2)
+
+    def constant(self) -> float:
+        """Return what the loss has beside the cross entropy: of "kl" less the entropy of q."""
+        if self.smoothing == "uniform":
+            return 0.0
+        off, more = self.probabilities()
+        terms = ((1, off + more), (self.classes - 2, off))
+        return sum(n * p * math.log(p) for n, p in terms if p > 0)
+
+    def _of_target(self, target: Tensor, here: int) -> tuple[Tensor, Tensor]:
+        """Return the column of each target [M, 1], and whether it is here."""
+        at = (target - self.first).view(-1, 1)
+        inside = (at >= 0) & (at < here)
+        return at.where(inside, 0), inside
+
+    def _padding(self, here: int) -> int | None:
+        """Return the column of the padding class, to which "kl" gives nothing; None elsewhere."""
+        at = self.ignore_index - self.first
+        return at if self.smoothing == "kl" and 0 <= at < here else None
+
+    def dot(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return sum_c q_c x_c over the classes here, [M]."""
+        off, more = self.probabilities()
+        here = logits.shape[1]
+        if here == 0:
+            return logits.new_zeros(len(logits))
+        at, inside = self._of_target(target, here)
+        total = (logits.gather(1, at).where(inside, 0.0) * more).squeeze(1)
+        if off > 0:
+            padding = self._padding(here)
+            total = total + off * logits.sum(1)
+            if padding is not None:
+                total = total - off * logits[:, padding]
+        return total
+
+    def gradient(self, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
+        """Return exp(x_c - lse) - q_c, [M, classes here]."""
+        off, more = self.probabilities()
+        d = (logits - lse.view(-1, 1)).exp_()
+        if off > 0:
+            d.sub_(off)
+            padding = self._padding(logits.shape[1])
+            if padding is not None:
+                d[:, padding] += off
+        if logits.shape[1]:
+            at, inside = self._of_target(target, logits.shape[1])
+            d.scatter_add_(1, at, -more * inside.to(d.dtype))
+        return d

@@ -1,0 +1,68 @@
+"""Processes of one group, over gloo, which compare what is sharded with what is whole.
+
+    python parallel_worker.py WORLD CHECK ...
+
+One process imports torch and is then forked, because to import it takes longer than the checks. A
+check is a function of parallel_checks.py, which raises where something is wrong. Each process
+prints a line of JSON: the rank, the check and what is wrong, "" for nothing.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)  # before the fork: no pool of threads is there to be lost
+
+import parallel_checks
+
+from fastformer.kernels import interpreter
+
+interpreter.repair()
+
+
+def main(rank: int, world: int, folder: str, names: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/group",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    for name in names:
+        try:
+            getattr(parallel_checks, name)(Path(folder))
+            wrong = ""
+        except Exception:
+            wrong = traceback.format_exc()
+        line = json.dumps({"rank": rank, "check": name, "wrong": wrong}) + "\n"
+        os.write(1, line.encode())  # at once, so that the lines of two processes do not mix
+        if wrong:
+            return
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                main(rank, world, folder, sys.argv[2:])
+                os._exit(0)  # torch's own threads are left, whose end is a race
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)

@@ -12,12 +12,15 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
@@ -36,6 +39,7 @@ from fastformer.transformer import EncoderDecoder, make_model
 
 __all__ = [
     "CopyData",
+    "OneProcess",
     "Run",
     "Settings",
     "attention_maps",
@@ -169,28 +173,75 @@ def interpreted(backend: str, device: torch.device) -> bool:
     return common.INTERPRETED
 
 
+class OneProcess:
+    """How the model is trained: here by one process. `parallel_copy_task` has the ways of several.
+
+    name: what is printed of it.
+    """
+
+    name = ""
+
+    def place(self, model: EncoderDecoder) -> nn.Module:
+        """Return the model to train, which has the parameters of this one."""
+        return model
+
+    def begin(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> tuple[int, list[Tensor]]:
+        """Return how many steps a checkpoint has trained already, which is loaded, and the losses
+        of these steps.
+        """
+        return 0, []
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        """Save a checkpoint, if it is time; losses: of all steps so far."""
+
+    def part(self, batch: Batch) -> Batch:
+        """Return what this process computes of a batch."""
+        return batch
+
+    def whole(self, loss: Tensor) -> Tensor:
+        """Return the loss of the whole batch, whose gradient is what the optimizer expects."""
+        return loss
+
+    def sequences(self) -> AbstractContextManager[None]:
+        """Return a context in which the ops know which part of a batch they have."""
+        return nullcontext()
+
+    def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
+        """Return a model of one process with the trained parameters."""
+        assert isinstance(model, EncoderDecoder)
+        return model
+
+
 def train(
-    settings: Settings, backend: str, limit: float = INTERPRETED_SECONDS, verbose: bool = True
+    settings: Settings,
+    backend: str,
+    limit: float = INTERPRETED_SECONDS,
+    verbose: bool = True,
+    way: OneProcess | None = None,
 ) -> Run:
     """Train one model from `settings.seed` and decode the sentence before and after.
 
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
     """
-    return _trained(settings, backend, limit, verbose)[0]
+    return _trained(settings, backend, limit, verbose, way or OneProcess())[0]
 
 
 def _trained(
-    settings: Settings, backend: str, limit: float, verbose: bool
+    settings: Settings, backend: str, limit: float, verbose: bool, way: OneProcess
 ) -> tuple[Run, EncoderDecoder]:
     is_interpreted = interpreted(backend, settings.device)
     write = _write_line if verbose else _ignore_line
-    write(f"\n{backend}" + (", in Triton's interpreter on the CPU" if is_interpreted else ""))
+    where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
+    write(f"\n{backend}{way.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
     if is_interpreted:
         from fastformer.kernels import interpreter
 
         interpreter.repair()
+    if is_interpreted and limit < math.inf:
         data = _items_within(data, limit, INTERPRETED_STEPS)
         write(
             f"  (Python runs each program of a kernel. These are the first steps of the same run:\n"
@@ -203,16 +254,24 @@ def _trained(
         model = settings.model()
         write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
         model.train()
+        placed = way.place(model)
         optimizer, scheduler = make_optimizer(
-            model.parameters(), settings.d_model, settings.factor, settings.warmup
+            placed.parameters(), settings.d_model, settings.factor, settings.warmup
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute = SimpleLossCompute(model.generator, criterion)
-        losses: list[Tensor] = []
+        done, losses = way.begin(placed, optimizer, scheduler)
         speeds: list[float] = []
 
+        def parts() -> Iterator[Batch]:
+            for i, batch in enumerate(data):
+                if i > done:
+                    way.end_step(losses)
+                if i >= done:
+                    yield way.part(batch)
+
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
-            loss = compute(x, y, norm)
+            loss = way.whole(compute(x, y, norm))
             losses.append(loss.detach())
             return loss
 
@@ -222,20 +281,22 @@ def _trained(
             write(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
 
         started = time.perf_counter()
-        run_epoch(
-            data,
-            model,
-            recorded,
-            optimizer,
-            scheduler,
-            report=report,
-            report_every=1 if is_interpreted else max(1, settings.steps // 10),
-            progress=None if verbose else False,
-            description=f"  {backend}",
-        )
+        with way.sequences():
+            run_epoch(
+                parts(),
+                placed,
+                recorded,
+                optimizer,
+                scheduler,
+                report=report,
+                report_every=1 if is_interpreted else max(1, settings.steps // 10),
+                progress=None if verbose else False,
+                description=f"  {backend}",
+            )
         seconds = time.perf_counter() - started
 
         speed, done = statistics.median(speeds), len(losses)
+        model = way.gathered(placed, settings)
         write(
             f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
         )
@@ -263,7 +324,7 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
-    model = _trained(settings, backend, INTERPRETED_SECONDS, True)[1].eval()
+    model = _trained(settings, backend, INTERPRETED_SECONDS, True, OneProcess())[1].eval()
     layers = {
         name: module
         for name, module in model.named_modules()

@@ -1,12 +1,15 @@
 """What the processes of parallel_worker.py check: functions of a folder that they share."""
 
 import itertools
+import math
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastformer as ff
+from fastformer.copy_task import Settings, train
+from fastformer.parallel_copy_task import WAYS, Parallel
 from fastformer.sharding import halves
 
 BACKENDS = ("reference", "triton")
@@ -313,3 +316,18 @@ def tensor_parallel(folder):
         assert own.keys() == grads.keys()
         for name, g in own.items():
             close(f"{form}, {backend}: d{name}", g, grads[name])
+
+
+def copy_task(folder):
+    """The losses of the ways are those of one process, over 20 steps with dropout."""
+    for backend, steps in (("reference", 20), ("triton", 2)):
+        settings = Settings(
+            steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P
+        )
+        alone = train(settings, backend, math.inf, False)
+        assert len(alone.losses) == steps
+        for way in WAYS:
+            run = train(settings, backend, math.inf, False, Parallel(way, settings))
+            worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
+            assert worst <= 1e-5, f"{backend}, {way}: {worst:.1e}"
+            assert run.decoded == alone.decoded

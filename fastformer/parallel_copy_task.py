@@ -1,0 +1,212 @@
+"""The copy task on several processes, each by one of torch's ways, with the losses of one process.
+
+    torchrun --nproc-per-node 2 -m fastformer copy-task --parallel tensor
+
+    ddp       DistributedDataParallel: each process has the model, and a part of each batch
+    fsdp      fully_shard: each process has a part of the model, and of each batch
+    tensor    parallelize: each process has a part of each layer, and the whole batch
+
+All processes start from one seed and draw the same random numbers. The ops of a part of a batch
+draw the dropout masks of the whole, see `sequences_from`, so that the losses equal those of one
+process but for rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fastformer.copy_task import OneProcess, Settings
+from fastformer.parallel import parallelize, require_same_ranks, sequences_from
+from fastformer.training import Batch
+from fastformer.transformer import EncoderDecoder
+
+__all__ = ["WAYS", "Parallel", "process_group"]
+
+WAYS = ("ddp", "fsdp", "tensor")
+TOLERANCE = 1e-5  # of the losses against one process, in float32
+CHECKPOINT_EVERY = 10  # steps
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
+    """Join the processes that torchrun has started, and yield the device of this one.
+
+    Args:
+        kind: of the devices, "cpu" or "cuda".
+        seconds: the time-out of a collective, after which a process that waits for one that has
+            died ends as well.
+
+    Raises ValueError where torchrun has not started this process, or a node has fewer GPUs.
+    """
+    missing = [name for name in _OF_TORCHRUN if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has no {', '.join(missing)}; "
+            "expected torchrun: torchrun --nproc-per-node 2 -m fastformer copy-task --parallel ddp"
+        )
+    device = torch.device("cpu")
+    if kind == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local} has no GPU of the {torch.cuda.device_count()} here; "
+                "expected --nproc-per-node of as many at most, or --device cpu"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Parallel(OneProcess):
+    """The way of that name, of the processes of a group.
+
+    Args:
+        way: "ddp", "fsdp" or "tensor".
+        settings: of the copy task; its batch divides by the processes for "ddp" and "fsdp".
+        folder: of checkpoints, which are saved every `every` steps, and the last of which the
+            training begins with; None for none.
+
+    Raises ValueError, on all ranks, for an unknown way, a batch that does not divide, and settings
+    that differ.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        settings: Settings,
+        folder: Path | None = None,
+        every: int = CHECKPOINT_EVERY,
+    ) -> None:
+        if way not in WAYS:
+            raise ValueError(f"way is {way!r}; expected one of {', '.join(WAYS)}")
+        self.way, self.rank, self.size = way, dist.get_rank(), dist.get_world_size()
+        if every < 1:
+            raise ValueError(f"every is {every}; expected 1 or more")
+        self._folder, self._every = folder, every
+        same = {k: v for k, v in vars(settings).items() if k != "device"}
+        require_same_ranks(settings=same, way=way)
+        self.name = f", {way} on {self.size} processes"
+        self._splits = way != "tensor"
+        if self._splits and settings.batch % self.size:
+            raise ValueError(
+                f"batch is {settings.batch}; expected a multiple of the {self.size} processes"
+            )
+        self._count = settings.batch // self.size
+        self._state: tuple[Any, ...] = ()
+
+    def place(self, model: EncoderDecoder) -> nn.Module:
+        kind = next(model.parameters()).device.type
+        if self.way == "ddp":
+            require_same_ranks(model)
+            return nn.parallel.DistributedDataParallel(model)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(self.way,))
+        if self.way == "tensor":
+            return parallelize(model, mesh)
+        from torch.distributed.fsdp import fully_shard
+
+        require_same_ranks(model)
+        for layer in (*model.encoder.layers, *model.decoder.layers):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def part(self, batch: Batch) -> Batch:
+        if not self._splits:
+            return batch
+        rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
+        part = copy.copy(batch)  # with the number of tokens of the whole batch
+        for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
+            setattr(part, name, getattr(batch, name)[rows])
+        return part
+
+    def whole(self, loss: Tensor) -> Tensor:
+        if not self._splits:
+            return loss
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        # Both engines take the mean of the gradients of the processes, of which this is the sum.
+        return loss * self.size + (total - loss.detach() * self.size)
+
+    def sequences(self) -> AbstractContextManager[None]:
+        return sequences_from(self.rank * self._count) if self._splits else nullcontext()
+
+    def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        plain = settings.model()
+        plain.load_state_dict(whole)
+        return plain
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def begin(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> tuple[int, list[Tensor]]:
+        self._state = model, optimizer, scheduler
+        if self._folder is None:
+            return 0, []
+        complete = self._folder.glob("step-*/.metadata")  # which is written last
+        steps = [int(path.parent.name.removeprefix("step-")) for path in complete]
+        done = max(steps, default=0)
+        require_same_ranks(checkpoint=done)
+        if not done:
+            return 0, []
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._collected(torch.zeros(done))
+        dcp.load(state, checkpoint_id=str(self._folder / f"step-{done}"))
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        scheduler.load_state_dict(state["scheduler"])
+        for module, x in zip(self._generators(), state["random"]):
+            module.set_rng_state(x)
+        return done, list(state["losses"].to(next(model.parameters()).device))
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        if self._folder is None or len(losses) % self._every:
+            return
+        import torch.distributed.checkpoint as dcp
+
+        state = self._collected(torch.stack(list(losses)).cpu())
+        dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
+
+    def _collected(self, losses: Tensor) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer, scheduler = self._state
+        parameters, moments = get_state_dict(model, optimizer)
+        return {
+            "model": parameters,
+            "optimizer": moments,
+            "scheduler": scheduler.state_dict(),
+            "random": [module.get_rng_state() for module in self._generators()],
+            "losses": losses,
+        }
+
+    def _generators(self) -> list[Any]:
+        return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]

@@ -19,12 +19,21 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastformer import backends, copy_task, environment, plots, tuner, tuning
+from fastformer import (
+    backends,
+    copy_task,
+    environment,
+    parallel_copy_task,
+    plots,
+    tuner,
+    tuning,
+)
 from fastformer._version import __version__
 
 
@@ -176,6 +185,25 @@ def _add_copy_task(commands: Any) -> None:
         metavar="P",
         help="smoothing of the labels",
     )
+    add(
+        "--parallel",
+        choices=parallel_copy_task.WAYS,
+        help="train on the processes that torchrun has started, by this way, and compare the "
+        "losses with those of one process",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="of --parallel: save checkpoints here, and begin with the last one",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="of --parallel: how long a process waits for the others",
+    )
     parser.set_defaults(run=_copy_task, parser=parser)
 
 
@@ -189,6 +217,8 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
     if settings.device.type == "cpu":  # read when triton is imported, which happens later
         os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.parallel is not None:
+        return _parallel_copy_task(arguments, settings, parser)
     chosen = ["reference", "triton"] if arguments.backend == "both" else [arguments.backend]
     skipped = None
     try:
@@ -217,6 +247,24 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0
+
+
+def _parallel_copy_task(
+    arguments: argparse.Namespace, settings: copy_task.Settings, parser: argparse.ArgumentParser
+) -> int:
+    """Train on the processes of torchrun, and compare the losses with those of one."""
+    backend = "auto" if arguments.backend == "both" else arguments.backend
+    kind, seconds = settings.device.type, arguments.timeout
+    try:
+        with (
+            _threads(arguments.threads),
+            parallel_copy_task.process_group(kind, seconds) as device,
+        ):
+            settings = replace(settings, device=device)
+            way = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
+            return parallel_copy_task.compare(settings, backend, way)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 @contextlib.contextmanager

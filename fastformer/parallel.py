@@ -189,9 +189,11 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
         "fastformer": __version__,
         "torch": torch.__version__,
         "the seed of torch.manual_seed": torch.initial_seed(),
-        "the state of torch's generator": _digest(torch.get_rng_state().numpy().tobytes()),
+        "the next random number": _next_random_number(torch, "cpu"),
         **more,
     }
+    if torch.cuda.is_initialized():
+        own["the next random number of the GPU"] = _next_random_number(torch.cuda, "cuda")
     if model is not None:
         shapes = [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
         own["the model's parameters"] = _digest(repr(shapes).encode())
@@ -205,6 +207,13 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
                     f"rank {rank} has {name} {theirs.get(name)}, and rank 0 {ours}; "
                     "expected the same on all ranks"
                 )
+
+
+def _next_random_number(module: Any, device: str) -> int:
+    """Return what a generator draws next, without a change of its state."""
+    generator = torch.Generator(device)
+    generator.set_state(module.get_rng_state())
+    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def _digest(data: bytes) -> str:

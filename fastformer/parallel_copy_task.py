@@ -14,9 +14,11 @@ process but for rounding.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastformer.copy_task import OneProcess, Settings
+from fastformer.copy_task import COMPARED_STEPS, OneProcess, Settings, faults, train
 from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.training import Batch
 from fastformer.transformer import EncoderDecoder
 
-__all__ = ["WAYS", "Parallel", "process_group"]
+__all__ = ["WAYS", "Parallel", "compare", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor")
 TOLERANCE = 1e-5  # of the losses against one process, in float32
@@ -75,6 +77,30 @@ def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+def compare(settings: Settings, backend: str, way: Parallel) -> int:
+    """Train the way, and the first steps in this process alone; print the largest difference of the
+    losses, and return 1 if it is too large, or if the model does not copy after the default number
+    of steps or more, else 0.
+    """
+    write = way.rank == 0
+    few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
+    alone = train(few, backend, math.inf, False)
+    run = train(settings, backend, math.inf, write, way)
+    pairs = zip(alone.losses, run.losses, strict=False)
+    difference = max(abs(a - b) for a, b in pairs)
+    found = faults(settings, [run])
+    if not difference <= TOLERANCE:
+        found.append(f"the losses differ by {difference:.1e}; expected at most {TOLERANCE:.0e}")
+    if write:
+        print(
+            f"\nLargest loss difference from one process over steps 1..{len(alone.losses)}: "
+            f"{difference:.1e} (at most {TOLERANCE:.0e})"
+        )
+        for fault in found:
+            print(f"FAILED: {fault}")
+    return 1 if found else 0
+
+
 class Parallel(OneProcess):
     """The way of that name, of the processes of a group.
 
@@ -101,6 +127,7 @@ class Parallel(OneProcess):
         if every < 1:
             raise ValueError(f"every is {every}; expected 1 or more")
         self._folder, self._every = folder, every
+        torch.manual_seed(settings.seed)
         same = {k: v for k, v in vars(settings).items() if k != "device"}
         require_same_ranks(settings=same, way=way)
         self.name = f", {way} on {self.size} processes"
@@ -127,7 +154,8 @@ class Parallel(OneProcess):
         require_same_ranks(model)
         for layer in (*model.encoder.layers, *model.decoder.layers):
             fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
 
     def part(self, batch: Batch) -> Batch:
         if not self._splits:

@@ -286,8 +286,9 @@ def _way(
     split: dict[str, str] = {}  # the letters that are split there, and an argument for each
     for name, which in letters.items():
         x = arguments[name]
-        if isinstance(x, DTensor) and not isinstance(x.placements[i], (Replicate, Partial)):
-            split.setdefault(which[x.placements[i].dim], name)
+        placement: Placement = x.placements[i] if isinstance(x, DTensor) else Replicate()
+        if not isinstance(placement, (Replicate, Partial)):
+            split.setdefault(which[placement.dim], name)
     if not split:
         return ""
     known = "".join(letters.values())
@@ -334,8 +335,8 @@ def _require(
         if split and (gathered or (have != want and isinstance(want, _StridedShard))):
             hint = " (fastformer.parallelize places it)" if isinstance(want, _StridedShard) else ""
             raise ValueError(
-                f"{op}: {name} has placement {have} on dimension {i} of the mesh, where the op is "
-                f"split over {_spelled(way)}; expected {want}{hint}"
+                f"{op}: {name} has placement {have!r} on dimension {i} of the mesh, where the op is "
+                f"split over {_spelled(way)}; expected {want!r}{hint}"
             )
         devices = x.device_mesh.size(i)
         if way == "h" and want != Replicate() and x.shape[want.dim] % devices:

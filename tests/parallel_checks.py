@@ -1,10 +1,17 @@
 """What the processes of parallel_worker.py check: functions of a folder that they share."""
 
+import copy
 import itertools
 import math
+import os
+import re
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastformer as ff
@@ -318,6 +325,10 @@ def tensor_parallel(folder):
             close(f"{form}, {backend}: d{name}", g, grads[name])
 
 
+def small(steps):
+    return Settings(steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P)
+
+
 def copy_task(folder):
     """The losses of the ways are those of one process, over 20 steps with dropout."""
     for backend, steps in (("reference", 20), ("triton", 2)):
@@ -331,3 +342,165 @@ def copy_task(folder):
             worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
             assert worst <= 1e-5, f"{backend}, {way}: {worst:.1e}"
             assert run.decoded == alone.decoded
+
+
+def layouts(folder):
+    """torch.distributed.checkpoint takes a model from one layout to another: of tensor parallelism,
+    of both that and FSDP2, and of one process.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options = dict(activation="swiglu", tie_generator=True)
+    whole = a_model(**options)[0].state_dict()
+    model, *_ = a_model(**options)
+    ff.parallelize(model, mesh["tp"])
+    dcp.save(model.state_dict(), checkpoint_id=str(folder / "tp"))
+    both, compute, batch = a_model(**options)
+    with torch.no_grad():
+        for p in both.parameters():
+            p.zero_()
+    ff.parallelize(both, mesh["tp"])
+    state = both.state_dict()
+    dcp.load(state, checkpoint_id=str(folder / "tp"))
+    both.load_state_dict(state)
+    plain = {name: torch.zeros_like(x) for name, x in whole.items()}
+    dcp.load(plain, checkpoint_id=str(folder / "tp"))
+    for name, x in whole.items():
+        assert torch.equal(plain[name], x), name
+        ours = state[name]
+        assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, x), name
+
+
+def composed(folder):
+    """FSDP2 over one dimension of a mesh, tensor parallelism over the other, and checkpointing: the
+    loss and the gradients of the whole batch on one process.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    loss, grads = step(*a_model())
+    model, compute, batch = a_model()
+    ff.parallelize(model, mesh["tp"])
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        checkpoint(layer)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    rank = mesh["dp"].get_local_rank()
+    part = copy.copy(batch)
+    for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
+        setattr(part, name, getattr(batch, name)[2 * rank : 2 * rank + 2])
+    with ff.sequences_from(2 * rank):
+        ours, own = step(model, lambda *args: 2 * compute(*args), part)
+    torch.distributed.all_reduce(ours, group=mesh["dp"].get_group())
+    close("loss", ours / 2, loss, 1e-5)
+    for name, g in own.items():
+        close(f"d{name}", g, grads[name])
+
+
+def refusals(folder):
+    """Each rank raises the same error, which says what to change."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    square = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def heads(h):
+        return lambda: ff.parallelize(a_model(h=h)[0], mesh)
+
+    def op(name, mesh=mesh, **arguments):
+        given = {
+            key: distribute_tensor(*value) if isinstance(value, tuple) else value
+            for key, value in arguments.items()
+        }
+        return lambda: getattr(ff, name)(**given)
+
+    def differ():
+        torch.manual_seed(rank)
+        try:
+            ff.require_same_ranks()
+        finally:
+            torch.manual_seed(0)
+
+    x = drawn(4, 4, 8)
+    q = drawn(4, 6, 16, 8)
+    keys = (q, mesh, [Shard(2)])
+    weight = nn.Parameter(torch.ones(8))
+    other = nn.Linear(2, 2 + rank)
+    torch.manual_seed(0)
+    for message, call in {
+        r"h is 1; expected a multiple of 4": heads(1),
+        r"d_ff is 36; expected a multiple of 64": lambda: ff.parallelize(
+            a_model(d_ff=36, dropout=0.1)[0], mesh
+        ),
+        r"dimensions dp, tp; expected one, such as mesh\['tp'\]": lambda: ff.parallelize(
+            a_model()[0], square
+        ),
+        r"rank 1 has the seed of torch.manual_seed 1, and rank 0 0": differ,
+        r"rank 1 has the model's parameters": lambda: ff.require_same_ranks(other),
+        r"plan names 'nothing'": lambda: ff.parallelize(a_model()[0], mesh, {"nothing": None}),
+        r"query has 6 heads; expected a multiple of the 4": op(
+            "scaled_dot_product_attention", query=(q, mesh, [Shard(1)]), key=q, value=q
+        ),
+        r"key has placement .*split over the queries; expected Replicate": op(
+            "scaled_dot_product_attention", query=keys, key=keys, value=keys
+        ),
+        r"no other dimension divides by the 4": op(
+            "layer_norm", input=(drawn(3, 8), mesh, [Shard(1)]), normalized_shape=[8]
+        ),
+        r"weight is a parameter that is no DTensor beside input": op(
+            "layer_norm", input=(x, mesh, [Shard(0)]), normalized_shape=[8], weight=weight
+        ),
+        r"weight is on the mesh": op(
+            "rms_norm",
+            input=(x, mesh, [Shard(0)]),
+            normalized_shape=[8],
+            weight=(torch.ones(8), square["tp"], [Replicate()]),
+        ),
+        r"w has placement Shard.*expected _StridedShard.*parallelize": op(
+            "geglu",
+            input=(x, mesh, [Replicate()]),
+            w=(drawn(128, 8), mesh, [Shard(0)]),
+            b=None,
+            w_2=(drawn(8, 64), mesh, [Shard(1)]),
+            b_2=None,
+        ),
+    }.items():
+        try:
+            call()
+        except ValueError as error:
+            found = str(error)
+        else:
+            found = "no error"
+        assert re.search(message, found), f"{found!r} instead of {message!r}"
+        assert "\n" not in found
+
+
+def dies(folder):
+    """A rank dies in the middle of a run: the others end with a reason, and do not hang."""
+    settings = small(12)
+    way = Parallel("fsdp", settings, folder / "checkpoints", 4)
+    before = way.end_step
+
+    def end_step(losses):
+        before(losses)
+        if len(losses) == 9 and way.rank == 1:
+            os._exit(3)
+
+    way.end_step = end_step
+    try:
+        train(settings, "reference", math.inf, False, way)
+    except RuntimeError:
+        raise SystemExit from None  # there is no group any more
+    raise AssertionError("the run went on without rank 1")
+
+
+def resumes(folder):
+    """The run of `dies` goes on from its last checkpoint, with the losses of an uninterrupted one,
+    and by another way as well.
+    """
+    settings = small(12)
+    alone = train(settings, "reference", math.inf, False)
+    for way in ("tensor", "fsdp"):
+        own = Parallel(way, settings, folder / "checkpoints", 100)
+        seen = []
+        own.part = lambda batch, part=own.part: (seen.append(1), part(batch))[1]
+        run = train(settings, "reference", math.inf, False, own)
+        assert len(seen) == 4, f"{way} trained {len(seen)} steps"
+        worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
+        assert worst <= 1e-5, f"{way}: {worst:.1e}"

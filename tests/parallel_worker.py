@@ -1,6 +1,6 @@
 """Processes of one group, over gloo, which compare what is sharded with what is whole.
 
-    python parallel_worker.py WORLD CHECK ...
+    python parallel_worker.py WORLD FOLDER CHECK ...
 
 One process imports torch and is then forked, because to import it takes longer than the checks. A
 check is a function of parallel_checks.py, which raises where something is wrong. Each process
@@ -8,9 +8,9 @@ prints a line of JSON: the rank, the check and what is wrong, "" for nothing.
 """
 
 import json
+import logging
 import os
 import sys
-import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ import parallel_checks
 
 from fastformer.kernels import interpreter
 
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 interpreter.repair()
 
 
@@ -35,20 +36,22 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/group",
+        init_method=f"file://{folder}/{'-'.join(names)}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
     )
     for name in names:
+        wrong, ended = "", False
         try:
             getattr(parallel_checks, name)(Path(folder))
-            wrong = ""
+        except SystemExit:
+            ended = True
         except Exception:
             wrong = traceback.format_exc()
         line = json.dumps({"rank": rank, "check": name, "wrong": wrong}) + "\n"
         os.write(1, line.encode())  # at once, so that the lines of two processes do not mix
-        if wrong:
+        if wrong or ended:
             return
     dist.barrier()
     dist.destroy_process_group()
@@ -56,13 +59,9 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
 
 if __name__ == "__main__":
     world = int(sys.argv[1])
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(world):
-            child = os.fork()
-            if child == 0:
-                main(rank, world, folder, sys.argv[2:])
-                os._exit(0)  # torch's own threads are left, whose end is a race
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
+    for rank in range(world):
+        if os.fork() == 0:
+            main(rank, world, sys.argv[2], sys.argv[3:])
+            os._exit(0)  # torch's own threads are left, whose end is a race
+    for _ in range(world):
+        os.wait()

@@ -443,8 +443,8 @@ class sequences_from:
         if first is not None:
             if not isinstance(first, int) or isinstance(first, bool):
                 raise TypeError(f"first is a {type(first).__name__}; expected an int or None")
-            if first < 0:
-                raise ValueError(f"first is {first}; expected 0 or more")
+            if not 0 <= first < 2**31:
+                raise ValueError(f"first is {first}; expected 0 or more, less than 2^31")
         self._first = first
 
     def __enter__(self) -> None:

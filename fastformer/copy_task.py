@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -302,20 +302,28 @@ def _trained(
         )
         decoded, decoding = None, None
         if done == settings.steps:
-            decoded = _decode(settings, model.eval())
-            verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
-            write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
-            if not is_interpreted:
-                decoding = _decoding_speeds(settings, model)
-                kept, again = decoding
-                write(
-                    f"  decoding:  {kept:,.0f} tokens/s with a cache, {again:,.0f} without, over "
-                    f"{DECODED_TOKENS} tokens"
-                )
+            decoded, decoding = _decoded(settings, model, not is_interpreted, write)
         else:
             write("  the training is incomplete, so nothing is decoded")
     result = torch.stack(losses).tolist()
     return Run(backend, is_interpreted, result, speed, decoded, decoding), model
+
+
+def _decoded(
+    settings: Settings, model: EncoderDecoder, timed: bool, write: Callable[[str], None]
+) -> tuple[list[int], tuple[float, float] | None]:
+    """Return the decoded sentence, and the speeds of decoding if they are wanted."""
+    decoded = _decode(settings, model.eval())
+    verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
+    write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
+    if not timed:
+        return decoded, None
+    kept, again = decoding = _decoding_speeds(settings, model)
+    write(
+        f"  decoding:  {kept:,.0f} tokens/s with a cache, {again:,.0f} without, over "
+        f"{DECODED_TOKENS} tokens"
+    )
+    return decoded, decoding
 
 
 def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:

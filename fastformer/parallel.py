@@ -33,7 +33,6 @@ from fastformer.modules import (
     MultiHeadedAttention,
     PositionwiseFeedForward,
 )
-from fastformer.stream import GATED
 from fastformer.transformer import Decoder, Encoder, Generator
 
 sequences_from = backends.sequences_from
@@ -107,7 +106,7 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    from fastformer.sharding import Gathered, Rows, halves
+    from fastformer.sharding import Gathered, Rows
 
     made: dict[int, Any] = {}  # parameters by the id of what they replace: some are shared
     shared = {id(m.proj.weight) for m in model.modules() if isinstance(m, Generator)}
@@ -126,8 +125,7 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
             width, p = module.w_2.in_features, module.dropout.p
             group = _HIDDEN_GROUP if p else 1
             _require_divisible(f"{within}d_ff", width, devices * group, devices)
-            first = halves(0) if module.activation in GATED else Shard(0)
-            yield f"{within}w_1", placed(made, weight=first, bias=first)
+            yield f"{within}w_1", placed(made, weight=Shard(0), bias=Shard(0))
             yield f"{within}w_2", placed(made, weight=Shard(1), bias=Replicate())
         elif isinstance(module, Embeddings):
             by_tokens = id(module.lut.weight) in shared

@@ -39,7 +39,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastformer.description import Attention
 from fastformer.description import Shard as AttentionShard
@@ -158,14 +157,7 @@ RULES = {
     "cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("target",)}),
     "linear_cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("input", "target")}),
 }
-GATED = ("geglu", "swiglu")  # their w has the rows of z, then those of v: both are sharded alike
-
-
-def halves(dim: int, parts: int = 2) -> Placement:
-    """Return the placement of a tensor whose `parts` equal parts are each sharded over a dimension:
-    a shard has the same rows of each. The weight of z and v is one, and that of q, k and v.
-    """
-    return _StridedShard(dim, split_factor=parts)
+GATED = ("geglu", "swiglu")  # their w has the rows of z, then those of v
 
 
 def holds_dtensor(values: Iterable[Any]) -> bool:
@@ -228,7 +220,7 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
     offsets: dict[str, int] = {}
     for name, which in letters.items():
         x = flattened[name]
-        placements = _wanted(op, name, which, ways)
+        placements = _wanted(which, ways)
         if not isinstance(x, DTensor):
             if not x.requires_grad and not any(way in which for way in ways if way):
                 continue  # the same everywhere
@@ -244,6 +236,8 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
         ]
         x = x.redistribute(mesh, placements)
         local[name] = x.to_local(grad_placements=gradients)
+        if op in GATED and name in ("w", "b"):
+            local[name] = _shards_of_halves(local[name], mesh, ways)
     call = Call(op, local, letters, mesh, ways, _sizes(flattened, letters), offsets)
     outputs = _local(inner, call, arguments, first)
     if not isinstance(outputs, tuple):
@@ -311,18 +305,64 @@ def _way(
     )
 
 
-def _wanted(op: str, name: str, which: str, ways: tuple[str, ...]) -> list[Placement]:
+def _wanted(which: str, ways: tuple[str, ...]) -> list[Placement]:
     """Return the placements of an argument, given the way of each dimension of the mesh."""
-    both = op in GATED and name in ("w", "b")
-    placed: list[Placement] = []
-    for way in ways:
-        if not way or way not in which:
-            placed.append(Replicate())
-        elif both and way == "f":
-            placed.append(halves(which.index(way)))
+    return [Shard(which.index(way)) if way and way in which else Replicate() for way in ways]
+
+
+def _shards_of_halves(x: Tensor, mesh: DeviceMesh, ways: tuple[str, ...]) -> Tensor:
+    """Return the rows of z and of v that belong to the hidden units of this device, from its shard
+    of [2 d_ff, ..].
+    """
+    over = [i for i, way in enumerate(ways) if way == "f"]
+    if len(over) > 1:
+        raise ValueError("d_ff is split over several dimensions of the mesh; expected one")
+    return exchanged(x, mesh.get_group(over[0]), 2) if over else x
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
+    """Return this device's share of each of the equal parts of a tensor, given its shard of the
+    first dimension, which holds the parts one after the other: z and v, or q, k and v.
+
+        two devices, of z and v    z0 z1 | v0 v1  ->  z0 v0 | z1 v1
+
+    Each device sends its shard once, and once more in the backward.
+    """
+    size = dist.get_world_size(group)
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"a shard has {x.shape[0]} rows; expected a multiple of {parts}, on {size} devices"
+        )
+    return x if size == 1 else _Exchange.apply(x, group, parts, False)
+
+
+class _Exchange(torch.autograd.Function):
+    """Chunk c of the parts * n chunks of the whole is with device c // parts, and goes to c % n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, parts: int, back: bool) -> Tensor:
+        ctx.options = group, parts, back
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        held = range(rank * parts, (rank + 1) * parts)
+        wanted = range(rank, parts * size, size)
+        order = sorted(held, key=lambda c: (c % size, c))  # as it is sent
+        sent = [sum(c % size == other for c in held) for other in range(size)]
+        taken = [sum(c // parts == other for c in wanted) for other in range(size)]
+        chunks = x.contiguous().unflatten(0, (parts, -1))
+        places = torch.tensor([c - held[0] for c in order], device=x.device)
+        out = torch.empty_like(chunks)
+        if not back:
+            dist.all_to_all_single(out, chunks[places], taken, sent, group=group)
         else:
-            placed.append(Shard(which.index(way)))
-    return placed
+            received = torch.empty_like(chunks)
+            dist.all_to_all_single(received, chunks, sent, taken, group=group)
+            out[places] = received
+        return out.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, parts, back = ctx.options
+        return _Exchange.apply(grad, group, parts, not back), None, None, None
 
 
 def _require(
@@ -331,12 +371,10 @@ def _require(
     """Require that x can be redistributed without being gathered, and that heads divide."""
     for i, (have, want, way) in enumerate(zip(x.placements, wanted, ways)):
         split = not isinstance(have, (Replicate, Partial))
-        gathered = want == Replicate() and name not in rule.gathers.get(way, ())
-        if split and (gathered or (have != want and isinstance(want, _StridedShard))):
-            hint = " (fastformer.parallelize places it)" if isinstance(want, _StridedShard) else ""
+        if split and want == Replicate() and name not in rule.gathers.get(way, ()):
             raise ValueError(
-                f"{op}: {name} has placement {have!r} on dimension {i} of the mesh, where the op is "
-                f"split over {_spelled(way)}; expected {want!r}{hint}"
+                f"{op}: {name} has placement {have!r} on dimension {i} of the mesh, where the op "
+                f"is split over {_spelled(way)}; expected {want!r}"
             )
         devices = x.device_mesh.size(i)
         if way == "h" and want != Replicate() and x.shape[want.dim] % devices:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 torch.set_num_threads(1)  # before the fork: no pool of threads is there to be lost
 
 import parallel_checks
-
 from fastformer.kernels import interpreter
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -47,7 +46,7 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
             getattr(parallel_checks, name)(Path(folder))
         except SystemExit:
             ended = True
-        except Exception:
+        except BaseException:  # a checkpoint's errors are no Exception
             wrong = traceback.format_exc()
         line = json.dumps({"rank": rank, "check": name, "wrong": wrong}) + "\n"
         os.write(1, line.encode())  # at once, so that the lines of two processes do not mix

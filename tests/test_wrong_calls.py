@@ -283,6 +283,7 @@ CALLS = {
     "pad": lambda: (ff.pad, lambda: dict(x=ids(8, 2), packing=packing(), value=7)),
     "Packing": lambda: (ff.Packing, lambda: dict(vars(packing()))),
     "use_backend": lambda: (use_backend, lambda: dict(name="reference")),
+    "sequences_from": lambda: (ff.sequences_from, lambda: dict(first=3)),
     "accelerate": lambda: (ff.accelerate, lambda: dict(
         model=nn.LayerNorm(D), drop_padding=True, need_weights=True)),
     "decode_step": lambda: (torch.no_grad()(ff.decode_step), lambda: dict(
@@ -309,6 +310,7 @@ SEARCHES = "greedy_decode", "sample", "beam_search"
 LEFT_OUT = {
     "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
     "checked where a call takes it": ["RowShard", "Shard"],
+    "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 
@@ -396,6 +398,7 @@ LEGITIMATE = {
     "a bias that is left out": ["*.b None", "*.b_1 None", "*.b_2 None", "dropout_add*.bias None"],
     "a term that is left out": ["embed.positional None"],
     "a batch of a language model": ["Batch.src None"],
+    "a batch that is no part of another": ["sequences_from.first None"],
     "no norm follows the last layer": ["Encoder.norm None", "Decoder.norm None"],
     "nothing is masked": ["*coder*.*mask None", *[f"{of}.src_mask None" for of in SEARCHES]],
     "what is not zero takes part": [f"{of}mask {kind}" for kind in ("negative", "too large")

@@ -176,10 +176,10 @@ def interpreted(backend: str, device: torch.device) -> bool:
 class OneProcess:
     """How the model is trained: here by one process. `parallel_copy_task` has the ways of several.
 
-    name: what is printed of it.
+    name: what is printed of it. timed: whether the speed of decoding is measured.
     """
 
-    name = ""
+    name, timed = "", True
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the model to train, which has the parameters of this one."""
@@ -302,7 +302,7 @@ def _trained(
         )
         decoded, decoding = None, None
         if done == settings.steps:
-            decoded, decoding = _decoded(settings, model, not is_interpreted, write)
+            decoded, decoding = _decoded(settings, model, way.timed and not is_interpreted, write)
         else:
             write("  the training is incomplete, so nothing is decoded")
     result = torch.stack(losses).tolist()

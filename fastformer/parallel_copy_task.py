@@ -34,7 +34,7 @@ from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.training import Batch
 from fastformer.transformer import EncoderDecoder
 
-__all__ = ["WAYS", "Parallel", "compare", "process_group"]
+__all__ = ["WAYS", "Alone", "Parallel", "compare", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor")
 TOLERANCE = 1e-5  # of the losses against one process, in float32
@@ -77,6 +77,12 @@ def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+class Alone(OneProcess):
+    """One process that others are compared with."""
+
+    timed = False
+
+
 def compare(settings: Settings, backend: str, way: Parallel) -> int:
     """Train the way, and the first steps in this process alone; print the largest difference of the
     losses, and return 1 if it is too large, or if the model does not copy after the default number
@@ -84,7 +90,7 @@ def compare(settings: Settings, backend: str, way: Parallel) -> int:
     """
     write = way.rank == 0
     few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
-    alone = train(few, backend, math.inf, False)
+    alone = train(few, backend, math.inf, False, Alone())
     run = train(settings, backend, math.inf, write, way)
     pairs = zip(alone.losses, run.losses, strict=False)
     difference = max(abs(a - b) for a, b in pairs)
@@ -101,7 +107,7 @@ def compare(settings: Settings, backend: str, way: Parallel) -> int:
     return 1 if found else 0
 
 
-class Parallel(OneProcess):
+class Parallel(Alone):
     """The way of that name, of the processes of a group.
 
     Args:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fastformer as ff
 from fastformer.copy_task import Settings, train
-from fastformer.parallel_copy_task import WAYS, Parallel
+from fastformer.parallel_copy_task import WAYS, Alone, Parallel
 
 BACKENDS = ("reference", "triton")
 SEED, P = 11, 0.4
@@ -334,7 +334,7 @@ def copy_task(folder):
         settings = Settings(
             steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=0.0
         )
-        alone = train(settings, backend, math.inf, False)
+        alone = train(settings, backend, math.inf, False, Alone())
         assert len(alone.losses) == steps
         for way in WAYS:
             run = train(settings, backend, math.inf, False, Parallel(way, settings))
@@ -353,7 +353,7 @@ def layouts(folder):
     model, *_ = a_model(**options)
     ff.parallelize(model, mesh["tp"])
     dcp.save(model.state_dict(), checkpoint_id=str(folder / "tp"))
-    both, compute, batch = a_model(**options)
+    both = a_model(**options)[0]
     with torch.no_grad():
         for p in both.parameters():
             p.zero_()
@@ -498,7 +498,7 @@ def resumes(folder):
     and by another way as well.
     """
     settings = small(12)
-    alone = train(settings, "reference", math.inf, False)
+    alone = train(settings, "reference", math.inf, False, Alone())
     for way in ("tensor", "fsdp"):
         own = Parallel(way, settings, folder / "checkpoints", 100)
         trained = count_calls(own, "part")

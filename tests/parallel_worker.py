@@ -7,6 +7,7 @@ check is a function of parallel_checks.py, which raises where something is wrong
 prints a line of JSON: the rank, the check and what is wrong, "" for nothing.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
+    faulthandler.dump_traceback_later(400, exit=True)  # where it hangs
     for name in names:
         wrong, ended = "", False
         try:

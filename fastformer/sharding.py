@@ -26,9 +26,9 @@ Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fastformer.description import Attention
+from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
 
 Arguments = dict[str, Any]
@@ -237,6 +237,11 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
         x = x.redistribute(mesh, placements)
         local[name] = x.to_local(grad_placements=gradients)
         if op in GATED and name in ("w", "b"):
+            if "f" in ways and x.shape[0] % (2 * mesh.size(ways.index("f"))):
+                raise ValueError(
+                    f"{op}: {name} has {x.shape[0]} rows; expected a multiple of twice the "
+                    f"{mesh.size(ways.index('f'))} devices that share them"
+                )
             local[name] = _shards_of_halves(local[name], mesh, ways)
     call = Call(op, local, letters, mesh, ways, _sizes(flattened, letters), offsets)
     outputs = _local(inner, call, arguments, first)
@@ -320,6 +325,24 @@ def _shards_of_halves(x: Tensor, mesh: DeviceMesh, ways: tuple[str, ...]) -> Ten
     return exchanged(x, mesh.get_group(over[0]), 2) if over else x
 
 
+def _require_group(call: Call, letter: str, group: int, what: str) -> None:
+    """Require, on each device alike, that the shards of a letter begin at multiples of what shares
+    the words of dropout.
+    """
+    size, mesh = call.sizes.get(letter, 0), call.mesh
+    if letter == "f" and call.op in GATED:
+        size //= 2
+    for i, way in enumerate(call.ways):
+        if way == letter and mesh is not None:
+            shard = -(-size // mesh.size(i))
+            if mesh.size(i) > 1 and shard % group:
+                raise ValueError(
+                    f"{call.op}: {size} {what} on {mesh.size(i)} devices; "
+                    f"expected shards of a multiple of {group}, of which dropout draws its words"
+                )
+            size = shard
+
+
 def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
     """Return this device's share of each of the equal parts of a tensor, given its shard of the
     first dimension, which holds the parts one after the other: z and v, or q, k and v.
@@ -329,10 +352,6 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
     Each device sends its shard once, and once more in the backward.
     """
     size = dist.get_world_size(group)
-    if x.shape[0] % parts:
-        raise ValueError(
-            f"a shard has {x.shape[0]} rows; expected a multiple of {parts}, on {size} devices"
-        )
     return x if size == 1 else _Exchange.apply(x, group, parts, False)
 
 
@@ -453,6 +472,8 @@ def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
         whole, batch = call.sizes, at.get("b", 0) + first
         sizes = whole["h"], whole["q"], whole.get("k", 0)
         shard = AttentionShard(batch, at.get("h", 0), at.get("q", 0), 0, *sizes)
+        if attention.dropout_p > 0:
+            _require_group(call, "q", _PLANE_GROUP, "queries")
         attention = attention._replace(shard=shard)
     own = {name: given.get(name, attention) for name in arguments}  # in the order of the op
     return inner(call.op, **own)
@@ -478,9 +499,6 @@ def _vocabulary(inner: Run, call: Call, first: int) -> Tensor:
     return _by_rows(inner, call, own, first).masked_fill(~inside.unsqueeze(-1), 0.0)
 
 
-_SPLIT = ("input", "residual", "tokens")  # by rows
-
-
 def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     """Run an op on rows, with the dropout of the rows and columns of the whole."""
     if not own.get("dropout_p") or (first == 0 and not call.offsets):
@@ -491,51 +509,53 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
         raise ValueError(
             f"{call.op} of [tokens, features] of a part of a batch; expected [B, S, features]"
         )
+    _require_group(call, "f" if "w_2" in own else "n", 16 if "w_2" in own else 4, "columns")
+    column = call.offsets.get("f", call.offsets.get("n", 0))
+    if "n" in call.letters.get("weight", ""):
+        whole = call.sizes["n"]
+    elif "w_2" in own:
+        whole = call.sizes["f"] // (2 if call.op in GATED else 1)
+    else:
+        whole = own["weight"].numel()
     sizes = [call.sizes[letter] for letter in rows]
     begins = [call.offsets.get(letter, 0) for letter in rows]
     begins[:1] = [b + first for b in begins[:1]]
-    column = call.offsets.get("f", call.offsets.get("n", 0))
-    whole = call.sizes.get("f", call.sizes.get("n", 0))
-    if call.op in GATED:
-        whole //= 2
-    if call.op == "dropout_add_layer_norm":
-        whole = own["weight"].numel()
-    split = [i for i, letter in enumerate(rows) if letter in call.ways]
-    lead = x.shape[: split[-1]] if split else ()  # over these the rows of the shard are apart
-    if math.prod(lead) == 1:
-        return _aligned(inner, call.op, own, (_index(sizes, begins), column, whole))
-    parts = []
-    for place in product(*map(range, lead)):
-        part = {k: v[place] if k in _SPLIT and v is not None else v for k, v in own.items()}
-        at = [b + p for b, p in zip(begins, (*place, *[0] * len(begins)))]
-        parts.append(_aligned(inner, call.op, part, (_index(sizes, at), column, whole)))
-    if isinstance(parts[0], tuple):
-        return tuple(torch.stack(x).unflatten(0, lead) for x in zip(*parts))
-    return torch.stack(parts).unflatten(0, lead)
+    begin = sum(b * math.prod(sizes[i + 1 :]) for i, b in enumerate(begins))
+    cut = max((i for i, letter in enumerate(rows) if letter in call.ways), default=0)
+    if cut == 0 or math.prod(x.shape[:cut]) == 1:
+        return _aligned(inner, call.op, own, RowShard(begin, column, whole))
+    if any(letter in call.ways for letter in rows[1:cut]):
+        raise ValueError(
+            f"{call.op} with dropout of rows that are split over dimensions {', '.join(call.ways)}; "
+            "expected the first dimension, and one other"
+        )
+    run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
+    shard = RowShard(begin, column, whole, run, sequence)
+    # Words of dropout serve groups of rows in the feed-forward: else sequence after sequence.
+    if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
+        return inner(call.op, **{**own, "shard": shard}) if run else inner(call.op, **own)
+    parts = [
+        _aligned(inner, call.op, own | {"input": part}, RowShard(at, column, whole))
+        for part, at in zip(x.flatten(0, cut - 1), itertools.count(begin, sequence))
+    ]
+    return torch.stack(parts).unflatten(0, x.shape[:cut])
 
 
-def _index(sizes: Sequence[int], at: Sequence[int]) -> int:
-    """Return the number of the row at these indices of the leading dimensions."""
-    number = 0
-    for size, i in zip(sizes, at):
-        number = number * size + i
-    return number
-
-
-def _aligned(inner: Run, op: str, own: Arguments, shard: tuple[int, int, int]) -> Any:
-    """Run an op on rows that begin at row shard[0] of the whole.
+def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
+    """Run an op on rows that follow each other in the whole.
 
     Words of dropout serve groups of rows in the feed-forward: rows of zeros fill the first group.
     """
-    first, column, whole = shard
-    before = first % _PLANE_GROUP if "w_2" in own else 0
-    if not before:
-        return inner(op, **{**own, "shard": shard})
-    x = own["input"]
-    padded = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, before, 0))
-    shard = first - before, column, whole
-    out = inner(op, **{**own, "input": padded, "shard": shard})
-    return out[before:].view(*x.shape[:-1], -1)
+    x = own["tokens" if "tokens" in own else "input"]
+    before = shard.row % _PLANE_GROUP if "w_2" in own else 0
+    if before:
+        x = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, before, 0))
+        own, shape = own | {"input": x}, own["input"].shape
+        shard = shard._replace(row=shard.row - before)
+    rows = x.numel() if "tokens" in own else x.numel() // max(1, x.shape[-1])
+    run = max(_PLANE_GROUP, -(-rows // _PLANE_GROUP) * _PLANE_GROUP)  # one, of all rows
+    out = inner(op, **{**own, "shard": shard._replace(run=run)})
+    return out[before:].view(*shape[:-1], -1) if before else out
 
 
 # ------------------------------------------------------------------------------------------- styles

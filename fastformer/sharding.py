@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -526,8 +526,8 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
         return _aligned(inner, call.op, own, RowShard(begin, column, whole))
     if any(letter in call.ways for letter in rows[1:cut]):
         raise ValueError(
-            f"{call.op} with dropout of rows that are split over dimensions {', '.join(call.ways)}; "
-            "expected the first dimension, and one other"
+            f"{call.op} with dropout of rows split over dimensions {', '.join(call.ways)}; "
+            "expected the first one, and one other"
         )
     run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
     shard = RowShard(begin, column, whole, run, sequence)

@@ -161,7 +161,7 @@ def norms(folder):
                     {"input": placement, "weight": whole},
                     expected,
                 )
-                for p in (0.0,):
+                for p in (0.0, P):
                     compare(
                         label + f"dropout_add_layer_norm {p}",
                         mesh,
@@ -180,7 +180,7 @@ def feed_forward(folder):
     for mesh, backend in itertools.product(meshes(), BACKENDS):
         whole = [Replicate()] * mesh.ndim
         rest = [Replicate()] * (mesh.ndim - 1)
-        for op, p in itertools.product(("feed_forward", "geglu", "swiglu"), (0.0,)):
+        for op, p in itertools.product(("feed_forward", "geglu", "swiglu"), (0.0, P)):
             gated = op != "feed_forward"
             first = ("w", "b") if gated else ("w_1", "b_1")
             rows = 128 if gated else 64
@@ -229,7 +229,7 @@ def embedding(folder):
             "the batch": ({"tokens": [*rest, Shard(0)]}, [*rest, Shard(0)]),
             "the positions": ({"tokens": [*rest, Shard(1)]}, [*rest, Shard(1)]),
         }
-        for (way, (places, expected)), p in itertools.product(ways.items(), (0.0,)):
+        for (way, (places, expected)), p in itertools.product(ways.items(), (0.0, P)):
             with ff.use_backend(backend):
                 compare(
                     f"{backend}, {mesh.shape}, embed {p} over {way}",
@@ -281,7 +281,7 @@ def losses(folder):
 def a_model(**options):
     """The same in every process: a model, its loss, and a batch."""
     torch.manual_seed(0)
-    sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=0.0) | options
+    sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=P) | options
     model = ff.make_model(11, 11, **sizes)
     torch.manual_seed(1)
     src, tgt = torch.randint(0, 11, (4, 6)), torch.randint(0, 11, (4, 8))
@@ -325,14 +325,14 @@ def tensor_parallel(folder):
 
 
 def small(steps):
-    return Settings(steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=0.0)
+    return Settings(steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P)
 
 
 def copy_task(folder):
     """The losses of the ways are those of one process, over 20 steps with dropout."""
     for backend, steps in (("reference", 20), ("triton", 2)):
         settings = Settings(
-            steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=0.0
+            steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P
         )
         alone = train(settings, backend, math.inf, False, Alone())
         assert len(alone.losses) == steps

@@ -10,6 +10,7 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 
 from fastformer.backends import current_backend, use_backend
 from fastformer.cache import DecoderCache, KVCache, PagedKVCache
+from fastformer.context_parallel import context_parallel
 from fastformer.decoding import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard
 from fastformer.explanation import Explanation, explain
@@ -102,6 +103,7 @@ __all__ = [
     "attention_weights",
     "beam_search",
     "clones",
+    "context_parallel",
     "cross_entropy",
     "current_backend",
     "decode_step",

@@ -18,7 +18,7 @@ statistics in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ __all__ = [
 
 
 ALIGNMENTS = ("top_left", "bottom_right")
+# Within `context_parallel`, what takes the calls of scaled_dot_product_attention without a shard.
+in_context: Callable[..., Any] | None = None
 Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
 
 
@@ -186,6 +188,26 @@ def scaled_dot_product_attention(
     sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
     al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
+    if in_context is not None and shard is None:
+        return in_context(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            bias=bias,
+            key_lengths=key_lengths,
+            window=window,
+            causal_alignment=causal_alignment,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_seed=dropout_seed,
+            return_lse=return_lse,
+        )
     three = False
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)

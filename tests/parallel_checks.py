@@ -8,6 +8,7 @@ import re
 
 import torch
 import torch.distributed.checkpoint as dcp
+from context_checks import context, context_refusals, context_seed  # noqa: F401
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh

@@ -27,7 +27,7 @@ LAYERS = [
     {"transformer", "replacements"},
     {"modules"},
     {"stream"},
-    {"cache", "padding"},
+    {"cache", "context_parallel", "padding"},
     {"functional"},
     {"checks"},
     {"backends"},

@@ -311,6 +311,7 @@ LEFT_OUT = {
     "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
     "checked where a call takes it": ["RowShard", "Shard"],
     "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
+    "several processes check it, in test_context_parallel.py": ["context_parallel"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 

@@ -1,0 +1,440 @@
+"""Attention over sequences that are sharded across the processes of a mesh.
+
+    all-to-all    Each process is given some heads of the whole sequence, computes their attention,
+                  and gives the rows back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It moves the
+                  rows of query, key, value and output once.
+    ring          Keys and values pass from process to process; each computes what its own queries
+                  see of them, and merges by lse (Liu et al. 2023, "Ring Attention with Blockwise
+                  Transformers"). The next keys are on their way while these are computed.
+
+Each part is a call of the op with its `shard`, so that causality, windows, lengths, ALiBi and
+dropout are those of one process. With o_s and lse_s of the part s of the keys,
+    lse = log sum_s exp(lse_s)      w_s = exp(lse_s - lse)      o = sum_s w_s o_s
+    do_s = w_s do                   dlse_s = w_s (do . (o_s - o) + dlse)
+The ring saves the rows of its own process alone: the backward passes keys and values round again,
+with the sums of their gradients behind them, and computes each part anew.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastformer import functional
+from fastformer.checks import require_choice, require_flag, require_tensor, seed_tensor, shape_of
+from fastformer.description import Shard
+
+METHODS = ("auto", "all-to-all", "ring")
+
+
+class Chunk(NamedTuple):
+    """Rows that follow each other: the first of them here and in the whole, and how many."""
+
+    here: int
+    whole: int
+    length: int
+
+
+class context_parallel:
+    """A context in which `scaled_dot_product_attention` is given shards of its sequences.
+
+        with ff.context_parallel(mesh) as context:
+            x = context.shard(x, 1)                     # the tokens of this process
+            ...                                         # which every other layer takes as they are
+            y = context.gather(y, 1)
+
+    Each process calls the op with its rows of query, key and value, [B, H, Sq / n, D] and
+    [B, G, Sk / n, D], and gets those of the output. `attn_mask` and `bias` have the rows of the
+    process and the keys of the whole, in their order; `key_lengths` are those of the whole; the
+    other arguments are the same in each process. So is the seed of dropout: where none is given,
+    that of the first process is taken. A call with a `shard` is computed as it is.
+
+    Gradients of what the processes share - a bias of keys, sinks - are the share of the process:
+    sum them over the mesh, as those of parameters. There is no second derivative.
+
+    Args:
+        mesh: a `DeviceMesh` of one dimension, which has the n processes.
+        balanced: cut sequences into 2 n chunks, of which process r has r and 2 n - 1 - r, so that
+            each has as much to do under causality; otherwise n, of which it has r.
+        method: "all-to-all", which needs numbers of heads H and G that n divides, and a mask or a
+            bias without rows; "ring"; or "auto", the first where that is possible.
+        shard: which sequences and heads of a whole this mesh has, `Shard(batch, head, heads=H)`,
+            where batch or heads are sharded over other dimensions of a mesh.
+
+    Raises:
+        ValueError: a mesh of several dimensions, a length that does not divide, beside dropout
+            chunks that are no multiples of 16, heads that do not divide where all-to-all is asked
+            for, an unknown method.
+        RuntimeError: no process group.
+
+    Source: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Liu et al. 2023, "Ring Attention
+    with Blockwise Transformers"; the balance: Brandon et al. 2023, "Striped Attention", after
+    "zigzag" of zhuzilin/ring-flash-attention.
+    """
+
+    def __init__(
+        self, mesh: Any, *, balanced: bool = True, method: str = "auto", shard: Shard | None = None
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group; call torch.distributed.init_process_group first"
+            )
+        if getattr(mesh, "ndim", None) != 1:
+            raise ValueError(f"mesh is {mesh!r}; expected a DeviceMesh of one dimension")
+        self.group = mesh.get_group()
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.balanced = require_flag("balanced", balanced)
+        self.method = require_choice("method", method, METHODS)
+        self.within = shard or Shard()
+        self._ranks = dist.get_process_group_ranks(self.group)
+
+    def __enter__(self) -> context_parallel:
+        self._before = functional.in_context
+        functional.in_context = self.attention
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        functional.in_context = self._before
+
+    # ------------------------------------------------------------------------------ the layout
+
+    def chunks(self, length: int, rank: int | None = None) -> list[Chunk]:
+        """Return where `length` rows of a process, by default of this one, lie in the whole."""
+        r, n = self.rank if rank is None else rank, self.size
+        if not self.balanced:
+            return [Chunk(0, r * length, length)]
+        half = length // 2
+        return [Chunk(0, r * half, half), Chunk(half, (2 * n - 1 - r) * half, half)]
+
+    def positions(self, length: int, device: Any = None) -> Tensor:
+        """Return the indices in the whole of the `length` rows of this process."""
+        parts = [
+            torch.arange(chunk.whole, chunk.whole + chunk.length, device=device)
+            for chunk in self.chunks(length)
+        ]
+        return torch.cat(parts)
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """Return the rows of this process of x, whose dimension `dim` is the whole sequence."""
+        require_tensor("x", x)
+        parts = self.size * (1 + self.balanced)
+        if x.shape[dim] % parts:
+            raise ValueError(
+                f"x has {x.shape[dim]} rows in dimension {dim}; expected a multiple of {parts}, "
+                f"the chunks of {self.size} processes"
+            )
+        return x.index_select(dim, self.positions(x.shape[dim] // self.size, x.device))
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the whole sequence of what each process has a shard of; without gradient."""
+        require_tensor("x", x)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
+        dist.all_gather(parts, x.detach().contiguous(), group=self.group)
+        return self._in_order(torch.cat(parts, dim), dim)
+
+    def _in_order(self, x: Tensor, dim: int, back: bool = False) -> Tensor:
+        """Put rows that stand process after process into their order in the whole, or back."""
+        if not self.balanced:
+            return x
+        length = x.shape[dim] // self.size
+        order = torch.cat(
+            [
+                torch.arange(chunk.whole, chunk.whole + chunk.length, device=x.device)
+                for rank in range(self.size)
+                for chunk in self.chunks(length, rank)
+            ]
+        )
+        return x.index_select(dim, order if back else order.argsort())
+
+    # ---------------------------------------------------------------------------- the attention
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Compute what `scaled_dot_product_attention`, given all of its options, of the whole is
+        for the queries of this process.
+        """
+        self._require(query, key, value, options["dropout_p"])
+        if options["dropout_seed"] is None and options["dropout_p"]:
+            seed = seed_tensor(None, 1.0, query.device)
+            assert seed is not None
+            dist.broadcast(seed, self._ranks[0], group=self.group)
+            options["dropout_seed"] = seed
+        mask = options["attn_mask"]
+        if options["bias"] is None and mask is not None and mask.is_floating_point():
+            options |= dict(bias=mask, attn_mask=None)
+        return_lse = options.pop("return_lse")
+        plan = _Plan(self, query, key, options)
+        if self.size == 1:
+            op = functional.scaled_dot_product_attention
+            return op(query, key, value, **options, return_lse=return_lse, shard=plan.whole)
+        if self.method == "all-to-all" and plan.obstacle is not None:
+            raise ValueError(f"{plan.obstacle}; expected method='ring' or 'auto'")
+        if plan.obstacle is None and self.method != "ring":
+            out, lse = plan.by_heads(query, key, value)
+        else:
+            tensors = query, key, value, options["bias"], options["sinks"]
+            out, lse = _Ring.apply(plan, *tensors)
+        return (out, lse) if return_lse else out
+
+    def _require(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            require_tensor(name, x)
+            if x.dim() != 4:
+                raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, H, S, D]")
+            step = (1 + self.balanced) * (16 if dropout_p else 1)
+            if x.shape[2] % step:
+                raise ValueError(
+                    f"{name} has {x.shape[2]} rows in this process; expected a multiple of {step}"
+                    + (", of which dropout draws its words" if dropout_p else "")
+                )
+
+    def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
+        """Begin to send tensors to the next process, and to receive those of the one before."""
+        received = [torch.empty_like(x) for x in tensors]
+        after, before = (self._ranks[(self.rank + step) % self.size] for step in (1, -1))
+        works = [dist.P2POp(dist.isend, x, after, self.group) for x in tensors]
+        works += [dist.P2POp(dist.irecv, x, before, self.group) for x in received]
+        return received, dist.batch_isend_irecv(works)
+
+
+class _Plan:
+    """What a call of attention is, beside the rows of its tensors."""
+
+    def __init__(
+        self, context: context_parallel, query: Tensor, key: Tensor, options: dict[str, Any]
+    ) -> None:
+        self.context, self.options = context, options
+        self.heads, self.groups = query.shape[1], key.shape[1]
+        self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
+        within = context.within
+        self.whole = Shard(
+            within.batch, within.head, 0, 0, within.heads or self.heads, self.queries, self.keys
+        )
+        self.obstacle = self._obstacle()
+
+    def _obstacle(self) -> str | None:
+        """Return why heads cannot be exchanged, or None."""
+        n = self.context.size
+        if self.heads % n or self.groups % n:
+            return f"there are {self.heads} heads in {self.groups} groups for {n} processes"
+        for name in ("attn_mask", "bias"):
+            x = self.options[name]
+            if x is not None and x.dim() > 1 and x.shape[-2] > 1:
+                return f"{name} has shape {shape_of(x)}, with rows"
+        return None
+
+    # ------------------------------------------------------------------------------ all-to-all
+
+    def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute some heads of the whole sequence in each process."""
+        context, heads = self.context, self.heads // self.context.size
+        first = context.rank * heads
+        options = dict(self.options)
+        for name in ("attn_mask", "bias"):
+            x = options[name]
+            if x is not None and x.dim() > 2 and x.shape[-3] > 1:
+                options[name] = x.narrow(-3, first, heads)
+        for name in ("alibi_slopes", "sinks"):
+            if options[name] is not None:
+                options[name] = options[name].narrow(-1, first, heads)
+        inputs = [
+            context._in_order(_Exchange.apply(x, context, True), 2) for x in (query, key, value)
+        ]
+        shard = self.whole._replace(head=self.whole.head + first)
+        out, lse = functional.scaled_dot_product_attention(
+            *inputs, **options, return_lse=True, shard=shard
+        )
+        out, lse = (
+            _Exchange.apply(context._in_order(x, 2, back=True), context, False)
+            for x in (out, lse.unsqueeze(3))
+        )
+        return out, lse.squeeze(3)
+
+    # ------------------------------------------------------------------------------------ ring
+
+    def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
+        """Return the chunks of queries, and of the owner's keys, that may see each other."""
+        return [
+            (q, k)
+            for q in self.context.chunks(query.shape[2])
+            for k in self.context.chunks(key.shape[2], owner)
+            if self._may_see(q, k)
+        ]
+
+    def _may_see(self, q: Chunk, k: Chunk) -> bool:
+        options = self.options
+        if options["sinks"] is not None and k.whole == 0:  # which takes the sinks
+            return True
+        shift = 0
+        if options["causal_alignment"] == "bottom_right":
+            if options["key_lengths"] is not None:
+                return True
+            shift = self.keys - self.queries
+        left, right = options["window"] or (None, None)
+        if options["is_causal"]:
+            right = 0
+        if right is not None and k.whole > q.whole + q.length - 1 + shift + right:
+            return False
+        return left is None or k.whole + k.length - 1 >= q.whole + shift - left
+
+    def of_block(
+        self, q: Chunk, k: Chunk, query: Tensor, key: Tensor, value: Tensor, *shared: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what a chunk of queries sees of a chunk of keys, given the bias of the block and
+        the sinks: (output, lse).
+        """
+        options = self.options | dict(zip(("bias", "sinks"), shared))
+        options["attn_mask"] = self.part(options["attn_mask"], q, k)
+        shard = self.whole._replace(query=q.whole, key=k.whole)
+        return functional.scaled_dot_product_attention(
+            query, key, value, **options, return_lse=True, shard=shard
+        )
+
+    def part(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
+        """Return the block of a mask or a bias with rows of this process and keys of the whole."""
+        if x is None:
+            return None
+        if x.dim() > 1 and x.shape[-2] > 1:
+            x = x.narrow(-2, q.here, q.length)
+        return x.narrow(-1, k.whole, k.length) if x.dim() and x.shape[-1] > 1 else x
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [B, H, S / n, D] of all heads to heads [B, H / n, S, D] of all rows, process after
+    process; or back, which is its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: context_parallel, to_heads: bool) -> Tensor:
+        ctx.context, ctx.to_heads = context, to_heads
+        n, dim = context.size, 1 if to_heads else 2
+        sent = torch.stack(x.chunk(n, dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=context.group)
+        return torch.cat(received.unbind(), 3 - dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.apply(grad, ctx.context, not ctx.to_heads), None, None
+
+
+def _weight(lse: Tensor, whole: Tensor) -> Tensor:
+    """Return exp(lse - whole), and 0 where no key is seen."""
+    return (lse - whole.masked_fill(whole == -torch.inf, 0.0)).exp().unsqueeze(-1)
+
+
+class _Ring(torch.autograd.Function):
+    """Attention by the ring: (output [B, H, Sq / n, Dv], lse [B, H, Sq / n])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: _Plan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        context = plan.context
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        k_now, v_now = key.contiguous(), value.contiguous()
+        for step in range(context.size):
+            owner = (context.rank - step) % context.size
+            last = step + 1 == context.size
+            coming, works = ([], []) if last else context.pass_on(k_now, v_now)
+            for q, k in plan.blocks(owner, query, key):
+                rows = slice(q.here, q.here + q.length)
+                keys = slice(k.here, k.here + k.length)
+                part, sums = plan.of_block(
+                    q, k, query[:, :, rows], k_now[:, :, keys], v_now[:, :, keys],
+                    plan.part(bias, q, k), sinks if k.whole == 0 else None,
+                )  # fmt: skip
+                before = lse[:, :, rows].clone()
+                lse[:, :, rows] = now = torch.logaddexp(before, sums)
+                kept = out[:, :, rows] * _weight(before, now)
+                out[:, :, rows] = kept + part.to(wide) * _weight(sums, now)
+            for work in works:
+                work.wait()
+            k_now, v_now = coming or (k_now, v_now)
+        ctx.plan = plan
+        output = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, bias, sinks, output, lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, sinks, output, lse = ctx.saved_tensors
+        plan, context = ctx.plan, ctx.plan.context
+        given = query, key, value, bias, sinks
+        dq = torch.zeros_like(query, dtype=lse.dtype)
+        dbias, dsinks = (
+            None if x is None else torch.zeros_like(x, dtype=lse.dtype) for x in (bias, sinks)
+        )
+        now: list[Tensor] = [key.contiguous(), value.contiguous()]
+        arriving: list[Tensor] = []  # the gradients of the keys and values that are here
+        back: list[Any] = []
+        for step in range(context.size):
+            owner = (context.rank - step) % context.size
+            last = step + 1 == context.size
+            coming, works = (now, []) if last else context.pass_on(*now)
+            own = [torch.zeros_like(x, dtype=lse.dtype) for x in now]
+            for q, k in plan.blocks(owner, query, key):
+                rows = slice(q.here, q.here + q.length)
+                keys = slice(k.here, k.here + k.length)
+                block = (
+                    query[:, :, rows], *(x[:, :, keys] for x in now), plan.part(bias, q, k),
+                    sinks if k.whole == 0 else None,
+                )  # fmt: skip
+                saved = output[:, :, rows], lse[:, :, rows]
+                found = _gradients(plan, q, k, block, saved, [g[:, :, rows] for g in grads])
+                sums = [x[:, :, keys] for x in own]
+                for total, gradient in zip(
+                    (dq[:, :, rows], *sums, plan.part(dbias, q, k), dsinks), found
+                ):
+                    if total is not None and gradient is not None:
+                        total += gradient
+            for work in back:
+                work.wait()
+            own = [x + y for x, y in zip(own, arriving)] if arriving else own
+            arriving, back = context.pass_on(*own)
+            for work in works:
+                work.wait()
+            now = coming
+        for work in back:
+            work.wait()
+        results = dq, *arriving, dbias, dsinks
+        return None, *(None if g is None else g.to(x.dtype) for g, x in zip(results, given))
+
+
+def _gradients(
+    plan: _Plan,
+    q: Chunk,
+    k: Chunk,
+    block: tuple[Any, ...],
+    saved: tuple[Tensor, Tensor],
+    grads: list[Tensor],
+) -> list[Tensor | None]:
+    """Compute the gradients of what a block takes, given output and lse of the whole and their
+    gradients.
+    """
+    (output, lse), (grad, grad_lse) = saved, grads
+    leaves: Any = [None if x is None else x.detach().requires_grad_() for x in block]
+    with torch.enable_grad():
+        part, sums = plan.of_block(q, k, *leaves)
+    weight = _weight(sums.detach(), lse)
+    moved = (grad.to(lse.dtype) * (part.detach() - output).to(lse.dtype)).sum(-1) + grad_lse
+    own = (weight * grad).to(part.dtype), weight.squeeze(-1) * moved
+    wanted = [x for x in leaves if x is not None]
+    found = iter(torch.autograd.grad((part, sums), wanted, own))
+    return [None if x is None else next(found) for x in leaves]

@@ -461,11 +461,14 @@ def _begin_at(first: int | None) -> None:
         torch._C._stash_obj_in_tls(_FIRST, first)
 
 
+def is_dtensor(x: torch.Tensor | None) -> bool:
+    """Say whether x is a DTensor."""
+    return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
+
+
 def is_sharded(x: torch.Tensor) -> bool:
     """Say whether x is a DTensor, or a part of a larger batch, as `sequences_from` says."""
-    if _first() is not None:
-        return True
-    return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
+    return _first() is not None or is_dtensor(x)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

@@ -217,7 +217,12 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
     if settings.device.type == "cpu":  # read when triton is imported, which happens later
         os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.checkpoint is not None and arguments.parallel is None:
+        parser.error("checkpoint is given without --parallel; expected both or neither")
     if arguments.parallel is not None:
+        for name in ("json", "plot"):
+            if getattr(arguments, name) is not None:
+                parser.error(f"{name} is given with --parallel; expected one of them")
         return _parallel_copy_task(arguments, settings, parser)
     chosen = ["reference", "triton"] if arguments.backend == "both" else [arguments.backend]
     skipped = None

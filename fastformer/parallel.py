@@ -33,13 +33,23 @@ from fastformer.modules import (
     MultiHeadedAttention,
     PositionwiseFeedForward,
 )
-from fastformer.transformer import Decoder, Encoder, Generator
+from fastformer.replacements.base import Accelerated
+from fastformer.transformer import (
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    Generator,
+    LanguageModel,
+)
 
 sequences_from = backends.sequences_from
 
 __all__ = ["parallelize", "require_same_ranks", "sequences_from"]
 
 Model = TypeVar("Model", bound=nn.Module)
+_OURS = EncoderDecoder, LanguageModel, Encoder, Decoder
+# All parameters of these are DTensors; of another module, only those that a style places.
+_WHOLE = (*_OURS, nn.TransformerEncoder, nn.TransformerDecoder)
 _HIDDEN_GROUP, _FEATURE_GROUP = 16, 4  # of the words of dropout: see `sharding`
 
 
@@ -60,7 +70,9 @@ def parallelize(
     dimension of the mesh, activation checkpointing and torch's optimizers compose with it.
 
     Args:
-        model: of `make_model` or `make_decoder`, or any module that is built of their layers.
+        model: of `make_model` or `make_decoder`, or a module with stacks of their layers, or with
+            nn.Transformer, its encoder or its decoder after `accelerate`. Modules around a stack of
+            torch's keep their plain parameters, and give it and get plain tensors.
         mesh: a DeviceMesh of one dimension, such as init_device_mesh("cuda", (8,)) or mesh["tp"].
         plan: by the name of a module a torch.distributed.tensor.parallel.ParallelStyle that takes
             the place of the one that it has here, or None for none. Parameters that no style
@@ -97,7 +109,9 @@ def parallelize(
         if name not in names:
             raise ValueError(f"plan names {name!r}; expected a module of the model")
     parallelize_module(model, mesh, {k: v for k, v in styles.items() if v is not None})
-    sharding.replicate_others(model, mesh)
+    for module in model.modules():
+        if isinstance(module, _WHOLE):
+            sharding.replicate_others(module, mesh)
     return model
 
 
@@ -138,6 +152,29 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
             yield f"{within}proj", placed(made, weight=Shard(0), bias=Shard(0))
         elif isinstance(module, (Encoder, Decoder)):
             yield name, Rows()
+        elif isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
+            _require_accelerated(name, module)
+            yield name, Rows(plain=True)
+        elif isinstance(module, nn.MultiheadAttention):
+            _require_accelerated(name, module)
+            _require_divisible(f"{within}num_heads", module.num_heads, devices)
+            names = ("in_proj_weight", "in_proj_bias", *(f"{x}_proj_weight" for x in "qkv"))
+            yield name, placed(made, **dict.fromkeys(names, Shard(0)))
+            yield f"{within}out_proj", placed(made, weight=Shard(1), bias=Replicate())
+        elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            group = _HIDDEN_GROUP if module.dropout.p else 1
+            width = module.linear1.out_features
+            _require_divisible(f"{within}dim_feedforward", width, devices * group, devices)
+            yield f"{within}linear1", placed(made, weight=Shard(0), bias=Shard(0))
+            yield f"{within}linear2", placed(made, weight=Shard(1), bias=Replicate())
+
+
+def _require_accelerated(name: str, module: nn.Module) -> None:
+    if not isinstance(module, Accelerated):
+        raise ValueError(
+            f"{name or 'model'} is torch's {type(module).__name__}; "
+            "expected fastformer.accelerate(model) before, so that it takes DTensors"
+        )
 
 
 def _require_divisible(name: str, size: int, by: int, devices: int | None = None) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -546,16 +546,14 @@ def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
 
     Words of dropout serve groups of rows in the feed-forward: rows of zeros fill the first group.
     """
-    x = own["tokens" if "tokens" in own else "input"]
     before = shard.row % _PLANE_GROUP if "w_2" in own else 0
-    if before:
-        x = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, before, 0))
-        own, shape = own | {"input": x}, own["input"].shape
-        shard = shard._replace(row=shard.row - before)
-    rows = x.numel() if "tokens" in own else x.numel() // max(1, x.shape[-1])
-    run = max(_PLANE_GROUP, -(-rows // _PLANE_GROUP) * _PLANE_GROUP)  # one, of all rows
-    out = inner(op, **{**own, "shard": shard._replace(run=run)})
-    return out[before:].view(*shape[:-1], -1) if before else out
+    if not before:
+        return inner(op, **{**own, "shard": shard})
+    x = own["input"]
+    padded = F.pad(x.reshape(-1, x.shape[-1]), (0, 0, before, 0))
+    shard = shard._replace(row=shard.row - before)
+    out = inner(op, **{**own, "input": padded, "shard": shard})
+    return out[before:].view(*x.shape[:-1], -1)
 
 
 # ------------------------------------------------------------------------------------------- styles
@@ -615,21 +613,77 @@ class Gathered(ParallelStyle):
 class Rows(ParallelStyle):
     """Split the first tensor [B, S, d] that a module is called with, the start of its residual
     stream, by sequences, or by tokens where the batch does not divide; gather the second, the
-    memory.
+    memory. A plain tensor is the same on all devices; with `plain`, the output is one as well.
     """
 
+    def __init__(self, plain: bool = False) -> None:
+        self._plain = plain
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(self._split)
+        def split(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            own = list(args)
+            for i, x in enumerate(args[:2]):
+                if not isinstance(x, Tensor) or not x.is_floating_point():
+                    continue
+                if i or not isinstance(x, DTensor):
+                    own[i] = x = _gathered(x, device_mesh)
+                if i == 0:
+                    rows = Shard(1 if x.shape[0] % device_mesh.size() else 0)
+                    own[i] = x.redistribute(placements=[rows])
+            return tuple(own)
+
+        module.register_forward_pre_hook(split)
+        if self._plain:
+            module.register_forward_hook(lambda module, args, out: out.full_tensor())
         return module
 
-    @staticmethod
-    def _split(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        own = list(args)
-        for i, x in enumerate(args[:2]):
-            if isinstance(x, DTensor) and x.is_floating_point():
-                split = Shard(1 if x.shape[0] % x.device_mesh.size() else 0)
-                own[i] = x.redistribute(placements=[Replicate() if i else split])
-        return tuple(own)
+
+def projected(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    weights: Sequence[Any],
+    bias: Any,
+    dim: int,
+) -> list[Tensor]:
+    """Return the heads [.., H, dim] of query, key and value [.., d], split over the mesh as the
+    DTensors of the weights are: one with the rows of all three, or three. The bias has those of all
+    three, or is None. The projections of one input are one GEMM.
+    """
+    mesh = weights[0].device_mesh
+    rows = [_share(w, 3 // len(weights)) for w in weights]
+    if len(rows) == 1:
+        rows = list(rows[0].chunk(3))
+    shifts = None if bias is None else _share(bias, 3).chunk(3)
+    local: dict[int, Tensor] = {}  # of each input, once
+    for x in inputs:
+        if id(x) not in local:
+            local[id(x)] = _gathered(x, mesh).to_local(grad_placements=[Partial()])
+    out: list[Tensor] = []
+    for _, group in itertools.groupby(range(3), key=lambda i: id(inputs[i])):
+        of = list(group)
+        weight = torch.cat([rows[i] for i in of])
+        shift = None if shifts is None else torch.cat([shifts[i] for i in of])
+        heads = F.linear(local[id(inputs[of[0]])], weight, shift)
+        heads = heads.unflatten(-1, (len(of), -1, dim))
+        placement = [Shard(heads.dim() - 2 - 1)]
+        out += [DTensor.from_local(x, mesh, placement, run_check=False) for x in heads.unbind(-3)]
+    return out
+
+
+def _gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return x whole on each device, as a plain tensor is already."""
+    whole = [Replicate()] * mesh.ndim
+    if isinstance(x, DTensor):
+        return x.redistribute(mesh, whole)
+    return DTensor.from_local(x, mesh, whole, run_check=False)
+
+
+def _share(x: DTensor, parts: int) -> Tensor:
+    """Return this device's share of each of the parts of a parameter whose first dimension is
+    sharded.
+    """
+    mesh = x.device_mesh
+    local = x.redistribute(mesh, [Shard(0)]).to_local(grad_placements=[Shard(0)])
+    return exchanged(local, mesh.get_group(), parts) if parts > 1 else local
 
 
 # ------------------------------------------------------------------------------------------- losses

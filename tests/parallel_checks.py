@@ -344,6 +344,41 @@ def copy_task(folder):
             assert run.decoded == alone.decoded
 
 
+def torch_transformer(folder):
+    """An accelerated nn.Transformer, parallelized, computes what it did, dropout on."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    src, tgt = drawn(4, 6, 16), drawn(4, 5, 16, seed=1)
+    hidden = torch.arange(6) >= torch.tensor([[6], [4], [1], [5]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    for backend, first in itertools.product(BACKENDS, (True, False)):
+        results = []
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            model = nn.Transformer(16, 4, 1, 1, 64, dropout=P, batch_first=True, norm_first=first)
+            ff.accelerate(model)
+            if sharded:
+                ff.parallelize(model, mesh)
+            torch.manual_seed(2)
+            with ff.use_backend(backend):
+                x = src.clone().requires_grad_()
+                out = model(
+                    x,
+                    tgt,
+                    tgt_mask=causal,
+                    src_key_padding_mask=hidden,
+                    memory_key_padding_mask=hidden,
+                )
+                (out * drawn(*out.shape, seed=3)).sum().backward()
+            grads = {"src": x.grad} | {n: p.grad for n, p in model.named_parameters()}
+            results.append((out, grads))
+        (whole, grads), (ours, own) = results
+        close(f"{backend}: output", ours, whole)
+        for name, g in own.items():
+            g = g.full_tensor() if isinstance(g, DTensor) else g
+            close(f"{backend}: d{name}", g, grads[name])
+
+
 def layouts(folder):
     """torch.distributed.checkpoint takes a model from one layout to another: of tensor parallelism,
     of both that and FSDP2, and of one process.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import fastformer as ff
+from fastformer import cli
 
 HERE = Path(__file__).parent
 
@@ -38,7 +40,7 @@ def test_ops_as_dtensors(tmp_path):
 
 def test_models(tmp_path):
     """parallelize, with FSDP2 and checkpointing; layouts of a checkpoint; what is refused."""
-    run(tmp_path, 4, "tensor_parallel", "composed", "layouts", "refusals")
+    run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 
 
 def test_copy_task(tmp_path):
@@ -50,6 +52,48 @@ def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint."""
     run(tmp_path, 2, "dies", fails=1)
     run(tmp_path, 2, "resumes")
+
+
+@pytest.mark.parametrize("way", ["ddp", "tensor"])
+def test_torchrun(way, tmp_path, request):
+    """The command, as the README has it: it compares itself with one process."""
+    if way != "tensor" and not request.config.getoption("--slow"):
+        pytest.skip("--slow runs it")
+    if torch.cuda.is_available():
+        pytest.skip("gloo processes on a CPU")
+    sizes = "--steps 20 --layers 1 --d-model 32 --d-ff 64 --length 6 --batch 4".split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    process = subprocess.run(
+        [*command, "-m", "fastformer", "copy-task", "--parallel", way, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stdout.count("Largest loss difference from one process over steps 1..20") == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "the environment has no RANK, .*expected torchrun"),
+        (["--json", "losses.json"], "json is given with --parallel"),
+    ],
+)
+def test_the_command_without_torchrun(options, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["copy-task", "--parallel", "ddp", *options])
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_checkpoint_without_processes(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["copy-task", "--checkpoint", "folder"])
+    assert "checkpoint is given without --parallel" in capsys.readouterr().err
 
 
 def test_without_a_process_group():

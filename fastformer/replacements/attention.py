@@ -6,13 +6,13 @@ Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
+from fastformer import backends, functional
 from fastformer.cache import LayerCache, MemoryCache
 from fastformer.checks import shape_of
 from fastformer.padding import Packing, lengths_of
@@ -192,6 +192,9 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Project query, key and value [.., E] to [.., H, D]: those of one input in one GEMM."""
+        packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        if backends.is_dtensor(packed):
+            return self._projected_by_heads((query, key, value))
         groups = [(query, 1), (key, 1), (value, 1)]
         if key is value and self.in_proj_weight is not None:
             groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
@@ -201,6 +204,15 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
             out += heads.unbind(-3)
         return out
+
+    def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+        """Project as `_projected` does, where `parallelize` has split the weights by heads."""
+        from fastformer import sharding  # which imports torch.distributed.tensor
+
+        weights: list[Any] = [self.in_proj_weight]
+        if self.in_proj_weight is None:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        return sharding.projected(inputs, weights, self.in_proj_bias, self.head_dim)
 
     def _projections(
         self, counts: Sequence[int] = (1, 1, 1)

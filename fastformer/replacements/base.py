@@ -131,6 +131,8 @@ def tensor_obstacle(*tensors: Tensor | None) -> str | None:
         if x is None:
             continue
         if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
+            if backends.is_dtensor(x):  # of `parallelize`
+                continue
             return f"an input or a parameter is a {type(x).__name__}"
         if x.is_nested:
             return "an input is a nested tensor"

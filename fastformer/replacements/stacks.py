@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import reference
+from fastformer import backends, reference
 from fastformer.cache import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
 from fastformer.modules import require_linear_input
@@ -132,7 +132,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
                 hidden = masked
         appends = attention_of(first, "self_attn")._appends_keys()
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
-            packing = _packing_worth_it(hidden)
+            packing = None if backends.is_dtensor(src) else _packing_worth_it(hidden)
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal)
         stream = ResidualStream(src)

@@ -217,12 +217,8 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
     if settings.device.type == "cpu":  # read when triton is imported, which happens later
         os.environ["TRITON_INTERPRET"] = "1"
-    if arguments.checkpoint is not None and arguments.parallel is None:
-        parser.error("checkpoint is given without --parallel; expected both or neither")
+    _require_parallel(arguments, parser)
     if arguments.parallel is not None:
-        for name in ("json", "plot"):
-            if getattr(arguments, name) is not None:
-                parser.error(f"{name} is given with --parallel; expected one of them")
         return _parallel_copy_task(arguments, settings, parser)
     chosen = ["reference", "triton"] if arguments.backend == "both" else [arguments.backend]
     skipped = None
@@ -252,6 +248,16 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0
+
+
+def _require_parallel(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if arguments.parallel is None:
+        if arguments.checkpoint is not None:
+            parser.error("checkpoint is given without --parallel; expected both or neither")
+        return
+    for name in ("json", "plot"):
+        if getattr(arguments, name) is not None:
+            parser.error(f"{name} is given with --parallel; expected one of them")
 
 
 def _parallel_copy_task(

@@ -67,20 +67,30 @@ def tile_factors(shape, plane, p, seed, first=(0, 0)):
     if not p:
         return 1.0
     (a, b), (rows, columns) = first, map(int, shape)
-    i, j = np.ogrid[a : a + rows, b : b + columns]
+    i, j = np.ogrid[:rows, b : b + columns]
+    i = i + a if np.ndim(a) == 0 else np.reshape(a, (-1, 1))  # of each row, or of the first
     z = splitmix(plane + 1, seed)
     words = philox_of_two(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32, z & M32)
     word = np.where(i // 8 % 2, words[1], words[0])
     return kept(np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF)), p)
 
 
-def row_factors(shape, p, seed):
+def places(rows, shard):
+    """The row of the whole that each row of a shard is, and the first column."""
+    if shard is None:
+        return list(range(rows)), 0
+    row, column, _, run, sequence = (*shard, 0, 0)[:5]
+    return [row + (n // run * sequence + n % run if run else n) for n in range(rows)], column
+
+
+def row_factors(shape, p, seed, shard=None):
     """Of [rows, features]: the high half of word j mod 4 of counter (j // 4, low word of i, high
     word of i, 1).
     """
     if not p:
         return 1.0
-    i, j = np.ogrid[: math.prod(shape[:-1]), : shape[-1]]
+    rows, column = places(math.prod(shape[:-1]), shard)
+    i, j = np.array(rows, np.int64).reshape(-1, 1), column + np.arange(shape[-1])[None, :]
     words = philox((j // 4, i & M32, i >> 32, 1), seed)
     chosen = np.broadcast_to(j % 4, words.shape[1:])
     return kept(np.take_along_axis(words, chosen[None], 0)[0] >> np.uint64(16), p).reshape(shape)
@@ -207,9 +217,10 @@ def rms_norm(input, weight=None, *, normalized_shape, eps):
 
 
 def dropout_add_layer_norm(
-    input, residual, weight, bias=None, *, dropout_p=0.0, dropout_seed=0, eps=1e-5, unbiased=False
-):
-    total = residual + row_factors(input.shape, dropout_p, dropout_seed) * input
+    input, residual, weight, bias=None, *, dropout_p=0.0, dropout_seed=0, eps=1e-5, unbiased=False,
+    shard=None,
+):  # fmt: skip
+    total = residual + row_factors(input.shape, dropout_p, dropout_seed, shard) * input
     return [normalized(total, weight, bias, eps, unbiased), total]
 
 
@@ -239,21 +250,23 @@ def linear(x, w, b):
     return x @ w.T + (0 if b is None else b)
 
 
-def hidden_factors(shape, p, seed):
+def hidden_factors(shape, p, seed, shard):
     flat = math.prod(shape[:-1]), shape[-1]
-    return tile_factors(flat, 0, p, seed).reshape(shape) if p else 1.0
+    return tile_factors(flat, 0, p, seed, places(flat[0], shard)).reshape(shape) if p else 1.0
 
 
-def feed_forward(input, w_1, b_1, w_2, b_2, *, activation, dropout_p=0.0, dropout_seed=0):
+def feed_forward(
+    input, w_1, b_1, w_2, b_2, *, activation, dropout_p=0.0, dropout_seed=0, shard=None
+):
     h = ACTIVATIONS[activation](linear(input, w_1, b_1))
-    return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
+    return [linear(hidden_factors(h.shape, dropout_p, dropout_seed, shard) * h, w_2, b_2)]
 
 
 def gated(kind):
-    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0):
+    def function(input, w, b, w_2, b_2, *, dropout_p=0.0, dropout_seed=0, shard=None):
         z, v = np.split(linear(input, w, b), 2, -1)
         h = ACTIVATIONS[kind](z) * v
-        return [linear(hidden_factors(h.shape, dropout_p, dropout_seed) * h, w_2, b_2)]
+        return [linear(hidden_factors(h.shape, dropout_p, dropout_seed, shard) * h, w_2, b_2)]
 
     return function
 
@@ -261,14 +274,17 @@ def gated(kind):
 # ------------------------------------------------------------------------------- embedding, losses
 
 
-def embed(tokens, weight, positional=None, *, scale=None, padding_idx=None, **dropout):
+def embed(
+    tokens, weight, positional=None, *, scale=None, padding_idx=None, dropout_p=0.0, dropout_seed=0,
+    shard=None,
+):  # fmt: skip
     if padding_idx is not None:  # its row has a value and no derivative
         weight = np.where(np.arange(len(weight))[:, None] == padding_idx, weight.real, weight)
-    y = (weight.shape[1] ** 0.5 if scale is None else scale) * weight[tokens]
+    features = weight.shape[1] if shard is None else shard[2] or weight.shape[1]
+    y = (features**0.5 if scale is None else scale) * weight[tokens]
     if positional is not None:
         y = y + positional[: tokens.shape[-1]]
-    factors = row_factors(y.shape, dropout.get("dropout_p", 0.0), dropout.get("dropout_seed", 0))
-    return [factors * y]
+    return [row_factors(y.shape, dropout_p, dropout_seed, shard) * y]
 
 
 def cross_entropy(

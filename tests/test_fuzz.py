@@ -212,6 +212,18 @@ def paged_attention(draw):
     return {**tensors, "block_table": table, "key_lengths": lengths}, options
 
 
+def row_shard(draw, lead, columns, steps):
+    """Where rows of these leading dimensions lie in a whole: the last one may be cut."""
+    if draw.often(0.75):
+        return {}
+    row, column = (step * int(draw.random.integers(5)) for step in steps)
+    whole = column + columns + (int(draw.random.integers(9)) if steps[1] else 0)
+    given, run = (row, column, whole), lead[-1] if lead else 1
+    if run % steps[0] == 0 and draw.often():
+        given = *given, run, run + steps[0] * int(draw.random.integers(4))
+    return {"shard": given}
+
+
 def norm(draw, *names):
     n = draw.size(most=40) + 3
     tensors = {"input": draw.normal(*draw.lead(), n, scale=draw.one(0.1, 3.0))}
@@ -236,7 +248,8 @@ def dropout_add_layer_norm(draw):
     tensors["residual"] = draw.normal(*x.shape)
     tensors["weight"] = draw.parameter(x.shape[-1])
     tensors.setdefault("bias")
-    return tensors, {"eps": options["eps"], "unbiased": draw.often(), **draw.dropout()}
+    options = {"eps": options["eps"], "unbiased": draw.often(), **draw.dropout()}
+    return tensors, options | row_shard(draw, x.shape[:-1], x.shape[-1], (1, 0))
 
 
 def dropout_add_rms_norm(draw):
@@ -255,7 +268,8 @@ def fed(draw, halves, names):
         "w_2": draw.normal(out, hidden, scale=hidden**-0.5),
         "b_2": draw.normal(out) if draw.often(0.7) else None,
     }
-    return tensors, draw.dropout()
+    lead = tensors["input"].shape[:-1]
+    return tensors, draw.dropout() | row_shard(draw, lead, hidden, (16, 16))
 
 
 def feed_forward(draw):
@@ -283,7 +297,8 @@ def embed(draw):
     options = {"padding_idx": draw.one(None, draw.random.integers(vocabulary).item())}
     if draw.often(0.3):
         options["scale"] = 0.7
-    return tensors, {**options, **draw.dropout()}
+    options |= draw.dropout()
+    return tensors, options | row_shard(draw, tensors["tokens"].shape, d, (1, 4))
 
 
 def losses(draw, lead, classes):

@@ -384,3 +384,94 @@ def test_bugs_of_shards_of_rows(plant_and_check, small_tiles, device, bug):
                 test_shards_of_columns("triton", device, op)
 
     plant_and_check(common, bug and SHARDED_ROWS[bug], check)
+
+
+# ------------------------------------------------------------------------------- elsewhere in torch
+
+
+def test_shards_in_graphs(backend, device):
+    """Under torch.compile, of any sizes: outputs and gradients are those of eager calls."""
+    torch.manual_seed(4)
+    query, key, value = (torch.randn(1, 2, 32, 8, device=device) for _ in range(3))
+    w, w_2 = torch.randn(32, 8, device=device), torch.randn(8, 32, device=device)
+    residual = torch.randn(1, 2, 32, 8, device=device)
+
+    def model(q):
+        out = ff.scaled_dot_product_attention(
+            q, key, value, is_causal=True, **DROPOUT, shard=(1, 2, 32, 16, 8, 64, 64)
+        )
+        out = ff.feed_forward(out, w, None, w_2, None, **DROPOUT, shard=(32, 16, 64))
+        return ff.dropout_add_layer_norm(
+            out, residual, w[0, :8], None, **DROPOUT, shard=(5, 0, 8, 32, 64)
+        )[0]
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    results = []
+    for call in (model, compiled):
+        q = query.clone().requires_grad_()
+        out = call(q)
+        results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_of_shards(device):
+    """They go through the reference, with the same shard."""
+    results = []
+    for backend in ("reference", "triton"):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(1, 2, 16, 8, generator=generator, dtype=torch.float64).to(device)
+        x.requires_grad_()
+        with use_backend(backend):
+            out = ff.scaled_dot_product_attention(
+                x, x, x, is_causal=True, **DROPOUT, shard=(0, 2, 16, 0, 4, 32, 32)
+            )
+            rows = dict(**DROPOUT, shard=(7, 0, 8))
+            out, _ = ff.dropout_add_layer_norm(out, out, x[0, 0, 0], None, **rows)
+            (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            results.append(torch.autograd.grad(grad.square().sum(), x)[0])
+    error = (results[0] - results[1]).norm() / results[0].norm()
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize(
+    "shard, words",
+    [
+        ((0, 0, 0), "expected Shard"),
+        ("0000000", "expected Shard"),
+        ((0, 0, 0, 0, 0, 0, 1.0), "shard.keys is a float"),
+        ((0, -1, 0, 0, 0, 0, 0), "shard.head is -1"),
+        ((0, 1, 0, 0, 0, 0, 0), r"heads 1 .. 2 of 2; expected all of its 2 heads"),
+        ((0, 0, 0, 16, 0, 0, 20), r"keys 16 .. 31 of 20"),
+        ((0, 0, 8, 0, 0, 64, 0), r"begins at query 8 and key 0; expected multiples of 16"),
+    ],
+)
+def test_wrong_shards(shard, words):
+    x = torch.zeros(1, 2, 16, 8)
+    with pytest.raises((TypeError, ValueError), match=words):
+        ff.scaled_dot_product_attention(x, x, x, **DROPOUT, shard=shard)
+
+
+@pytest.mark.parametrize(
+    "shard, words",
+    [
+        ((0, 0), "expected RowShard"),
+        ((0, 0, 0, 0, 0, 0), "expected RowShard"),
+        ((0, True, 0), "shard.column is a bool"),
+        ((0, 16, 40), r"columns 16 .. 47 of 40; expected all of its 32 columns"),
+        ((0, 0, 0, 16, 8), "runs of 16 rows in sequences of 8"),
+        ((0, 0, 0, 12, 24), "divide its 32 rows"),
+        ((0, 0, 0, 0, 24), "runs of 0 rows"),
+        ((8, 0, 0), "row 8 .* expected multiples of 16 rows and 16 columns"),
+        ((0, 8, 64), "column 8"),
+    ],
+)
+def test_wrong_shards_of_rows(shard, words):
+    x, w = torch.zeros(32, 8), torch.zeros(32, 8)
+    with pytest.raises((TypeError, ValueError), match=words):
+        ff.feed_forward(x, w, None, w.t(), None, **DROPOUT, shard=shard)
+    with pytest.raises(ValueError, match="shard has rows of 16; expected all 8 features"):
+        ff.dropout_add_layer_norm(x, x, w[0], None, **DROPOUT, shard=(0, 0, 16, 16, 32))
+    with pytest.raises(ValueError, match="whole sequences"):
+        cu = torch.tensor([0, 32], dtype=torch.int32)
+        ff.packed_attention(*[x.view(32, 1, 8)] * 3, cu, cu, 32, 32, shard=(0, 0, 16, 0, 0, 64, 0))

@@ -189,25 +189,11 @@ def scaled_dot_product_attention(
     al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
     if in_context is not None and shard is None:
-        return in_context(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            bias=bias,
-            key_lengths=key_lengths,
-            window=window,
-            causal_alignment=causal_alignment,
-            alibi_slopes=alibi_slopes,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_seed=dropout_seed,
-            return_lse=return_lse,
-        )
+        options: dict[str, Any] = dict(attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+        options |= dict(is_causal=is_causal, causal_alignment=causal_alignment, window=window)
+        options |= dict(enable_gqa=enable_gqa, bias=bias, key_lengths=key_lengths, sinks=sinks)
+        options |= dict(alibi_slopes=alibi_slopes, softcap=softcap, dropout_seed=dropout_seed)
+        return in_context(query, key, value, return_lse=return_lse, **options)
     three = False
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)

@@ -61,7 +61,7 @@ def test_torchrun(way, tmp_path, request):
         pytest.skip("--slow runs it")
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
-    sizes = ["--steps", "20", "--layers", "1", "--d-model", "32", "--d-ff", "64", "--length", "6", "--batch", "4"]
+    sizes = ["--steps=20", "--layers=1", "--d-model=32", "--d-ff=64", "--length=6", "--batch=4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     process = subprocess.run(
         [*command, "-m", "fastformer", "copy-task", "--parallel", way, *sizes],

@@ -10,11 +10,23 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
-def test_example(path, tmp_path):
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda p: p.stem)
+def test_example(path, tmp_path, request):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "error::UserWarning", str(path)]
+    if path.parent.name == "parallel":
+        if not request.config.getoption("--slow"):
+            pytest.skip("two processes of torchrun, which --slow runs")
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            str(path),
+        ]
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", str(path)],
+        command,
         cwd=tmp_path,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,

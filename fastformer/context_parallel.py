@@ -261,13 +261,24 @@ class _Plan:
     # ------------------------------------------------------------------------------------ ring
 
     def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
-        """Return the chunks of queries, and of the owner's keys, that may see each other."""
+        """Return the chunks of queries, and of the owner's keys, that may see each other; all in
+        one where it makes no difference which they are.
+        """
+        if self._is_plain():
+            return [(Chunk(0, 0, query.shape[2]), Chunk(0, 0, key.shape[2]))]
         return [
             (q, k)
             for q in self.context.chunks(query.shape[2])
             for k in self.context.chunks(key.shape[2], owner)
             if self._may_see(q, k)
         ]
+
+    def _is_plain(self) -> bool:
+        options = self.options
+        tensors = "attn_mask", "bias", "key_lengths", "window", "alibi_slopes", "sinks"
+        if options["is_causal"] or options["dropout_p"]:
+            return False
+        return all(options[name] is None for name in tensors)
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         options = self.options

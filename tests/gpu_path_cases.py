@@ -236,7 +236,7 @@ case(SDPA, "attention, softcap, grouped", qkv(2, 4, S, 64, g=2), ("dense", "swap
 case(SDPA, "attention, shard",
      qkv(2, 2, S, 64, key_lengths=lambda: torch.tensor([3 * S, 100])), ("dense", "swapped"),
      is_causal=True, causal_alignment="bottom_right", shard=(2, 4, 64, 48, 8, 4 * S, 3 * S),
-     **DROPOUT)  # fmt: skip
+     sampled=True, **DROPOUT)  # fmt: skip
 case(SDPA, "attention, one query",
      qkv(2, 2, 1, 64, sk=S, **LENGTHS), ("dense", "swapped"))  # fmt: skip
 case(SDPA, "attention, few queries",
@@ -355,6 +355,9 @@ for m, n, dtype in ((300, 512, BF16), (30, 80, BF16), (300, 77, FP16), (9, 1000,
     case("dropout_add_rms_norm", f"dropout_add_rms_norm, {n}",
          rows(m, n, dtype, "input", "weight", "residual"), DENSE, call=both_rms,
          sampled=n == 80, **DROPOUT)  # fmt: skip
+case("dropout_add_layer_norm", "dropout_add_layer_norm, shard",
+     rows(6, 64, BF16, *AFFINE, "residual"), call=both, shard=(9, 0, 64, 3, 8),
+     **DROPOUT)  # fmt: skip
 case("layer_norm", "layer_norm, no weight", lambda: {"input": normal(2, 3, 64)},
      ("dense", "strided"), normalized_shape=64)  # fmt: skip
 case("layer_norm", "layer_norm, one row", rows(1, 64, BF16, *AFFINE), normalized_shape=64)
@@ -376,6 +379,8 @@ for activation in ("relu", "gelu", "gelu_tanh", "silu"):
     case("feed_forward", f"feed_forward, {activation}", hidden(),
          ("dense", "shifted") if activation == "gelu" else ("dense", "padded", "strided"),
          activation=activation, sampled=activation == "gelu", **DROPOUT)  # fmt: skip
+case("feed_forward", "feed_forward, shard", hidden(), activation="gelu", shard=(32, 0, 0),
+     **DROPOUT)  # fmt: skip
 case("feed_forward", "feed_forward, float32, no bias",
      lambda: {"input": normal(5, 40, dtype=FP32), "w_1": normal(30, 40, dtype=FP32, scale=1 / 6),
               "w_2": normal(40, 30, dtype=FP32, scale=1 / 6)},

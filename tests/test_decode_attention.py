@@ -322,6 +322,25 @@ def test_strides_past_int32(split, device, spread, name, dim):
     assert torch.equal(ff.scaled_dot_product_attention(**far, enable_gqa=True), near)
 
 
+@pytest.mark.parametrize("window, keys", [((700, 0), 702), ((30, 5), 37), ((None, 0), 2048)])
+def test_a_window_bounds_the_keys_that_are_cut(split, device, window, keys):
+    tensors = qkv(1, 1, 1, 2, 2048, device=device)
+    check(tensors, dict(causal_alignment="bottom_right", window=window))
+    assert split[0].keys() == keys
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_sinks_of_16_bits_are_not_rounded_again(split, device, queries):
+    """They are what the same numbers in float32 are."""
+    tensors = qkv(2, 4, 2, queries, 256, device=device, dtype=torch.bfloat16)
+    sinks = torch.tensor([1.3, -2.7, 4.1, 6.9], device=device).bfloat16()
+    results = [
+        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, sinks=x, return_lse=True)
+        for x in (sinks, sinks.float())
+    ]
+    assert all(map(torch.equal, *results))
+
+
 def test_parts_beyond_the_band_are_skipped(split, device, work):
     """A window and lengths bound the tiles that are multiplied, two products for each."""
     tensors = qkv(1, 1, 1, 1, 2048, device=device)

@@ -24,7 +24,7 @@ def near(have, call, tensors, options, dtype):
     for x, want, peer in zip(have, eager(torch.float64), eager(dtype), strict=True):
         nothing = want == -torch.inf
         assert ((x == -torch.inf) == nothing).all()
-        check_output(*(y.masked_fill(nothing, 0.0) for y in (x, want, peer)))
+        check_output(*(y.masked_fill(nothing, 0.0) for y in (x, want, peer)), dtype)
 
 
 # --------------------------------------------------------------------------- few queries, many keys

@@ -224,8 +224,10 @@ def dropout_add_layer_norm(
     return [normalized(total, weight, bias, eps, unbiased), total]
 
 
-def dropout_add_rms_norm(input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps):
-    total = residual + row_factors(input.shape, dropout_p, dropout_seed) * input
+def dropout_add_rms_norm(
+    input, residual, weight, *, dropout_p=0.0, dropout_seed=0, eps, shard=None
+):  # fmt: skip
+    total = residual + row_factors(input.shape, dropout_p, dropout_seed, shard) * input
     return [*rms_norm(total, weight, normalized_shape=None, eps=eps), total]
 
 

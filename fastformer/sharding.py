@@ -145,6 +145,7 @@ RULES = {
     "layer_norm": _NORM,
     "rms_norm": _NORM,
     "dropout_add_layer_norm": _NORM._replace(outputs=_like("input", 2)),
+    "dropout_add_rms_norm": _NORM._replace(outputs=_like("input", 2)),
     "feed_forward": _FEED_FORWARD,
     "geglu": _FEED_FORWARD,
     "swiglu": _FEED_FORWARD,

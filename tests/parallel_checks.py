@@ -173,17 +173,21 @@ def norms(folder):
                     {"input": placement, "weight": whole},
                     expected,
                 )
-                for p in (0.0, P):
-                    compare(
-                        label + f"dropout_add_layer_norm {p}",
-                        mesh,
-                        lambda p=p, **t: ff.dropout_add_layer_norm(
-                            dropout_p=p, dropout_seed=SEED, **t
-                        ),
-                        {"input": x, "residual": r, "weight": w, "bias": b},
-                        places | {"residual": placement},
-                        expected,
-                    )
+                affine = {"weight": w, "bias": b}
+                for op, parameters in (
+                    (ff.dropout_add_layer_norm, affine),
+                    (ff.dropout_add_rms_norm, {"weight": w}),
+                ):
+                    tensors = {"input": x, "residual": r, **parameters}
+                    for p in (0.0, P):
+                        compare(
+                            label + f"{op.__name__} {p}",
+                            mesh,
+                            lambda op=op, p=p, **t: op(dropout_p=p, dropout_seed=SEED, **t),
+                            tensors,
+                            {n: places.get(n, placement) for n in tensors},
+                            expected,
+                        )
 
 
 def feed_forward(folder):

@@ -375,9 +375,11 @@ def run(op: str, **arguments: Any) -> Any:
     The arguments have the names and the order of the reference; the first one is a tensor. Where
     one of them is a DTensor, or the batch is a part of a larger one, `sharding` runs the shard.
     """
-    first = _first()
-    if first is not None or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
-        return _run_shard(op, arguments, first)
+    state = _state
+    if state.first is not None or state.not_from_python or _DTENSOR in sys.modules:
+        first = _first()
+        if first is not None or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
+            return _run_shard(op, arguments, first)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -385,7 +387,6 @@ def run(op: str, **arguments: Any) -> Any:
                 return run(op, **arguments)
     backend = current_backend()
     choice = choose(op, arguments, backend)
-    state = _state
     if state.explained is not None:
         state.explained.append(_described(choice, arguments))
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops

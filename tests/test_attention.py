@@ -862,6 +862,10 @@ def features(device):
         "no scale": (dict(scale=0.0), dict(fold=False)),
         "lengths": (dict(key_lengths=lengths), dict(lengths=True)),
         "dropout": (dict(dropout_p=0.5, **seed), dict(dropout=True)),
+        "shard": (
+            dict(is_causal=True, shard=(0, 0, 16, 0, 0, 48, 30)),
+            dict(right=True, shard=True),
+        ),
         "sinks": (dict(sinks=two), {}),  # for the forward alone
     }
 
@@ -887,7 +891,7 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     options, expected = features(device)[name]
     off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
     off |= dict(mask=0, bias=0, page=0, packed=False, dropout=False, sink=False, key_grad=False)
-    off["fold"] = True
+    off |= dict(fold=True, shard=False)
     x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):
         functional.scaled_dot_product_attention(**x, **options).sum().backward()
@@ -896,6 +900,8 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     for kernel, has in kernels.items():
         sink = {"sink": name == "sinks" and kernel == "forward_kernel"}
         assert {n: x.value for n, x in has._asdict().items()} == off | expected | sink
+        # Triton makes a constant of 1, which is then no argument of the compiled kernel.
+        assert made[kernel]["sizes"].shard == 1 or name == "shard"
 
 
 @pytest.mark.parametrize("d, dv", [(8, 40), (40, 8)])

@@ -42,6 +42,27 @@ def compare(measure, differentiated, random, dtype, mode, provider):
     return run
 
 
+@pytest.fixture
+def compare_sums(measure, differentiated, random, dtype, mode, provider):
+    def run(op, peers, ours, parameters, width):
+        rows = max(256, ROWS * 512 // width)
+        x, residual = random(rows, width), random(rows, width)
+        inputs = x, residual, *(random(width) for _ in range(parameters))
+        compute = implementation(provider, peers, ours)
+        measure(
+            differentiated(lambda: compute(*inputs), inputs),
+            group=f"{op} N={width} rows={rows} {mode}",
+            provider=provider,
+            dtype=dtype,
+            nbytes=(4 if mode == "forward" else 9) * x.nbytes,
+            rows=rows,
+            width=width,
+            dropout_p=P,
+        )
+
+    return run
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_lengths(compare, length):
     compare(SEQUENCES * length, 512, f"N=512 S={length}", length=length)
@@ -73,41 +94,14 @@ def test_rms_norm(measure, differentiated, random, dtype, mode, width, provider)
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile", "flash-attn"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_dropout_add_layer_norm(measure, differentiated, random, dtype, mode, width, provider):
-    rows = max(256, ROWS * 512 // width)
-    shapes = ((rows, width), (rows, width), (width,), (width,))
-    x, residual, weight, bias = inputs = tuple(random(*shape) for shape in shapes)
-    compute = implementation(provider, ADD, _ours_add)
-    measure(
-        differentiated(lambda: compute(x, residual, weight, bias), inputs),
-        group=f"dropout_add_layer_norm N={width} rows={rows} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=(4 if mode == "forward" else 9) * x.nbytes,
-        rows=rows,
-        width=width,
-        dropout_p=P,
-    )
+def test_dropout_add_layer_norm(compare_sums, width):
+    compare_sums("dropout_add_layer_norm", ADD, _ours_add, 2, width)
 
 
 @pytest.mark.parametrize("provider", [*available("torch", "compile"), *OURS])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_dropout_add_rms_norm(measure, differentiated, random, dtype, mode, width, provider):
-    rows = max(256, ROWS * 512 // width)
-    x, residual, weight = inputs = tuple(
-        random(*shape) for shape in ((rows, width), (rows, width), (width,))
-    )
-    compute = implementation(provider, ADD_RMS, _ours_add_rms)
-    measure(
-        differentiated(lambda: compute(x, residual, weight), inputs),
-        group=f"dropout_add_rms_norm N={width} rows={rows} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=(4 if mode == "forward" else 9) * x.nbytes,
-        rows=rows,
-        width=width,
-        dropout_p=P,
-    )
+def test_dropout_add_rms_norm(compare_sums, width):
+    compare_sums("dropout_add_rms_norm", ADD_RMS, _ours_add_rms, 1, width)
 
 
 def _ours_add_rms(x, residual, weight):

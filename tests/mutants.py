@@ -1221,22 +1221,6 @@ EQUIVALENT = {
     ("launch", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }
 
-# Mutants that no run has tried since the text of their function changed.
-PENDING: dict[str, tuple[str, ...]] = {
-    "attention": (
-        "specialised: the mask of lengths",
-        "mask of a single query",
-        "an unbounded window",
-        "causal forgets its window",
-        "strides left out of the key of a plan",
-        "options left out of the key of a plan",
-        "a strided last dimension",
-        "a length past the keys",
-        "the same order of causal rows",
-        "the next sequence's packed keys",
-    ),
-}
-
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
     "attention": (

@@ -616,6 +616,7 @@ def test_calls_that_may_specialise():
         dict(stride=4),
     ):
         assert not may(**refused), refused
+    assert not launchers._Decode.specialises and not launchers._Backward.specialises
 
 
 def test_strided_views(backend, device, against_oracle):

@@ -322,6 +322,19 @@ def test_strides_past_int32(split, device, spread, name, dim):
     assert torch.equal(ff.scaled_dot_product_attention(**far, enable_gqa=True), near)
 
 
+@pytest.mark.parametrize("name", ["attn_mask", "bias"])
+def test_rows_of_a_mask_past_int32(split, device, spread, name):
+    tensors = qkv(1, 2, 1, 3, 256, 16, device=device, dtype=torch.bfloat16)
+    added = torch.randn(1, 1, 3, 256, device=device)
+    given = added > 0 if name == "attn_mask" else added.bfloat16()
+    near, far = (
+        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, **{name: x})
+        for x in (given, spread(given, 2))
+    )
+    assert torch.equal(near, far)
+    assert [plan.tile.wide for plan in split] == [False, True]
+
+
 @pytest.mark.parametrize("window, keys", [((700, 0), 702), ((30, 5), 37), ((None, 0), 2048)])
 def test_a_window_bounds_the_keys_that_are_cut(split, device, window, keys):
     tensors = qkv(1, 1, 1, 2, 2048, device=device)
@@ -429,6 +442,21 @@ def unpaged(tensors):
     places = table.clamp(0, len(keys) - 1).long()
     key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (keys, values))
     return dict(query=query, key=key, value=value, key_lengths=lengths)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_copies_ahead(split, device, pages):
+    """A tile of pages waits for its entries of the table as well. A loop that may have to run again
+    would copy nothing ahead.
+    """
+    if pages:
+        tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 2, [700]).items()}
+        ff.paged_attention(**tensors)
+    else:
+        tensors = qkv(1, 2, 1, 2, 700, device=device)
+        mask = torch.rand(1, 1, 1, 700, device=device) > 0.5
+        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, attn_mask=mask)
+    assert split[0].ahead == (2 if pages else 0) and not split[0].tile.again
 
 
 @pytest.mark.parametrize("page", [16, 64, 256])

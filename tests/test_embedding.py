@@ -54,7 +54,7 @@ def test_without_positions_and_in_views(backend, device, against_oracle):
 @pytest.mark.parametrize("far", ["weight", "positional", "gradient"])
 def test_offsets_past_int32(backend, device, spread, far):
     """Rows so far apart that the last one stands past 2^31 elements."""
-    x, tokens = inputs(torch.bfloat16, device), torch.arange(V, device=device)[-9:]
+    x, tokens = inputs(torch.bfloat16, device), torch.arange(V, device=device)[-9:].int()
     x["positional"], x["gradient"] = (
         x["positional"][:9],
         torch.randn(9, N, device=device).bfloat16(),
@@ -176,6 +176,15 @@ def test_the_model_embeds_in_one_op(device, monkeypatch, learned):
     model.src_embed[0].register_forward_hook(lambda *_: hooked.append(1))
     torch.testing.assert_close(model.encode(tokens, None), memory)
     assert calls == [1] and hooked == [1]
+
+
+@pytest.mark.parametrize("n", [1, 17, 512, 50000])
+def test_a_measurement_has_a_choice(n):
+    kernels = pytest.importorskip("fastformer.kernels.embedding")
+    found = kernels.others(n)
+    assert len(set(found)) == len(found) >= 3
+    assert all(1024 <= x.rows * x.columns <= 8192 and x.columns >= 16 for x in found)
+    assert all(x.warps in (1, 2, 4, 8) for x in (*found, kernels.configuration(n, "sm_90")))
 
 
 BUGS = PLANTED["embedding"]

@@ -243,3 +243,15 @@ def test_shared_constants_keep_their_types():
     for value in (1, True, 1.0):
         assert type(launch.constants(group(value)).first.value) is type(value)
     assert launch.constants(group(1)) is launch.constants(group(1))
+
+
+def test_rows_are_copied_only_where_their_features_are_strided():
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    wide = torch.randn(3, 3, 48)
+    for x in (wide[..., :24], wide[..., :1], wide.transpose(0, 1)):
+        assert launch.unit_stride(x) is x
+    for x in (wide[..., :24], wide[..., :1]):
+        assert launch.as_rows(x, x.shape[-1]) is x
+    steps = wide[..., ::2]
+    assert launch.unit_stride(steps).is_contiguous()
+    assert torch.equal(launch.as_rows(steps, 24), steps)

@@ -366,6 +366,21 @@ def test_planes_past_int32(places, monkeypatch):
     assert of_keys == base + 4 * (planes * length - 1)
 
 
+def test_rows_of_a_bias_past_int32(places):
+    """The rows of one tile of its gradient stand more than 2^31 elements apart."""
+    from fastformer.kernels.attention import launchers as attention
+
+    rows, keys = 64, 2**26
+    memory = torch.zeros(8)
+    q, k = memory.expand(1, 1, rows, 8), memory.expand(1, 1, keys, 8)
+    described = Attention(None, 0.0, False, 1.0, memory[0].expand(1, 1, rows, keys))
+    plan = attention._Backward(q, None, q, (False,) * 3 + (True, False), q, k, k, described)
+    plan.launch["dbias"]((q, k, k, q), memory, memory, memory, attention._extras(q, described))
+    ((_, writes),) = places
+    ends = memory.data_ptr() + 4 * torch.tensor([keys - len(writes) // rows, rows * keys - 1])
+    assert [min(writes), max(writes)] == ends.tolist()
+
+
 @pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
 def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     """Those of the weights' gradients, a row of each program."""

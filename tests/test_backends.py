@@ -378,3 +378,9 @@ def test_compute_capabilities(monkeypatch, capability, runs):
     monkeypatch.setattr(torch.version, "hip", None)
     reason = launch.unsupported_dtype(torch.zeros(1))
     assert reason is None if runs else "need compute capability 8.0" in reason
+
+
+@pytest.mark.parametrize("first", [-1, True, "0"])
+def test_sequences_from_refuses(first):
+    with pytest.raises((TypeError, ValueError), match="first is"):
+        ff.sequences_from(first)

@@ -390,6 +390,24 @@ def test_many_parts(split, device, monkeypatch, first):
     assert split[0].partial[0][1] > 32
 
 
+def test_heads_share_their_tiles(split, device):
+    """Unless a mask or a bias of the keys is another one for each head."""
+    tensors = qkv(2, 4, 2, 3, 300, device=device)
+    of_all, of_heads = (torch.rand(2, n, 1, 300, device=device) > 0.1 for n in (1, 4))
+    rows = []
+    for options in (
+        {},
+        dict(attn_mask=of_all),
+        dict(attn_mask=of_heads),
+        dict(bias=of_all.float()),
+        dict(bias=of_heads.float()),
+        dict(bias=of_heads.float().expand(2, 4, 3, 300).contiguous()),
+    ):
+        ff.scaled_dot_product_attention(**tensors, **options, enable_gqa=True)
+        rows.append((split[-1].tile_rows, split[-1].planes))
+    assert rows == [(6, 4), (6, 4), (3, 8), (6, 4), (3, 8), (6, 4)]
+
+
 def test_parts_without_keys_write_nothing(split, device):
     """What they leave in memory is not read: here NaN, with which torch fills it on request."""
     tensors = qkv(2, 2, 1, 2, 2000, device=device)
@@ -530,6 +548,15 @@ def test_pages_as_views(backend, device, in_bounds):
     apart = {n: x.repeat_interleave(2, -1)[..., ::2] for n, x in apart.items()}
     wide = tensors["block_table"].repeat_interleave(2, 1)[:, ::2]
     assert torch.equal(ff.paged_attention(**tensors | apart | {"block_table": wide}), want)
+
+
+def test_tables_share_a_plan(split, device):
+    """Wherever they lie, as long as their first entries are as aligned."""
+    tensors = {n: x.to(device) for n, x in paged(1, 2, 1, 1, [70]).items()}
+    tables = [tensors["block_table"].clone() for _ in range(3)]
+    for table in tables:
+        ff.paged_attention(**tensors | {"block_table": table})
+    assert split[0] is split[1] is split[2]
 
 
 def test_plans_of_pages_are_told_apart(split, device):

@@ -278,6 +278,7 @@ def test_bad_offsets(backend, offsets, error, words):
         (lambda x, n, p: ff.pad(x[0, 0, 0], p), ValueError, r"shape \[\]; expected the 6 tokens"),
         (lambda x, n, p: ff.unpad(x.to("meta"), n.to("meta")), ValueError, "lengths is on meta"),
         (lambda x, n, p: ff.pad("x", p), TypeError, "x is a str"),
+        (lambda x, n, p: ff.pad(x[:, 0].to("meta"), p), ValueError, "x is on meta"),
         (lambda x, n, p: ff.pad(x, n), TypeError, "packing is a Tensor; expected what unpad"),
         (lambda x, n, p: ff.pad(ff.unpad(x.long(), p)[0], p, 0.5), ValueError, "value is 0.5"),
         (lambda x, n, p: ff.pad(ff.unpad(x.bool(), p)[0], p, 2), ValueError, "value is 2; .*bool"),
@@ -291,6 +292,16 @@ def test_bad_padding(call, error, words):
     x, lengths = torch.zeros(2, 4, 3), torch.tensor([2, 4])
     with pytest.raises(error, match=words):
         call(x, lengths, ff.unpad(x, lengths)[1])
+
+
+def test_masks_with_lengths():
+    """Boolean masks of the keys of each sequence alone have lengths."""
+    visible = torch.tensor([[True] * 5, [True, True, False, True, False]])[:, None]
+    with use_backend("triton"):
+        for mask in (None, visible.float(), visible[:1], visible[0], visible.expand(2, 3, 5)):
+            assert padding.with_lengths(mask, 2) is mask
+        found = padding.with_lengths(visible, 2)
+    assert found.mask is visible and found.lengths.tolist() == [5, 4]
 
 
 def test_bad_packed_modules():

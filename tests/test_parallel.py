@@ -99,9 +99,3 @@ def test_a_checkpoint_without_processes(capsys):
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"no process group; expected .*init_process_group"):
         ff.parallelize(ff.make_model(5, 5, 1, 8, 16, 2), None)
-
-
-@pytest.mark.parametrize("first", [-1, True, "0"])
-def test_sequences_from_refuses(first):
-    with pytest.raises((TypeError, ValueError), match="first is"):
-        ff.sequences_from(first)

@@ -255,3 +255,8 @@ def test_rows_are_copied_only_where_their_features_are_strided():
     steps = wide[..., ::2]
     assert launch.unit_stride(steps).is_contiguous()
     assert torch.equal(launch.as_rows(steps, 24), steps)
+
+
+def test_powers_of_2():
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    assert [launch.next_power_of_2(n) for n in (0, 1, 2, 3, 4, 5, 512)] == [1, 1, 2, 4, 4, 8, 512]

@@ -384,3 +384,12 @@ def test_compute_capabilities(monkeypatch, capability, runs):
 def test_sequences_from_refuses(first):
     with pytest.raises((TypeError, ValueError), match="first is"):
         ff.sequences_from(first)
+
+
+def test_where_the_kernels_are_preferred():
+    here, elsewhere = torch.empty(2), torch.empty(2, device="meta")
+    preferred = {}
+    for backend in ("auto", "triton", "reference"):
+        with use_backend(backend):
+            preferred[backend] = [backends.prefers_kernels(x) for x in (here, elsewhere)]
+    assert preferred == dict(auto=[False, True], triton=[True, True], reference=[False, False])

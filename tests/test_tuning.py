@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,15 @@ def questions(call):
     with tuned.forced({}) as asked:
         call()
     return asked
+
+
+def test_names_of_cases():
+    """Files of measurements hold them, so that they stay what they are."""
+    tuned = pytest.importorskip("fastformer.kernels.tuned")
+    case = namedtuple("Case", "left, right, mask, kind")(True, False, 2, 0)
+    assert tuned.flags(case) == "left mask=2" and tuned.flags(case, "left") == "mask=2"
+    assert tuned.named(torch.float32, "tf32", rows=5, columns=64) == "float32 tf32 rows8 columns64"
+    assert tuned.named(torch.bfloat16, "tf32", rows=1) == "bfloat16 rows1"
 
 
 def test_measured_tiles_reach_the_launches(file, attention):

@@ -213,6 +213,12 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
     rule = RULES[op]
     letters = rule.letters(flattened)
     mesh = _mesh_of(op, flattened)
+    if flattened.get("shard") is not None and (mesh is not None or first):
+        raise ValueError(
+            f"{op}: shard is {flattened['shard']} beside "
+            f"{'DTensors' if mesh is not None else f'sequences_from({first})'}, which says where "
+            "the shard lies; expected None"
+        )
     if mesh is None:
         call = Call(op, flattened, letters, None, (), _sizes(flattened, letters), {})
         return _local(inner, call, arguments, first)
@@ -469,9 +475,9 @@ def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
             f"{call.op} of a part of a batch; "
             "expected scaled_dot_product_attention, whose sequences are padded"
         )
-    if attention.dropout_p > 0 or "q" in at:
+    if attention.shard is None and (attention.dropout_p > 0 or "q" in at):
         whole, batch = call.sizes, at.get("b", 0) + first
-        sizes = whole["h"], whole["q"], whole.get("k", 0)
+        sizes = whole["h"], whole.get("q", 0), whole.get("k", 0)  # 0 where tokens are packed
         shard = AttentionShard(batch, at.get("h", 0), at.get("q", 0), 0, *sizes)
         if attention.dropout_p > 0:
             _require_group(call, "q", _PLANE_GROUP, "queries")
@@ -523,18 +529,20 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     begins[:1] = [b + first for b in begins[:1]]
     begin = sum(b * math.prod(sizes[i + 1 :]) for i, b in enumerate(begins))
     cut = max((i for i, letter in enumerate(rows) if letter in call.ways), default=0)
-    if cut == 0 or math.prod(x.shape[:cut]) == 1:
-        return _aligned(inner, call.op, own, RowShard(begin, column, whole))
     if any(letter in call.ways for letter in rows[1:cut]):
         raise ValueError(
             f"{call.op} with dropout of rows split over dimensions {', '.join(call.ways)}; "
             "expected the first one, and one other"
         )
+    if not math.prod(x.shape[: len(rows)]):  # no row is here
+        return inner(call.op, **own)
+    if cut == 0 or math.prod(x.shape[:cut]) == 1:
+        return _aligned(inner, call.op, own, RowShard(begin, column, whole))
     run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
     shard = RowShard(begin, column, whole, run, sequence)
     # Words of dropout serve groups of rows in the feed-forward: else sequence after sequence.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
-        return inner(call.op, **{**own, "shard": shard}) if run else inner(call.op, **own)
+        return inner(call.op, **{**own, "shard": shard})
     parts = [
         _aligned(inner, call.op, own | {"input": part}, RowShard(at, column, whole))
         for part, at in zip(x.flatten(0, cut - 1), itertools.count(begin, sequence))

@@ -5,26 +5,33 @@ import itertools
 import math
 import os
 import re
+from dataclasses import replace
 
 import torch
 import torch.distributed.checkpoint as dcp
 from context_checks import context, context_refusals, context_seed  # noqa: F401
+from dtensor_checks import (  # noqa: F401
+    P,
+    attention,
+    drawn,
+    embedding,
+    feed_forward,
+    losses,
+    masks,
+    norms,
+    other_attention,
+)
 from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastformer as ff
 from fastformer.copy_task import Settings, train
 from fastformer.parallel_copy_task import WAYS, Alone, Parallel
 
 BACKENDS = ("reference", "triton")
-SEED, P = 11, 0.4
-
-
-def drawn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(name, ours, whole, bound=2e-5):
@@ -36,262 +43,6 @@ def close(name, ours, whole, bound=2e-5):
     assert same and (error.numel() == 0 or float(error.detach().max()) <= bound), (
         f"{name}: differs by {error}"
     )
-
-
-def compare(label, mesh, function, tensors, placements, outputs=None):
-    """Compare a function of whole tensors with that of DTensors, and the gradients of both.
-
-    tensors: by name. placements: by name, for those that are distributed; others stay plain.
-    outputs: the placements expected of the first output.
-    """
-    results = []
-    for sharded in (False, True):
-        leaves, given = {}, {}
-        for name, x in tensors.items():
-            x = x.clone()
-            if sharded and name in placements:
-                x = distribute_tensor(x, mesh, placements[name])
-            if x.is_floating_point() and (not sharded or name in placements):
-                leaves[name] = x.requires_grad_()
-            given[name] = x
-        out = function(**given)
-        out = out if isinstance(out, tuple) else (out,)
-        if sharded and outputs is not None:
-            assert out[0].placements == tuple(outputs), f"{label}: {out[0].placements}"
-        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in out]
-        weighted = (x * drawn(*x.shape, seed=5 + i) for i, x in enumerate(full))
-        loss = sum(x.nan_to_num().sum() for x in weighted)
-        loss.backward()
-        results.append((full, {name: x.grad for name, x in leaves.items()}))
-    (whole, grads), (ours, own) = results
-    for i, (x, y) in enumerate(zip(ours, whole)):
-        close(f"{label}: output {i}", x, y)
-    for name, g in own.items():
-        assert g is not None, f"{label}: {name} has no gradient"
-        assert g.placements == tuple(placements[name]), f"{label}: d{name} {g.placements}"
-        close(f"{label}: d{name}", g.full_tensor(), grads[name])
-
-
-def meshes():
-    """Yield each mesh of one dimension, and one of two."""
-    world = torch.distributed.get_world_size()
-    yield init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    if world == 4:
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def settings():
-    """Yield each mesh with a backend: the interpreted kernels on the last one alone, as the rules
-    stand in front of both backends.
-    """
-    *others, last = meshes()
-    yield from ((mesh, "reference") for mesh in (*others, last))
-    yield last, "triton"
-
-
-def placed(mesh, *placements):
-    """Return the placements, the last of them for the other dimensions of the mesh as well."""
-    return [*placements[: mesh.ndim], *[placements[-1]] * (mesh.ndim - len(placements))]
-
-
-def attention(folder):
-    """Over batch, heads and queries, and over two of them on a mesh of two dimensions."""
-    q, k, v = drawn(4, 8, 64, 8), drawn(4, 4, 20, 8, seed=1), drawn(4, 4, 20, 8, seed=2)
-    options = {
-        "plain": {},
-        "causal, window, alibi": dict(
-            is_causal=True, window=(9, None), alibi_slopes=drawn(8, seed=3).abs()
-        ),
-        "mask, lengths, bottom right": dict(
-            attn_mask=drawn(4, 1, 64, 20, seed=4) > -1,
-            key_lengths=torch.tensor([20, 3, 0, 17]),
-            is_causal=True,
-            causal_alignment="bottom_right",
-        ),
-        "bias, softcap": dict(bias=drawn(8, 64, 20, seed=6), softcap=2.0),
-        "sinks, dropout": dict(sinks=drawn(8, seed=7), dropout_p=P, dropout_seed=SEED),
-    }
-    ways = {
-        "b": Shard(0),
-        "h": Shard(1),
-    }
-    for mesh, backend in settings():
-        few = {n: options[n] for n in ("sinks, dropout", "mask, lengths, bottom right")}
-        chosen = options if backend == "reference" else few
-        for way, (name, given) in itertools.product(ways, chosen.items()):
-            placement = placed(mesh, ways[way], Shard(1 if way != "h" else 0))
-            keys = [p if p.dim != 2 else Replicate() for p in placement]
-            tensors = {"query": q, "key": k, "value": v}
-            places = {"query": placement, "key": keys, "value": keys}
-            for option in ("bias", "sinks"):
-                if option in given:
-                    tensors[option] = given[option]
-                    places[option] = [Replicate()] * mesh.ndim
-            rest = {n: x for n, x in given.items() if n not in tensors}
-
-            def function(rest=rest, **tensors):
-                return ff.scaled_dot_product_attention(
-                    **tensors, **rest, enable_gqa=True, return_lse=True
-                )
-
-            with ff.use_backend(backend):
-                compare(
-                    f"{backend}, {mesh.shape}, {way}: {name}",
-                    mesh,
-                    function,
-                    tensors,
-                    places,
-                    placement,
-                )
-
-
-def norms(folder):
-    """Over the rows, of each norm; features that are sharded are exchanged for rows."""
-    x, r = drawn(4, 6, 8), drawn(4, 6, 8, seed=1)
-    w, b = drawn(8, seed=2), drawn(8, seed=3)
-    for mesh, backend in settings():
-        whole = [Replicate()] * mesh.ndim
-        for first in (Shard(0), Shard(1), Shard(2)):
-            placement = placed(mesh, first, Shard(1) if first.dim == 0 else Shard(0))
-            expected = [Shard(0) if p.dim == 2 else p for p in placement]
-            places = {"input": placement, "weight": whole, "bias": whole}
-            label = f"{backend}, {mesh.shape}, {placement}: "
-            with ff.use_backend(backend):
-                compare(
-                    label + "layer_norm",
-                    mesh,
-                    lambda **t: ff.layer_norm(normalized_shape=[8], **t),
-                    {"input": x, "weight": w, "bias": b},
-                    places,
-                    expected,
-                )
-                compare(
-                    label + "rms_norm",
-                    mesh,
-                    lambda **t: ff.rms_norm(normalized_shape=[8], **t),
-                    {"input": x, "weight": w},
-                    {"input": placement, "weight": whole},
-                    expected,
-                )
-                affine = {"weight": w, "bias": b}
-                for op, parameters in (
-                    (ff.dropout_add_layer_norm, affine),
-                    (ff.dropout_add_rms_norm, {"weight": w}),
-                ):
-                    tensors = {"input": x, "residual": r, **parameters}
-                    for p in (0.0, P):
-                        compare(
-                            label + f"{op.__name__} {p}",
-                            mesh,
-                            lambda op=op, p=p, **t: op(dropout_p=p, dropout_seed=SEED, **t),
-                            tensors,
-                            {n: places.get(n, placement) for n in tensors},
-                            expected,
-                        )
-
-
-def feed_forward(folder):
-    """Over d_ff, by columns then by rows, and over the tokens."""
-    x, w_2, b_2 = drawn(4, 6, 8), drawn(8, 64, seed=3), drawn(8, seed=4)
-    for mesh, backend in settings():
-        whole = [Replicate()] * mesh.ndim
-        rest = [Replicate()] * (mesh.ndim - 1)
-        for op, p in (("feed_forward", 0.0), ("feed_forward", P), ("geglu", P), ("swiglu", P)):
-            gated = op != "feed_forward"
-            first = ("w", "b") if gated else ("w_1", "b_1")
-            rows = 128 if gated else 64
-            tensors = dict(zip(first, (drawn(rows, 8, seed=1), drawn(rows, seed=2))))
-            tensors |= {"input": x, "w_2": w_2, "b_2": b_2}
-
-            def function(op=op, p=p, **given):
-                return getattr(ff, op)(dropout_p=p, dropout_seed=SEED, **given)
-
-            columns = [*rest, Shard(0)]
-            places = {"w_2": [*rest, Shard(1)], "b_2": whole}
-            places |= {name: columns for name in first}
-            tokens = placed(mesh, Shard(0), Shard(1))
-            with ff.use_backend(backend):
-                for given in (whole, [*rest, Shard(0)], tokens):
-                    kept = [*given[:-1], Partial()]
-                    compare(
-                        f"{backend}, {mesh.shape}, {op} {p} over d_ff of {given}",
-                        mesh,
-                        function,
-                        tensors,
-                        places | {"input": given},
-                        kept,
-                    )
-                everywhere = {name: whole for name in tensors}
-                compare(
-                    f"{backend}, {mesh.shape}, {op} {p} over tokens",
-                    mesh,
-                    function,
-                    tensors,
-                    everywhere | {"input": tokens},
-                    tokens,
-                )
-
-
-def embedding(folder):
-    """Over the vocabulary, the features, and the tokens."""
-    tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
-    weight, positional = drawn(11, 16, seed=1), drawn(7, 16, seed=2)
-    for mesh, backend in settings():
-        whole = [Replicate()] * mesh.ndim
-        rest = [Replicate()] * (mesh.ndim - 1)
-        ways = {
-            "the vocabulary": ({"weight": [*rest, Shard(0)]}, [*rest, Partial()]),
-            "the features": ({"weight": [*rest, Shard(1)]}, [*rest, Shard(2)]),
-            "the batch": ({"tokens": [*rest, Shard(0)]}, [*rest, Shard(0)]),
-            "the positions": ({"tokens": [*rest, Shard(1)]}, [*rest, Shard(1)]),
-        }
-        for (way, (places, expected)), p in itertools.product(ways.items(), (0.0, P)):
-            with ff.use_backend(backend):
-                compare(
-                    f"{backend}, {mesh.shape}, embed {p} over {way}",
-                    mesh,
-                    lambda p=p, **t: ff.embed(**t, dropout_p=p, dropout_seed=SEED, padding_idx=3),
-                    {"tokens": tokens, "weight": weight, "positional": positional},
-                    {"weight": whole, "positional": whole} | places,
-                    expected,
-                )
-
-
-def losses(folder):
-    """Over the vocabulary, whose lse is merged, and over the tokens."""
-    x, w, b = drawn(4, 6, 8), drawn(11, 8, seed=1), drawn(11, seed=2)
-    target = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
-    target[1] = 5
-    for mesh, backend in settings():
-        whole = [Replicate()] * mesh.ndim
-        rest = [Replicate()] * (mesh.ndim - 1)
-        for reduction, smoothing in itertools.product(("mean", "sum", "none"), ("uniform", "kl")):
-            options = dict(
-                reduction=reduction, ignore_index=5, label_smoothing=0.2, smoothing=smoothing
-            )
-            label = f"{backend}, {mesh.shape}, {reduction}, {smoothing} over "
-            with ff.use_backend(backend):
-                for way, split in (("the vocabulary", Shard(0)), ("tokens", Replicate())):
-                    tokens = placed(mesh, Shard(0), Shard(1))
-                    compare(
-                        label + way,
-                        mesh,
-                        lambda options=options, **t: ff.linear_cross_entropy(**t, **options),
-                        {"input": x, "linear_weight": w, "linear_bias": b, "target": target},
-                        {
-                            "input": tokens,
-                            "linear_weight": [*rest, split],
-                            "linear_bias": [*rest, split],
-                        },
-                    )
-                for way, split in (("the vocabulary", Shard(2)), ("tokens", Shard(1))):
-                    compare(
-                        label + "logits over " + way,
-                        mesh,
-                        lambda options=options, **t: ff.cross_entropy(**t, **options),
-                        {"logits": drawn(4, 6, 11, seed=3), "target": target},
-                        {"logits": [*whole[:-1], split]},
-                    )
 
 
 def a_model(**options):
@@ -456,7 +207,7 @@ def refusals(folder):
 
     def op(name, mesh=mesh, **arguments):
         given = {
-            key: distribute_tensor(*value) if isinstance(value, tuple) else value
+            key: distribute_tensor(*value) if type(value) is tuple else value
             for key, value in arguments.items()
         }
         return lambda: getattr(ff, name)(**given)
@@ -467,6 +218,29 @@ def refusals(folder):
             ff.require_same_ranks()
         finally:
             torch.manual_seed(0)
+
+    def versions():
+        known, ff.parallel.__version__ = ff.parallel.__version__, str(rank)
+        try:
+            ff.require_same_ranks()
+        finally:
+            ff.parallel.__version__ = known
+
+    def hidden(name, width, mesh=mesh):
+        """A feed-forward with dropout whose hidden units are split over all of a mesh."""
+        gated = name != "feed_forward"
+        split = [[Shard(dim)] * mesh.ndim for dim in (0, 1)]
+        w = drawn(width * (1 + gated), 8), mesh, split[0]
+        first = dict(w=w, b=None) if gated else dict(w_1=w, b_1=None)
+        w_2 = drawn(8, width), mesh, split[1]
+        return op(name, input=drawn(4, 6, 8), **first, w_2=w_2, b_2=None, dropout_p=P)
+
+    def part_of_a_batch(name, **arguments):
+        def call():
+            with ff.sequences_from(3):
+                getattr(ff, name)(**arguments)
+
+        return call
 
     x = drawn(4, 4, 8)
     q = drawn(4, 6, 16, 8)
@@ -503,6 +277,71 @@ def refusals(folder):
             normalized_shape=[8],
             weight=(torch.ones(8), square["tp"], [Replicate()]),
         ),
+        r"attention: 24 queries on 4 devices; expected shards of a multiple of 16": op(
+            "scaled_dot_product_attention",
+            query=(drawn(1, 2, 24, 8), mesh, [Shard(2)]),
+            **dict.fromkeys(("key", "value"), drawn(1, 2, 24, 8)),
+            dropout_p=P,
+        ),
+        r"feed_forward: 96 columns on 4 devices; expected shards of": hidden("feed_forward", 96),
+        r"geglu: 96 columns on 4 devices; expected shards of a multiple of 16": hidden("geglu", 96),
+        r"feed_forward: 48 columns on 2 devices; expected shards of": hidden(
+            "feed_forward", 96, square
+        ),
+        r"swiglu: w has 12 rows; expected a multiple of twice the 4": hidden("swiglu", 6),
+        r"d_ff is split over several dimensions": hidden("swiglu", 64, square),
+        r"embed: 24 columns on 4 devices; expected shards of a multiple of 4": op(
+            "embed",
+            tokens=torch.zeros(2, 3, dtype=torch.long),
+            weight=(drawn(5, 24), mesh, [Shard(1)]),
+            positional=None,
+            dropout_p=P,
+        ),
+        r"rows split over dimensions 1, 2; expected the first one, and one other": op(
+            "dropout_add_rms_norm",
+            **dict.fromkeys(
+                ("input", "residual"), (drawn(2, 2, 4, 8), square, [Shard(1), Shard(2)])
+            ),
+            weight=(torch.ones(8), square, [Replicate(), Replicate()]),
+            dropout_p=P,
+        ),
+        r"rms_norm: shard is RowShard.* beside DTensors": op(
+            "dropout_add_rms_norm",
+            **dict.fromkeys(("input", "residual"), (x, mesh, [Shard(0)])),
+            weight=torch.ones(8),
+            shard=ff.RowShard(4, 0, 8),
+            dropout_p=P,
+        ),
+        r"attention: shard is Shard.* beside sequences_from\(3\)": part_of_a_batch(
+            "scaled_dot_product_attention",
+            **dict.fromkeys(("query", "key", "value"), drawn(1, 2, 16, 8)),
+            shard=ff.Shard(1),
+            dropout_p=P,
+        ),
+        r"feed_forward of \[tokens, features\] of a part of a batch": part_of_a_batch(
+            "feed_forward",
+            input=drawn(4, 8),
+            w_1=drawn(16, 8),
+            b_1=None,
+            w_2=drawn(8, 16),
+            b_2=None,
+            dropout_p=P,
+        ),
+        r"packed_attention of a part of a batch": part_of_a_batch(
+            "packed_attention",
+            **dict.fromkeys(("query", "key", "value"), drawn(6, 2, 8)),
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 6]).int()),
+            **dict.fromkeys(("max_q", "max_k"), 6),
+        ),
+        r"way is 'ring'; expected one of ddp, fsdp": lambda: Parallel("ring", small(1)),
+        r"batch is 5; expected a multiple of the 4 processes": lambda: Parallel(
+            "fsdp", replace(small(1), batch=5)
+        ),
+        r"every is 0; expected 1 or more": lambda: Parallel("ddp", small(1), every=0),
+        r"rank 1 has settings .*'batch': 5.*, and rank 0 .*'batch': 4": lambda: Parallel(
+            "ddp", replace(small(1), batch=4 + rank)
+        ),
+        r"rank 1 has fastformer 1, and rank 0 0": versions,
     }.items():
         try:
             call()
@@ -520,9 +359,9 @@ def dies(folder):
     way = Parallel("fsdp", settings, folder / "checkpoints", 4)
     before = way.end_step
 
-    def end_step(losses):
-        before(losses)
-        if len(losses) == 9 and way.rank == 1:
+    def end_step(so_far):
+        before(so_far)
+        if len(so_far) == 9 and way.rank == 1:
             os._exit(3)
 
     way.end_step = end_step

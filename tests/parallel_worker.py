@@ -1,16 +1,21 @@
 """Processes of one group, over gloo, which compare what is sharded with what is whole.
 
     python parallel_worker.py WORLD FOLDER CHECK ...
+    python parallel_worker.py WORLD FOLDER --broken INDEX ...
 
 One process imports torch and is then forked, because to import it takes longer than the checks. A
 check is a function of parallel_checks.py, which raises where something is wrong. Each process
-prints a line of JSON: the rank, the check and what is wrong, "" for nothing.
+prints a line of JSON: the rank, the check and what is wrong, "" for nothing. Where one fails, the
+others are killed.
+
+With --broken each of these mutants of sharding_mutants.py runs its check in a group of its own.
 """
 
 import faulthandler
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from datetime import timedelta
@@ -21,22 +26,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+import torch._dynamo  # as DTensor does at its first call: once, before the fork
 import torch.distributed as dist
 
 torch.set_num_threads(1)  # before the fork: no pool of threads is there to be lost
 
 import parallel_checks
 from fastformer.kernels import interpreter
+from sharding_mutants import BROKEN
+
+from fastformer import sharding
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 interpreter.repair()
+FAILED = 4  # the status of a process that has found something wrong
 
 
-def main(rank: int, world: int, folder: str, names: list[str]) -> None:
+def main(rank: int, world: int, file: str, names: list[str]) -> bool:
+    """Run the checks as one process of a group, and return whether one has failed."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/{'-'.join(names)}",
+        init_method=f"file://{file}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
@@ -45,7 +56,7 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
     for name in names:
         wrong, ended = "", False
         try:
-            getattr(parallel_checks, name)(Path(folder))
+            getattr(parallel_checks, name)(Path(file).parent)
         except SystemExit:
             ended = True
         except BaseException:  # a checkpoint's errors are no Exception
@@ -53,16 +64,47 @@ def main(rank: int, world: int, folder: str, names: list[str]) -> None:
         line = json.dumps({"rank": rank, "check": name, "wrong": wrong}) + "\n"
         os.write(1, line.encode())  # at once, so that the lines of two processes do not mix
         if wrong or ended:
-            return
+            return bool(wrong)
     dist.barrier()
     dist.destroy_process_group()
+    return False
+
+
+def run(world: int, file: str, names: list[str], broken: tuple[str, str] | None = None) -> bool:
+    """Run the checks in a group of processes, and return whether one has failed."""
+    processes = set()
+    for rank in range(world):
+        process = os.fork()
+        if process == 0:
+            if broken is not None:
+                replace_rule(*broken)
+            failed = main(rank, world, file, names)
+            os._exit(FAILED if failed else 0)  # torch's own threads are left, whose end is a race
+        processes.add(process)
+    failed = False
+    while processes:
+        process, status = os.wait()
+        processes.remove(process)
+        if os.waitstatus_to_exitcode(status) == FAILED and not failed:
+            failed = True
+            for other in processes:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+def replace_rule(rule: str, broken: str) -> None:
+    """Run the text of `sharding` once more, with a rule of it broken."""
+    source = Path(sharding.__file__).read_text()
+    assert source.count(rule) == 1, rule
+    exec(compile(source.replace(rule, broken), sharding.__file__, "exec"), vars(sharding))
 
 
 if __name__ == "__main__":
-    world = int(sys.argv[1])
-    for rank in range(world):
-        if os.fork() == 0:
-            main(rank, world, sys.argv[2], sys.argv[3:])
-            os._exit(0)  # torch's own threads are left, whose end is a race
-    for _ in range(world):
-        os.wait()
+    world, folder, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    if names[0] != "--broken":
+        run(world, f"{folder}/{'-'.join(names)}", names)
+    else:
+        for index in map(int, names[1:]):
+            check, *rule = BROKEN[index]
+            found = run(world, f"{folder}/broken-{index}", [check], tuple(rule))
+            os.write(1, (json.dumps({"broken": index, "found": found}) + "\n").encode())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sharding_mutants import BROKEN
 
 import fastformer as ff
 from fastformer import cli
@@ -16,26 +17,50 @@ from fastformer import cli
 HERE = Path(__file__).parent
 
 
-def run(folder, world, *checks, fails=0):
-    """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
+def worker(folder, world, *words):
+    """Return the lines that parallel_worker.py prints, and its errors."""
     if torch.cuda.is_available():
         pytest.skip("gloo processes on a CPU")
     process = subprocess.run(
-        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *checks],
+        [sys.executable, str(HERE / "parallel_worker.py"), str(world), str(folder), *words],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=600 if "--broken" not in words else None,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
-    found = [json.loads(line) for line in process.stdout.splitlines()]
+    return [json.loads(line) for line in process.stdout.splitlines()], process.stderr[-4000:]
+
+
+def run(folder, world, *checks, fails=0):
+    """Run checks of parallel_checks.py in a group of processes, each of which has to pass them."""
+    found, errors = worker(folder, world, *checks)
     for one in found:
         assert not one["wrong"], f"rank {one['rank']}, {one['check']}:\n{one['wrong']}"
-    assert len(found) == (world - fails) * len(checks), process.stderr[-4000:]
+    assert len(found) == (world - fails) * len(checks), errors
+
+
+def test_attention_as_dtensors(tmp_path):
+    """Over each of its dimensions, on both backends: outputs, placements and gradients."""
+    run(tmp_path, 4, "attention", "other_attention")
 
 
 def test_ops_as_dtensors(tmp_path):
-    """Each op over each of its dimensions, on both backends: outputs, placements and gradients."""
-    run(tmp_path, 4, "attention", "norms", "feed_forward", "embedding", "losses")
+    """The other ops likewise, and the dropout masks of all."""
+    run(tmp_path, 4, "norms", "feed_forward", "embedding", "losses", "masks")
+
+
+def test_a_broken_rule_fails(tmp_path, request):
+    """Each rule of sharding_mutants.py, broken, is found by its check."""
+    source = (HERE.parent / "fastformer" / "sharding.py").read_text()
+    checks = (HERE / "parallel_checks.py").read_text()
+    for check, rule, _ in BROKEN:
+        assert source.count(rule) == 1, rule
+        assert f"    {check},\n" in checks or f"def {check}(" in checks
+    if request.config.getoption("--slow"):
+        found, errors = worker(tmp_path, 4, "--broken", *map(str, range(len(BROKEN))))
+        missed = [BROKEN[x["broken"]] for x in found if x.get("found") is False]
+        assert not missed
+        assert sum("broken" in x for x in found) == len(BROKEN), errors
 
 
 def test_models(tmp_path):

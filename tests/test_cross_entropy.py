@@ -448,6 +448,22 @@ def test_same_bits_every_time(backend, device):
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
+@pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
+def test_a_gradient_without_strides(backend, device, in_bounds, op):
+    """As that of a sum: one number, which an expanded tensor repeats."""
+    given = logits(3, 5, 37, device=device)
+    if op is functional.linear_cross_entropy:
+        given = linear(15, 8, 37, device=device)
+        given["input"] = given["input"].view(3, 5, 8)
+    leaves = [x.requires_grad_() for x in given.values()]
+    target = torch.randint(37, (3, 5), device=device)
+    found = []
+    for gradient in (torch.full((3, 5), 0.7), torch.tensor(0.7).expand(3, 5)):
+        loss = op(**given, target=target, reduction="none")
+        found.append(torch.autograd.grad(loss, leaves, gradient.to(device)))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("v", [1, 3, 8, 37, 64, 65])
 def test_rows_that_start_anywhere(device, against_oracle, in_bounds, monkeypatch, v, dtype):

@@ -61,6 +61,8 @@ _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
+# The innermost `context_parallel` of the process, which knows the places of the rows of sequences.
+context: Any = None
 
 
 def _check(name: str, source: str) -> str:
@@ -376,10 +378,10 @@ def run(op: str, **arguments: Any) -> Any:
     one of them is a DTensor, or the batch is a part of a larger one, `sharding` runs the shard.
     """
     state = _state
-    if state.first is not None or state.not_from_python or _DTENSOR in sys.modules:
-        first = _first()
-        if first is not None or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
-            return _run_shard(op, arguments, first)
+    if state.first is not None or state.not_from_python or context or _DTENSOR in sys.modules:
+        first, rows = first_sequence(), context if _draws_by_rows(arguments) else None
+        if first is not None or rows or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
+            return _run_shard(op, arguments, first, rows)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -410,15 +412,24 @@ def _holds_dtensor(arguments: Arguments) -> bool:
     return attention is not None and dtensor in map(type, attention)
 
 
-def _run_shard(op: str, arguments: Arguments, first: int | None) -> Any:
-    """Run an op on the shard that this process has of its arguments."""
+def _draws_by_rows(arguments: Arguments) -> bool:
+    """Say whether an op draws dropout for rows of which it does not know which they are."""
+    return arguments.get("dropout_p", 0) > 0 and arguments["shard"] is None
+
+
+def _run_shard(op: str, arguments: Arguments, first: int | None, rows: Any) -> Any:
+    """Run an op on the shard that this process has of its arguments; rows: the context that knows
+    which rows of its sequences these are, or None.
+    """
     from fastformer import sharding  # which imports torch.distributed.tensor
 
     with sequences_from(None):
+        if rows is not None:
+            return sharding.run_chunks(run, op, dict(arguments), first or 0, rows)
         return sharding.run(run, op, dict(arguments), first or 0)
 
 
-def _first() -> int | None:
+def first_sequence() -> int | None:
     """Return which sequence of a larger batch is the first here: see `sequences_from`."""
     state = _state
     if not state.not_from_python or state.first is not None or torch.compiler.is_compiling():
@@ -449,7 +460,7 @@ class sequences_from:
         self._first = first
 
     def __enter__(self) -> None:
-        self._previous = _first()
+        self._previous = first_sequence()
         _begin_at(self._first)
 
     def __exit__(self, *error: object) -> None:
@@ -468,8 +479,10 @@ def is_dtensor(x: torch.Tensor | None) -> bool:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Say whether x is a DTensor, or a part of a larger batch, as `sequences_from` says."""
-    return _first() is not None or is_dtensor(x)
+    """Say whether x is a DTensor, or a part of a larger batch or of its sequences, as
+    `sequences_from` and `context_parallel` say.
+    """
+    return first_sequence() is not None or context is not None or is_dtensor(x)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

@@ -1,4 +1,4 @@
-"""Attention over sequences that are sharded across the processes of a mesh.
+"""Sequences that are sharded across the processes of a mesh: attention, and the places of rows.
 
     all-to-all    Each process is given some heads of the whole sequence, computes their attention,
                   and gives the rows back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It moves the
@@ -17,6 +17,8 @@ with the sums of their gradients behind them, and computes each part anew.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,8 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastformer import functional
-from fastformer.checks import require_choice, require_flag, require_tensor, seed_tensor, shape_of
+from fastformer import backends, functional
+from fastformer.checks import (
+    require_choice,
+    require_flag,
+    require_size,
+    require_tensor,
+    seed_tensor,
+    shape_of,
+)
 from fastformer.description import Shard
 
 METHODS = ("auto", "all-to-all", "ring")
@@ -40,12 +49,17 @@ class Chunk(NamedTuple):
 
 
 class context_parallel:
-    """A context in which `scaled_dot_product_attention` is given shards of its sequences.
+    """A context in which the ops, and the models of this package, are given shards of sequences.
 
         with ff.context_parallel(mesh) as context:
-            x = context.shard(x, 1)                     # the tokens of this process
-            ...                                         # which every other layer takes as they are
+            tokens = context.shard(tokens, 1)           # those of this process
+            y = model(tokens, mask)                     # and what the model returns for them
             y = context.gather(y, 1)
+
+    Attention sees the keys of all processes, embeddings have the positions of the whole, and
+    dropout is that of the whole: of [.., S, features] the ops take the last dimension but one for
+    that of the sequences. What works on each token alone is left as it is. The sum of a loss is
+    that of the tokens of the process.
 
     Each process calls the op with its rows of query, key and value, [B, H, Sq / n, D] and
     [B, G, Sk / n, D], and gets those of the output. `attn_mask` and `bias` have the rows of the
@@ -91,10 +105,12 @@ class context_parallel:
         self.method = require_choice("method", method, METHODS)
         self.within = shard or Shard()
         self._ranks = dist.get_process_group_ranks(self.group)
+        self._before: list[Any] = []
+        self._length: int | None = None
 
     def __enter__(self) -> context_parallel:
-        self._before = functional.in_context
-        functional.in_context = self.attention
+        self._before.append(backends.context)
+        backends.context = self
         return self
 
     def __exit__(
@@ -103,7 +119,7 @@ class context_parallel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        functional.in_context = self._before
+        backends.context = self._before.pop()
 
     # ------------------------------------------------------------------------------ the layout
 
@@ -122,6 +138,51 @@ class context_parallel:
             for chunk in self.chunks(length)
         ]
         return torch.cat(parts)
+
+    @contextmanager
+    def of_length(self, length: int) -> Iterator[None]:
+        """A context in which the sequences have `length` tokens, and what follows is padding.
+
+        The rows of a batch are counted by it: dropout is that of [B, length, features], not that of
+        the padded tensor. Raises ValueError and TypeError for a length that is none.
+        """
+        require_size(length=length)
+        before, self._length = self._length, length
+        try:
+            yield
+        finally:
+            self._length = before
+
+    def whole(self, length: int) -> int:
+        """Return how many tokens the sequences have of which `length` are in each process."""
+        if self._length is None:
+            return self.size * length
+        if self._length > self.size * length:
+            raise ValueError(
+                f"there are {length} tokens in each of {self.size} processes; "
+                f"expected the {self._length} of of_length, and padding"
+            )
+        return self._length
+
+    def rows_of(self, name: str, table: Tensor, length: int) -> Tensor:
+        """Return the rows of a table [positions, N] for the `length` tokens of this process; those
+        of padding are any.
+        """
+        whole = self.whole(length)
+        if whole > table.shape[0]:
+            raise ValueError(
+                f"{name} has {table.shape[0]} positions; expected those of {whole} tokens"
+            )
+        return table.index_select(0, self.positions(length, table.device).clamp(max=whole - 1))
+
+    def pad(self, x: Tensor, dim: int, value: float) -> Tensor:
+        """Return x with values behind its end in dimension `dim`, so that its length divides into
+        chunks of multiples of 16, of which dropout draws its words.
+        """
+        require_tensor("x", x)
+        more = -x.shape[dim] % (16 * self.size * (1 + self.balanced))
+        shape = [more if i == dim % x.dim() else n for i, n in enumerate(x.shape)]
+        return torch.cat([x, x.new_full(shape, value)], dim) if more else x
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return the rows of this process of x, whose dimension `dim` is the whole sequence."""
@@ -173,8 +234,8 @@ class context_parallel:
         return_lse = options.pop("return_lse")
         plan = _Plan(self, query, key, options)
         if self.size == 1:
-            op = functional.scaled_dot_product_attention
-            return op(query, key, value, **options, return_lse=return_lse, shard=plan.whole)
+            out, lse = plan.op((query, key, value), plan.whole, options)
+            return (out, lse) if return_lse else out
         if self.method == "all-to-all" and plan.obstacle is not None:
             raise ValueError(f"{plan.obstacle}; expected method='ring' or 'auto'")
         if plan.obstacle is None and self.method != "ring":
@@ -187,6 +248,8 @@ class context_parallel:
     def _require(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             require_tensor(name, x)
+            if backends.is_dtensor(x):
+                raise ValueError(f"{name} is a DTensor within context_parallel; expected a tensor")
             if x.dim() != 4:
                 raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, H, S, D]")
             step = (1 + self.balanced) * (16 if dropout_p else 1)
@@ -214,9 +277,10 @@ class _Plan:
         self.context, self.options = context, options
         self.heads, self.groups = query.shape[1], key.shape[1]
         self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
-        within = context.within
+        within, first = context.within, backends.first_sequence()
+        batch = within.batch if first is None else first
         self.whole = Shard(
-            within.batch, within.head, 0, 0, within.heads or self.heads, self.queries, self.keys
+            batch, within.head, 0, 0, within.heads or self.heads, self.queries, self.keys
         )
         self.obstacle = self._obstacle()
 
@@ -230,6 +294,16 @@ class _Plan:
             if x is not None and x.dim() > 1 and x.shape[-2] > 1:
                 return f"{name} has shape {shape_of(x)}, with rows"
         return None
+
+    @staticmethod
+    def op(
+        tensors: Iterable[Tensor], shard: Shard, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Call the op on query, key and value, a part of the whole: (output, lse)."""
+        with backends.sequences_from(None):  # the shard has the first sequence
+            return functional.scaled_dot_product_attention(
+                *tensors, **options, return_lse=True, shard=shard
+            )
 
     # ------------------------------------------------------------------------------ all-to-all
 
@@ -249,9 +323,7 @@ class _Plan:
             context._in_order(_Exchange.apply(x, context, True), 2) for x in (query, key, value)
         ]
         shard = self.whole._replace(head=self.whole.head + first)
-        out, lse = functional.scaled_dot_product_attention(
-            *inputs, **options, return_lse=True, shard=shard
-        )
+        out, lse = self.op(inputs, shard, options)
         out, lse = (
             _Exchange.apply(context._in_order(x, 2, back=True), context, False)
             for x in (out, lse.unsqueeze(3))
@@ -305,9 +377,7 @@ class _Plan:
         options = self.options | dict(zip(("bias", "sinks"), shared))
         options["attn_mask"] = self.part(options["attn_mask"], q, k)
         shard = self.whole._replace(query=q.whole, key=k.whole)
-        return functional.scaled_dot_product_attention(
-            query, key, value, **options, return_lse=True, shard=shard
-        )
+        return self.op((query, key, value), shard, options)
 
     def part(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
         """Return the block of a mask or a bias with rows of this process and keys of the whole."""

@@ -18,7 +18,7 @@ statistics in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,6 @@ __all__ = [
 
 
 ALIGNMENTS = ("top_left", "bottom_right")
-# Within `context_parallel`, what takes the calls of scaled_dot_product_attention without a shard.
-in_context: Callable[..., Any] | None = None
 Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
 
 
@@ -188,12 +186,12 @@ def scaled_dot_product_attention(
     sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
     al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
-    if in_context is not None and shard is None:
+    if backends.context is not None and shard is None:
         options: dict[str, Any] = dict(attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
         options |= dict(is_causal=is_causal, causal_alignment=causal_alignment, window=window)
         options |= dict(enable_gqa=enable_gqa, bias=bias, key_lengths=key_lengths, sinks=sinks)
         options |= dict(alibi_slopes=alibi_slopes, softcap=softcap, dropout_seed=dropout_seed)
-        return in_context(query, key, value, return_lse=return_lse, **options)
+        return backends.context.attention(query, key, value, return_lse=return_lse, **options)
     three = False
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
@@ -308,6 +306,8 @@ def packed_attention(
             f"expected that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
         )
     p = require_dropout("dropout_p", dropout_p)
+    if shard is None:
+        _refuse_context("packed_attention")
     attention = Attention(
         None,
         p,
@@ -386,6 +386,7 @@ def paged_attention(
     band = is_causal, window, causal_alignment
     others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
     attention = _described(query, scores, scale, band, *others)
+    _refuse_context("paged_attention")
     if torch.is_grad_enabled():
         given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
         _refuse_gradients(**given, bias=attention.bias, sinks=attention.sinks)
@@ -440,6 +441,7 @@ def attention_weights(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
+    _refuse_context("attention_weights")
     query, key = autocast(query, key)
     require_floating(query=query, key=key)
     query, key = _with_heads(False, query=query, key=key)
@@ -609,6 +611,14 @@ def _require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
                 f"block_table holds page {low if low < 0 else high}; "
                 f"expected pages from 0 to {pages - 1}"
             )
+
+
+def _refuse_context(name: str) -> None:
+    if backends.context is not None:
+        raise ValueError(
+            f"{name} within context_parallel, which shards scaled_dot_product_attention alone; "
+            f"expected it, or {name} outside of the context"
+        )
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
@@ -1274,7 +1284,7 @@ def _row_shard(
             f"shard has runs of {run} rows in sequences of {sequence}; expected runs that are no "
             f"longer than a sequence, and that divide its {rows} rows"
         )
-    if p == 0 or (given[:2] == (0, 0) and not run):
+    if p == 0 or (given[:2] == (0, 0) and not run and backends.context is None):
         return None
     if row % steps[0] or column % steps[1] or run % steps[0] or sequence % steps[0]:
         raise ValueError(
@@ -1366,6 +1376,8 @@ def embed(
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape
+    if positional is not None and backends.context is not None and shard is None:
+        positional = backends.context.rows_of("positional", positional, tokens.shape[-1])
     if positional is not None:
         require_floating(positional=positional)
         if positional.dtype not in (weight.dtype, torch.float32):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
+from fastformer import backends, functional
 from fastformer.cache import KVCache, LayerCache, MemoryCache, PagedKVCache
 from fastformer.checks import (
     INTEGERS,
@@ -42,7 +42,13 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.padding import Packing, pad, require_tokens
-from fastformer.stream import GATED, apply_feed_forward, dropout_probability, is_unmodified
+from fastformer.stream import (
+    GATED,
+    add_dropped,
+    apply_feed_forward,
+    dropout_probability,
+    is_unmodified,
+)
 
 __all__ = [
     "Embeddings",
@@ -176,13 +182,20 @@ class PositionalEncoding(nn.Module):
         _require_features("x", x, self.pe.shape[2])
         require_floating(x=x)
         require_device("x", x, "pe", self.pe)
-        return self.dropout(x + self.rows("x", x, start).to(x.dtype))
+        x = x + self.rows("x", x, start).to(x.dtype)
+        if backends.is_sharded(x):
+            return add_dropped(torch.zeros_like(x), x, self.dropout)
+        return self.dropout(x)
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return pe at the positions of x [B, S, ..]: [1, S, d_model], or [B, S, d_model] where
         start is a tensor.
         """
         length, max_len = x.shape[1], self.pe.shape[1]
+        if backends.context is not None:
+            if isinstance(start, Tensor) or start:
+                raise ValueError(f"start is {start} within context_parallel; expected 0")
+            return backends.context.rows_of("pe", self.pe[0], length).unsqueeze(0)
         if not isinstance(start, Tensor):
             require_size(0, start=start)
             if start + length > max_len:
@@ -387,7 +400,8 @@ class MultiHeadedAttention(AliasedModule):
         if mask is not None:
             require_tensor("mask", mask)
             require_device("mask", mask, "query", query)
-            mask = self._over_heads(mask, (*q.shape[:3], k.shape[2]))
+            keys = k.shape[2] if backends.context is None else backends.context.size * k.shape[2]
+            mask = self._over_heads(mask, (*q.shape[:3], keys))
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
         out = functional.scaled_dot_product_attention(
@@ -408,6 +422,8 @@ class MultiHeadedAttention(AliasedModule):
             raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
         if isinstance(mask, Packing):
             raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
+        if backends.context is not None:
+            raise ValueError("cache is given within context_parallel; expected None")
         if options.pop("key_lengths") is not None:
             raise ValueError("key_lengths is given together with a cache; expected None")
         kept = isinstance(cache, MemoryCache) and cache.filled
@@ -748,8 +764,8 @@ class SublayerConnection(nn.Module):
         require_tensor("x", x)
         require_callable("a function of x", sublayer=sublayer)
         if self.norm_first:
-            return x + self.dropout(sublayer(self.norm(x)))
-        return self.norm(x + self.dropout(sublayer(x)))
+            return add_dropped(x, sublayer(self.norm(x)), self.dropout)
+        return self.norm(add_dropped(x, sublayer(x), self.dropout))
 
     def extra_repr(self) -> str:
         return "" if self.norm_first else "norm_first=False"

@@ -5,10 +5,11 @@
     ddp       DistributedDataParallel: each process has the model, and a part of each batch
     fsdp      fully_shard: each process has a part of the model, and of each batch
     tensor    parallelize: each process has a part of each layer, and the whole batch
+    context   context_parallel: each process has the model, and a part of each sequence
 
 All processes start from one seed and draw the same random numbers. The ops of a part of a batch
-draw the dropout masks of the whole, see `sequences_from`, so that the losses equal those of one
-process but for rounding.
+or of its sequences draw the dropout masks of the whole, see `sequences_from` and
+`context_parallel`, so that the losses equal those of one process but for rounding.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastformer.copy_task import COMPARED_STEPS, OneProcess, Settings, faults, train
+from fastformer.context_parallel import context_parallel
+from fastformer.copy_task import COMPARED_STEPS, PAD, OneProcess, Settings, faults, train
 from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.training import Batch
 from fastformer.transformer import EncoderDecoder
 
 __all__ = ["WAYS", "Alone", "Parallel", "compare", "process_group"]
 
-WAYS = ("ddp", "fsdp", "tensor")
+WAYS = ("ddp", "fsdp", "tensor", "context")
 TOLERANCE = 1e-5  # of the losses against one process, in float32
 CHECKPOINT_EVERY = 10  # steps
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -111,7 +113,7 @@ class Parallel(Alone):
     """The way of that name, of the processes of a group.
 
     Args:
-        way: "ddp", "fsdp" or "tensor".
+        way: one of `WAYS`.
         settings: of the copy task; its batch divides by the processes for "ddp" and "fsdp".
         folder: of checkpoints, which are saved every `every` steps, and the last of which the
             training begins with; None for none.
@@ -137,12 +139,13 @@ class Parallel(Alone):
         same = {k: v for k, v in vars(settings).items() if k != "device"}
         require_same_ranks(settings=same, way=way)
         self.name = f", {way} on {self.size} processes"
-        self._splits = way != "tensor"
+        self._splits = way in ("ddp", "fsdp")  # the batch
         if self._splits and settings.batch % self.size:
             raise ValueError(
                 f"batch is {settings.batch}; expected a multiple of the {self.size} processes"
             )
         self._count = settings.batch // self.size
+        self._context: context_parallel | None = None
         self._state: tuple[Any, ...] = ()
 
     def place(self, model: EncoderDecoder) -> nn.Module:
@@ -153,6 +156,10 @@ class Parallel(Alone):
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(self.way,))
+        if self.way == "context":
+            require_same_ranks(model)
+            self._context = context_parallel(mesh)
+            return nn.parallel.DistributedDataParallel(_OfShards(self._context, model))
         if self.way == "tensor":
             return parallelize(model, mesh)
         from torch.distributed.fsdp import fully_shard
@@ -164,6 +171,11 @@ class Parallel(Alone):
         return model
 
     def part(self, batch: Batch) -> Batch:
+        if self._context is not None:
+            part = copy.copy(batch)
+            assert batch.tgt_y is not None
+            part.tgt_y = self._context.shard(self._context.pad(batch.tgt_y, 1, PAD), 1)
+            return part
         if not self._splits:
             return batch
         rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
@@ -173,14 +185,16 @@ class Parallel(Alone):
         return part
 
     def whole(self, loss: Tensor) -> Tensor:
-        if not self._splits:
+        if self.way == "tensor":
             return loss
         total = loss.detach().clone()
         dist.all_reduce(total)
         # Both engines take the mean of the gradients of the processes, of which this is the sum.
         return loss * self.size + (total - loss.detach() * self.size)
 
-    def sequences(self) -> AbstractContextManager[None]:
+    def sequences(self) -> AbstractContextManager[Any]:
+        if self._context is not None:
+            return self._context
         return sequences_from(self.rank * self._count) if self._splits else nullcontext()
 
     def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
@@ -244,3 +258,28 @@ class Parallel(Alone):
 
     def _generators(self) -> list[Any]:
         return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
+
+
+class _OfShards(EncoderDecoder):
+    """A model that is called with whole sequences and their masks, and computes the part of this
+    process: [B, T / n, d_model]. What it adds to a sequence is padding, which no token sees.
+    """
+
+    def __init__(self, context: context_parallel, model: EncoderDecoder) -> None:
+        embeddings = model.src_embed, model.tgt_embed
+        super().__init__(model.encoder, model.decoder, *embeddings, model.generator)
+        self._context = context
+
+    def forward(
+        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+    ) -> Tensor:
+        assert src_mask is not None and tgt_mask is not None
+        context = self._context
+        src_mask, tgt_mask = (context.pad(x, 2, False) for x in (src_mask, tgt_mask))
+        with context.of_length(src.shape[1]):
+            memory = self.encode(self._part(src, PAD), src_mask)
+        with context.of_length(tgt.shape[1]):
+            return self.decode(memory, src_mask, self._part(tgt, PAD), self._part(tgt_mask, False))
+
+    def _part(self, x: Tensor, padding: float) -> Tensor:
+        return self._context.shard(self._context.pad(x, 1, padding), 1)

@@ -539,15 +539,54 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     if cut == 0 or math.prod(x.shape[:cut]) == 1:
         return _aligned(inner, call.op, own, RowShard(begin, column, whole))
     run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
-    shard = RowShard(begin, column, whole, run, sequence)
+    return _in_runs(inner, call.op, own, RowShard(begin, column, whole, run, sequence), cut)
+
+
+def _in_runs(inner: Run, op: str, own: Arguments, shard: RowShard, cut: int) -> Any:
+    """Run an op on some rows of each sequence; cut: the first of the dimensions of a run."""
+    begin, column, whole, run, sequence = shard
     # Words of dropout serve groups of rows in the feed-forward: else sequence after sequence.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
-        return inner(call.op, **{**own, "shard": shard})
+        return inner(op, **{**own, "shard": shard})
+    x = own["input"]
     parts = [
-        _aligned(inner, call.op, own | {"input": part}, RowShard(at, column, whole))
+        _aligned(inner, op, own | {"input": part}, RowShard(at, column, whole))
         for part, at in zip(x.flatten(0, cut - 1), itertools.count(begin, sequence))
     ]
     return torch.stack(parts).unflatten(0, x.shape[:cut])
+
+
+def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) -> Any:
+    """Run an op with dropout on rows of sequences that are sharded, chunk after chunk, as
+    `context_parallel` has them. Sequence 0 here is sequence `first` of the whole.
+    """
+    tokens = op == "embed"
+    x = own["tokens" if tokens else "input"]
+    cut = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1
+    if cut < 0:
+        raise ValueError(f"{op} of one row within context_parallel; expected [.., S, features]")
+    if holds_dtensor(own.values()):
+        raise ValueError(f"{op} of DTensors within context_parallel; expected plain tensors")
+    if "w_2" in own:
+        columns = own["w_2"].shape[1]
+    else:
+        columns = own["weight"].shape[1] if tokens else own["weight"].numel()
+    places = {"tokens": cut, "input": cut, "residual": cut, "positional": 0}
+    places = {name: dim for name, dim in places.items() if own.get(name) is not None}
+    sequence, several = context.whole(x.shape[cut]), math.prod(x.shape[:cut]) != 1
+    outputs = []
+    if not math.prod(x.shape[: cut + 1]):  # no row is here
+        return inner(op, **{**own, "shard": RowShard(0, 0, columns)})
+    for here, whole, length in context.chunks(x.shape[cut]):
+        part = {name: own[name].narrow(dim, here, length) for name, dim in places.items()}
+        shard = RowShard(first * sequence + whole, 0, columns, length, sequence)
+        if several:
+            outputs.append(_in_runs(inner, op, own | part, shard, cut))
+        else:
+            outputs.append(_aligned(inner, op, own | part, shard._replace(run=0, sequence=0)))
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, cut)
+    return tuple(torch.cat(parts, cut) for parts in zip(*outputs))
 
 
 def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from fastformer import backends, functional
 from fastformer.checks import autocast_dtype
 
-__all__ = ["GATED", "ResidualStream", "apply_feed_forward", "dropout_probability", "is_unmodified"]
+__all__ = [
+    "GATED",
+    "ResidualStream",
+    "add_dropped",
+    "apply_feed_forward",
+    "dropout_probability",
+    "is_unmodified",
+]
 
 GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated feed-forward ops, and the activations of them
 
@@ -73,16 +80,19 @@ class ResidualStream:
     def value(self) -> Tensor:
         """Return x after the pending output is added to it."""
         if self.pending is not None:
-            out, dropout = self.pending
-            if backends.is_sharded(out):
-                # One op: torch's generator would drop other elements than that of the whole does.
-                one = out.new_ones(out.shape[-1:])
-                p = dropout_probability(dropout)
-                _, self.x = functional.dropout_add_layer_norm(out, self.x, one, None, p)
-            else:
-                self.x = self.x + dropout(out)
+            self.x = add_dropped(self.x, *self.pending)
             self.pending = None
         return self.x
+
+
+def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module) -> Tensor:
+    """Return x + dropout(out), [..., features]."""
+    if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
+        # One op: torch's generator would drop other elements than that of the whole does.
+        one = out.new_ones(out.shape[-1:])
+        p = dropout_probability(dropout)
+        return functional.dropout_add_layer_norm(out, x, one, None, p)[1]
+    return x + dropout(out)
 
 
 def apply_feed_forward(

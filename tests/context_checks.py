@@ -1,12 +1,16 @@
 """What the processes of parallel_worker.py check of `context_parallel`."""
 
+import math
 import re
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fastformer as ff
+from fastformer.copy_task import Settings, train
+from fastformer.parallel_copy_task import Alone, Parallel
 
 BATCH, HEADS, GROUPS = 2, 4, 4
 SEED = dict(dropout_p=0.3, dropout_seed=-11)
@@ -153,6 +157,106 @@ def context_seed(folder):
     assert torch.equal(own.gather(own.shard(value, 2), 2), value)
 
 
+MODELS = {
+    "pre-norm": {},
+    "post-norm, swiglu, grouped, learned positions": dict(
+        norm_first=False, activation="swiglu", kv_heads=2, learned_positions=True
+    ),
+    "a language model, rms": dict(norm="rms"),
+}
+
+
+def of_model(name, dtype, batch, length):
+    """(model, its loss by rows of targets, tokens [B, S] of source and target, targets)."""
+    torch.manual_seed(0)
+    sizes = dict(N=1, d_model=16, d_ff=32, h=4, dropout=0.3, max_len=length) | MODELS[name]
+    if "language" in name:
+        model = ff.make_decoder(11, **sizes).to(dtype)
+    else:
+        model = ff.make_model(11, 11, **sizes).to(dtype)
+    tokens = torch.randint(1, 11, (2, batch, length + 1))
+    tokens[:, 0, length - 5 :] = 0
+    criterion = ff.LabelSmoothing(11, 0, 0.1)
+    return model, ff.SimpleLossCompute(model.generator, criterion), tokens
+
+
+def called(model, source, target, source_mask, mask):
+    if isinstance(model, ff.LanguageModel):
+        return model(target, mask)
+    return model(source, target, source_mask, mask)
+
+
+def context_model(folder):
+    """A model of shards has the loss and the gradients of the whole one, dropout on, of a length
+    that does not divide, and of a part of a batch.
+    """
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    batch, first = world, 2 * mesh["dp"].get_local_rank()
+    runs = [(name, "reference", balanced) for name in MODELS for balanced in (True, False)]
+    runs += [("pre-norm", "triton", True)] * (world == 2)
+    for name, backend, balanced in runs:
+        exact = backend == "reference"
+        dtype, length = (torch.float64, 77) if exact else (torch.float32, 35)
+        results = []
+        for sharded in (False, True):
+            model, compute, (source, target) = of_model(name, dtype, batch, length)
+            y, target, source = target[:, 1:], target[:, :-1], source[:, :length]
+            if isinstance(model, ff.LanguageModel):
+                mask = (target != 0).unsqueeze(1)
+            else:
+                mask = ff.Batch.make_std_mask(target, 0)
+            given = source, target, (source != 0).unsqueeze(1), mask
+            norm = (y != 0).sum()
+            torch.manual_seed(2)
+            with ff.use_backend(backend):
+                if sharded:
+                    context = ff.context_parallel(mesh["cp"], balanced=balanced)
+                    given, y = ([x[first : first + 2] for x in given], y[first : first + 2])
+                    with context, context.of_length(length), ff.sequences_from(first):
+                        loss = compute(
+                            called(model, *parts(context, *given)), *part(context, y), norm
+                        )
+                        loss.backward()
+                else:
+                    loss = compute(called(model, *given), y, norm)
+                    loss.backward()
+            found = {n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()}
+            if sharded:
+                for x in found.values():
+                    dist.all_reduce(x)
+            results.append(found)
+        for which, x in results[1].items():
+            y = results[0][which]
+            error = float(((x - y).abs() / (1 + y.abs())).max())
+            bound = 1e-11 if exact else 1e-5
+            assert error < bound, f"{name}, {backend}, {balanced}, {which}: {error:.1e}"
+
+
+def context_copy_task(folder):
+    """The losses of sequences that are sharded, of 70 and 69 tokens, are those of one process."""
+    settings = Settings(
+        steps=20, batch=2, length=70, N=1, d_model=16, d_ff=32, h=4, dropout=0.4, warmup=20
+    )
+    alone = train(settings, "reference", math.inf, False, Alone())
+    run = train(settings, "reference", math.inf, False, Parallel("context", settings))
+    worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
+    assert worst <= 1e-5, f"{worst:.1e}"
+    assert alone.losses[-1] < alone.losses[0] - 0.1 and run.decoded == alone.decoded
+
+
+def part(context, *tensors):
+    return [context.shard(context.pad(x, 1, 0), 1) for x in tensors]
+
+
+def parts(context, source, target, source_mask, mask):
+    """What a model is called with in this process."""
+    masks = [context.pad(x, 2, False) for x in (source_mask, mask)]
+    if mask.shape[1] > 1:
+        masks[1:] = part(context, masks[1])
+    return *part(context, source, target), *masks
+
+
 def context_refusals(folder):
     """One line says what is wrong, in each process, and none waits for another."""
     world = dist.get_world_size()
@@ -182,4 +286,34 @@ def context_refusals(folder):
     refused("query has 5 rows .* multiple of 2", lambda: call(query=x[:, :, :5]))
     refused("expected a multiple of", lambda: ff.context_parallel(mesh).shard(x[..., :5], 3))
     refused("query has shape", lambda: call(query=x[0]))
-    assert ff.functional.in_context is None
+    replicated = distribute_tensor(x, mesh, [Replicate()])
+    refused("query is a DTensor", lambda: call(query=replicated))
+    one = torch.ones(8)
+    own = ff.context_parallel(mesh)
+    with own:
+        dtensors = [distribute_tensor(y, mesh, [Replicate()]) for y in (x, x, one)]
+        refused("of DTensors within", lambda: ff.dropout_add_rms_norm(*dtensors, 0.5))
+        refused("of one row within", lambda: ff.dropout_add_rms_norm(one, one, one, 0.5))
+        refused("attention_weights within", lambda: ff.attention_weights(x, x))
+        offsets = torch.tensor([0, 6], dtype=torch.int32)
+        packed = x[0].transpose(0, 1)
+        given = packed, packed, packed, offsets, offsets, 6, 6
+        refused("packed_attention within", lambda: ff.packed_attention(*given))
+        table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1])
+        pages = torch.zeros(1, 16, 3, 8)
+        given = x[:, :, :1], pages, pages, table, lengths
+        refused("paged_attention within", lambda: ff.paged_attention(*given))
+        layer, cache = ff.MultiHeadedAttention(1, 8), ff.KVCache(1, 1, 16, 8)
+        refused("cache is given", lambda: layer(x[0], x[0], x[0], cache=cache))
+        position = ff.PositionalEncoding(8, 0.0, 6 * world - 1)
+        refused("start is 1 within", lambda: position(x[0], 1))
+        refused(f"pe has {6 * world - 1} positions", lambda: position(x[0]))
+        lut, table = torch.ones(3, 8), position.pe[0]
+        tokens = torch.zeros(1, 6, dtype=torch.int64)
+        refused("positional has .* positions", lambda: ff.embed(tokens, lut, table))
+        with own.of_length(6 * world + 1):
+            refused("6 tokens in each", lambda: position(x[0]))
+        refused("length is 0", lambda: own.of_length(0).__enter__())
+        with own:
+            pass
+    assert ff.backends.context is None

@@ -9,7 +9,13 @@ from dataclasses import replace
 
 import torch
 import torch.distributed.checkpoint as dcp
-from context_checks import context, context_refusals, context_seed  # noqa: F401
+from context_checks import (  # noqa: F401
+    context,
+    context_copy_task,
+    context_model,
+    context_refusals,
+    context_seed,
+)
 from dtensor_checks import (  # noqa: F401
     P,
     attention,
@@ -105,6 +111,8 @@ def copy_task(folder):
         alone = train(settings, backend, math.inf, False, Alone())
         assert len(alone.losses) == steps
         for way in WAYS:
+            if way == "context" and backend == "triton":
+                continue  # it pads to 64 tokens; context_model interprets the kernels of shards
             run = train(settings, backend, math.inf, False, Parallel(way, settings))
             worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
             assert worst <= 1e-5, f"{backend}, {way}: {worst:.1e}"

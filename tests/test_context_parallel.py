@@ -1,4 +1,4 @@
-"""Attention over sequences that are sharded across processes: the ring, and all-to-all."""
+"""Sequences that are sharded across processes: the ring, all-to-all, and the rows of models."""
 
 import pytest
 from test_parallel import run
@@ -10,6 +10,12 @@ import fastformer as ff
 def test_it_is_the_whole(tmp_path, world):
     """Outputs, lse and gradients, in each case of context_checks.py."""
     run(tmp_path, world, "context")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_models_are_the_whole(tmp_path, world):
+    """Losses and gradients of models whose sequences are sharded, and of the copy task."""
+    run(tmp_path, world, "context_model", "context_copy_task")
 
 
 def test_seeds_and_refusals(tmp_path):

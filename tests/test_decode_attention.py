@@ -343,13 +343,14 @@ def test_a_window_bounds_the_keys_that_are_cut(split, device, window, keys):
 
 
 @pytest.mark.parametrize("queries", [1, 20])
-def test_sinks_of_16_bits_are_not_rounded_again(split, device, queries):
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_numbers_of_16_bits_are_not_rounded_again(split, device, name, queries):
     """They are what the same numbers in float32 are."""
     tensors = qkv(2, 4, 2, queries, 256, device=device, dtype=torch.bfloat16)
-    sinks = torch.tensor([1.3, -2.7, 4.1, 6.9], device=device).bfloat16()
+    given = torch.tensor([1.3, -2.7, 4.1, 6.9], device=device).bfloat16()
     results = [
-        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, sinks=x, return_lse=True)
-        for x in (sinks, sinks.float())
+        ff.scaled_dot_product_attention(**tensors, enable_gqa=True, **{name: x}, return_lse=True)
+        for x in (given, given.float())
     ]
     assert all(map(torch.equal, *results))
 

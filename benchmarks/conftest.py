@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from benchmarks import journal, peers, report
+from benchmarks.memory import peak_bytes
 from benchmarks.report import CAPTURED
 from fastformer.environment import describe
 
@@ -202,7 +203,7 @@ def measure(benchmark, device):
             samples = _replayed(benchmark, samples)
         else:
             against = _torch_of(group, provider, call)
-            info["peak_mib"] = _peak_bytes(call, device) / 2**20
+            info["peak_mib"] = peak_bytes(call, device) / 2**20
             if device.type == "cuda" and not on_host:
                 samples = _device_samples(benchmark, info, call, against)
             else:
@@ -389,26 +390,6 @@ def _captured(call):
 
 def _first_line(error):
     return str(error).partition("\n")[0]
-
-
-def _peak_bytes(call, device):
-    """Return the peak of torch's allocator during a call, above the memory held before it."""
-    if device.type == "cuda":
-        call()  # workspaces that only the first call allocates are not counted
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        call()
-    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()  # negative where memory is given back
-        peak = max(peak, held)
-    return peak
 
 
 @functools.cache

@@ -15,6 +15,7 @@ or of its sequences draw the dropout masks of the whole, see `sequences_from` an
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.training import Batch
 from fastformer.transformer import EncoderDecoder
 
-__all__ = ["WAYS", "Alone", "Parallel", "compare", "process_group"]
+__all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor", "context")
 TOLERANCE = 1e-5  # of the losses against one process, in float32
@@ -77,6 +78,16 @@ def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Return DistributedDataParallel of a model whose buffers never change: it sends gradients
+    alone.
+    """
+    DDP = nn.parallel.DistributedDataParallel
+    known = "forward_sync_buffers" in inspect.signature(DDP).parameters  # from torch 2.13 on
+    option: dict[str, Any] = {"forward_sync_buffers" if known else "broadcast_buffers": False}
+    return DDP(model, **option)
 
 
 class Alone(OneProcess):
@@ -152,7 +163,7 @@ class Parallel(Alone):
         kind = next(model.parameters()).device.type
         if self.way == "ddp":
             require_same_ranks(model)
-            return nn.parallel.DistributedDataParallel(model)
+            return data_parallel(model)
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(self.way,))

@@ -518,12 +518,6 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
         )
     _require_group(call, "f" if "w_2" in own else "n", 16 if "w_2" in own else 4, "columns")
     column = call.offsets.get("f", call.offsets.get("n", 0))
-    if "n" in call.letters.get("weight", ""):
-        whole = call.sizes["n"]
-    elif "w_2" in own:
-        whole = call.sizes["f"] // (2 if call.op in GATED else 1)
-    else:
-        whole = own["weight"].numel()
     sizes = [call.sizes[letter] for letter in rows]
     begins = [call.offsets.get(letter, 0) for letter in rows]
     begins[:1] = [b + first for b in begins[:1]]
@@ -537,20 +531,20 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     if not math.prod(x.shape[: len(rows)]):  # no row is here
         return inner(call.op, **own)
     if cut == 0 or math.prod(x.shape[:cut]) == 1:
-        return _aligned(inner, call.op, own, RowShard(begin, column, whole))
+        return _aligned(inner, call.op, own, RowShard(begin, column))
     run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
-    return _in_runs(inner, call.op, own, RowShard(begin, column, whole, run, sequence), cut)
+    return _in_runs(inner, call.op, own, RowShard(begin, column, 0, run, sequence), cut)
 
 
 def _in_runs(inner: Run, op: str, own: Arguments, shard: RowShard, cut: int) -> Any:
     """Run an op on some rows of each sequence; cut: the first of the dimensions of a run."""
-    begin, column, whole, run, sequence = shard
+    begin, column, _, run, sequence = shard
     # Words of dropout serve groups of rows in the feed-forward: else sequence after sequence.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
         return inner(op, **{**own, "shard": shard})
     x = own["input"]
     parts = [
-        _aligned(inner, op, own | {"input": part}, RowShard(at, column, whole))
+        _aligned(inner, op, own | {"input": part}, RowShard(at, column))
         for part, at in zip(x.flatten(0, cut - 1), itertools.count(begin, sequence))
     ]
     return torch.stack(parts).unflatten(0, x.shape[:cut])

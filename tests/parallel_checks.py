@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import time
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer.copy_task import Settings, train
 from fastformer.parallel_copy_task import WAYS, Alone, Parallel
@@ -51,13 +53,13 @@ def close(name, ours, whole, bound=2e-5):
     )
 
 
-def a_model(**options):
+def a_model(batch=4, **options):
     """The same in every process: a model, its loss, and a batch."""
     torch.manual_seed(0)
     sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=P) | options
     model = ff.make_model(11, 11, **sizes)
     torch.manual_seed(1)
-    src, tgt = torch.randint(0, 11, (4, 6)), torch.randint(0, 11, (4, 8))
+    src, tgt = torch.randint(0, 11, (batch, 6)), torch.randint(0, 11, (batch, 8))
     compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
     return model, compute, ff.Batch(src, tgt)
 
@@ -82,6 +84,7 @@ def tensor_parallel(folder):
             norm_first=False, activation="gelu", tie_generator=True, tie_source=True
         ),
         "swiglu, grouped": dict(activation="swiglu", kv_heads=2, learned_positions=True),
+        "a batch that does not divide": dict(batch=3, tie_generator=True),
     }
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
@@ -362,20 +365,24 @@ def refusals(folder):
 
 
 def dies(folder):
-    """A rank dies in the middle of a run: the others end with a reason, and do not hang."""
-    settings = small(12)
-    way = Parallel("fsdp", settings, folder / "checkpoints", 4)
-    before = way.end_step
+    """A rank dies in the middle of a run: the others end within the time-out of the group, each
+    with a reason.
+    """
+    way = Parallel("fsdp", small(12), folder / "checkpoints", 4)
+    before, note = way.end_step, folder / "died"
 
     def end_step(so_far):
         before(so_far)
         if len(so_far) == 9 and way.rank == 1:
+            note.write_text(str(time.time()))
             os._exit(3)
 
     way.end_step = end_step
     try:
-        train(settings, "reference", math.inf, False, way)
-    except RuntimeError:
+        train(small(12), "reference", math.inf, False, way)
+    except RuntimeError as error:
+        assert time.time() - float(note.read_text()) < 60
+        assert re.search("Connection closed by peer|Connection reset by peer", str(error)), error
         raise SystemExit from None  # there is no group any more
     raise AssertionError("the run went on without rank 1")
 
@@ -393,15 +400,34 @@ def count_calls(of, name):
 
 
 def resumes(folder):
-    """The run of `dies` goes on from its last checkpoint, with the losses of an uninterrupted one,
-    and by another way as well.
+    """The run of `dies` goes on from its last checkpoint with the losses of an uninterrupted one:
+    by another way, on another number of processes, and at last on one.
     """
-    settings = small(12)
-    alone = train(settings, "reference", math.inf, False, Alone())
-    for way in ("tensor", "fsdp"):
-        own = Parallel(way, settings, folder / "checkpoints", 100)
-        trained = count_calls(own, "part")
-        run = train(settings, "reference", math.inf, False, own)
-        assert len(trained) == 4, f"{way} trained {len(trained)} steps"
-        worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
-        assert worst <= 1e-5, f"{way}: {worst:.1e}"
+    way, steps, trained = {4: ("tensor", 13, 5), 2: ("fsdp", 17, 5), 1: ("ddp", 18, 2)}[
+        torch.distributed.get_world_size()
+    ]
+    alone = train(small(steps), "reference", math.inf, False, Alone())
+    own = Parallel(way, small(steps), folder / "checkpoints", 4)
+    parts = count_calls(own, "part")
+    run = train(small(steps), "reference", math.inf, False, own)
+    assert len(parts) == trained, f"{way} trained {len(parts)} steps"
+    worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
+    assert worst <= 1e-5, f"{way}: {worst:.1e}"
+    assert run.decoded == alone.decoded
+
+
+def bytes_sent(folder):
+    """No way sends more than it has to: see bench_parallel, which says what each has to send."""
+    n, settings = torch.distributed.get_world_size(), measured.Settings()
+    device, dtype = torch.device("cpu"), torch.float32
+    for way in measured.WAYS:
+        call = measured.Steps(way, settings, device, dtype)
+        sent, least = measured.sent_by(call), call.least
+        if way == "tensor":  # gathers over gloo what NCCL exchanges
+            stream = settings.batch * settings.length * settings.d_model * dtype.itemsize
+            least += 2 * (n - 1) / n * (1 - 1 / n) * stream
+        assert abs(sent - least) <= 0.01 * least, f"{way} sends {sent}; expected {least}"
+    for method, most in (("ring", 4 / 3), ("all-to-all", 1.01)):
+        call = measured.Attention(method, settings, 256, device, dtype)
+        sent = measured.sent_by(call)
+        assert call.least <= sent <= most * call.least, f"{method} sends {sent}; {call.least}"

@@ -102,7 +102,7 @@ def replace_rule(rule: str, broken: str) -> None:
 if __name__ == "__main__":
     world, folder, names = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     if names[0] != "--broken":
-        run(world, f"{folder}/{'-'.join(names)}", names)
+        run(world, f"{folder}/{world}-{'-'.join(names)}", names)
     else:
         for index in map(int, names[1:]):
             check, *rule = BROKEN[index]

@@ -74,9 +74,17 @@ def test_copy_task(tmp_path):
 
 
 def test_death_and_resumption(tmp_path):
-    """A rank that dies ends the job, and the run goes on from its last checkpoint."""
+    """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
+    processes, by tensor parallelism on four, FSDP2 on two, and one process.
+    """
     run(tmp_path, 2, "dies", fails=1)
-    run(tmp_path, 2, "resumes")
+    for world in (4, 2, 1):
+        run(tmp_path, world, "resumes")
+
+
+def test_bytes_sent(tmp_path):
+    """A training step of each way sends what it has to, and no more."""
+    run(tmp_path, 2, "bytes_sent")
 
 
 @pytest.mark.parametrize("way", ["ddp", "tensor"])

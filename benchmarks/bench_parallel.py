@@ -1,0 +1,108 @@
+"""Training steps of a decoder on several processes, and attention over sequences that they share:
+the time, the memory of a process, and the bytes that it sends beside the fewest that it can.
+
+torchrun starts the processes: 1, 2 and 4 on a CPU, over gloo, and as many as there are GPUs, over
+NCCL. The batch is the same however many they are, so that `tokens/s` shows how a way scales. A step
+is a forward and a backward, without the optimizer, which sends nothing. The figures are those of
+rank 0.
+
+`sent_mib` is what the collectives of a step send if each sends as little as it can; gloo may send
+more. `least_mib` is, for n processes, P bytes of parameters, of which Q are those of the layers, L
+layers, and X bytes of the residual stream [B, S, d]:
+
+    ddp         2 (n-1)/n P                  an all-reduce of the gradients
+    fsdp        (n-1)/n (2 P + Q)            all weights once, those of layers again for the
+                                             backward, and the gradients
+    tensor      (n-1)/n (8 L + 2 + 2/n) X    of each sublayer a gather and a reduction, forward and
+                                             backward; of the generator one; the exchange of the
+                                             embedding's features for tokens; beside these the
+                                             gradients of the vectors of d that all processes have,
+                                             and three numbers of each token for the loss
+    ring        (n-1)/n (2 K + V)            K: keys and values, once forward and once backward;
+                                             V: their gradients, in float32 at least
+    all-to-all  (n-1)/n^2 8 R                R: query, as large as key, value and output; each
+                                             forward and backward
+
+Tensor parallelism over gloo sends (n-1)/n 2 (1 - 1/n) X more, because DTensor gathers there what
+NCCL exchanges.
+
+`MiB` is the peak of the memory of a process in a step, above what it holds between two: of
+attention it falls with n at any length, and where n doubles with the length it stays.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.parallel_worker import METHODS, WAYS, Settings
+from benchmarks.peers import GPU
+
+WORKER = Path(__file__).with_name("parallel_worker.py")
+COUNTS = [n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if GPU else 4)]
+SETTINGS = Settings()
+if GPU:
+    SETTINGS = replace(
+        SETTINGS, layers=6, d_model=1024, heads=16, batch=32, length=1024, vocab=32000,
+        lengths=(4096, 16384, 65536), rounds=10,
+    )  # fmt: skip
+
+
+@functools.cache
+def found(processes):
+    """The figures of a run on that many processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(WORKER), json.dumps(asdict(SETTINGS))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+
+
+def record(measure, group, provider, tokens, one, **sizes):
+    """Record a figure of the worker."""
+    measure(
+        samples=one["samples"],
+        group=group,
+        provider=provider,
+        backend="triton" if GPU else "reference",
+        dtype=torch.bfloat16 if GPU else torch.float32,
+        tokens_per_s=tokens / sorted(one["samples"])[len(one["samples"]) // 2],
+        peak_mib=one["peak"] / 2**20,
+        sent_mib=one["sent"] / 2**20,
+        least_mib=one["least"] / 2**20,
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("processes", COUNTS)
+def test_training_step(measure, processes, way):
+    if processes == 1 and way != WAYS[0]:
+        pytest.skip("one process has no way")
+    way = way if processes > 1 else "alone"
+    one = next(x for x in found(processes) if (x["what"], x["way"]) == ("step", way))
+    group = f"training step of a decoder on {processes} processes"
+    s, tokens = SETTINGS, SETTINGS.batch * SETTINGS.length
+    sizes = dict(batch=s.batch, length=s.length, d_model=s.d_model, layers=s.layers)
+    record(measure, group, way, tokens, one, processes=processes, **sizes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("processes", COUNTS)
+@pytest.mark.parametrize("length", SETTINGS.lengths)
+def test_attention(measure, length, processes, method):
+    if processes == 1 and method != METHODS[0]:
+        pytest.skip("one process has no method")
+    method = method if processes > 1 else "alone"
+    one = next(x for x in found(processes) if (x["way"], x.get("length")) == (method, length))
+    group = f"attention of a sequence shared by {processes} processes, S={length}"
+    sizes = dict(heads=SETTINGS.heads, length=length, head_dim=SETTINGS.dim)
+    record(measure, group, method, length, one, processes=processes, **sizes)

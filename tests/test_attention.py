@@ -620,6 +620,20 @@ def test_calls_that_may_specialise():
     assert not launchers._Decode.specialises and not launchers._Backward.specialises
 
 
+@pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK), (1, 1, SQ, 1), (1, H, SQ, SK)])
+def test_the_gradient_of_a_bias_is_like_it(device, shape):
+    """In shape and dtype, as dynamo is told beforehand."""
+    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    x = qkv(dtype=torch.bfloat16, device=device)
+    bias = torch.randn(shape, device=device).bfloat16()
+    given = pack([*x.values(), Attention(None, 0.0, False, 0.25, bias)])
+    saved = launchers.forward(*given, False)
+    backward = torch.ones_like(saved[0]), None, *given, *saved, [False, False, False, True, False]
+    real, fake = launchers.backward(*backward), launchers._fake_backward(*backward)
+    assert [(g.shape, g.dtype) for g in real] == [(g.shape, g.dtype) for g in fake]
+    assert real[3].shape == shape and real[3].isfinite().all()
+
+
 def test_strided_views(backend, device, against_oracle):
     packed = torch.randn(B, SK, 3, H, D, device=device)  # one projection for q, k and v
     q, k, v = packed.unbind(2)

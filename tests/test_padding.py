@@ -129,8 +129,10 @@ def test_packed_empty(backend, device, lengths):
 
 @pytest.mark.parametrize("far, dim", [(n, d) for n in ("query", "key", "value") for d in (0, 1)])
 def test_packed_offsets_past_int32(backend, device, spread, far, dim):
-    """Tokens or heads so far apart that the last one stands past 2^31 elements."""
-    x, constants = packed(device, (5, 33), (9, 20), g=2)
+    """Tokens or heads so far apart that the last one stands past 2^31 elements, which is the only
+    token of its sequence.
+    """
+    x, constants = packed(device, (5, 33, 1), (9, 20, 1), g=2)
     x = {n: t.bfloat16() for n, t in x.items()}
     results = []
     for inputs in (x, {**x, far: spread(x[far], dim)}):

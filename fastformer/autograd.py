@@ -199,6 +199,19 @@ def _through_reference(
     return [next(results) if need else None for need in needs]
 
 
+def gradients(
+    op: str,
+    arguments: dict[str, Any],
+    grads: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    needs: list[bool],
+) -> list[Tensor]:
+    """Run the backward of a kernel, given what its forward returns: all of its outputs."""
+    pair, values = _pairs[op], pack(arguments.values())
+    saved = [values[i] for i in pair.from_arguments] + [outputs[i] for i in pair.from_outputs]
+    return list(pair.backward(*grads, *saved, needs))
+
+
 def _has_tangent(values: Sequence[object]) -> bool:
     """Say whether one of the tensors carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:

@@ -14,10 +14,11 @@ import functools
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import torch
 
 from fastformer import alternatives, autograd, cases, reference, tuning
 from fastformer.cases import Arguments
+from fastformer.description import Attention
 
 Op = Callable[..., Any]  # a public function
 BACKENDS = ("auto", "triton", "reference")
@@ -379,9 +381,9 @@ def run(op: str, **arguments: Any) -> Any:
     """
     state = _state
     if state.first is not None or state.not_from_python or context or _DTENSOR in sys.modules:
-        first, rows = first_sequence(), context if _draws_by_rows(arguments) else None
-        if first is not None or rows or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
-            return _run_shard(op, arguments, first, rows)
+        first, part = _first(), context is not None and _is_part(arguments)
+        if first is not None or part or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
+            return _run_shard(op, arguments, first, part)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -403,6 +405,35 @@ def run(op: str, **arguments: Any) -> Any:
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
 
 
+def attention_gradients(
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    attention: Attention,
+    outputs: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Compute the gradients of query, key, value, bias and sinks, of attention to a part of the
+    keys: from output and lse of all keys, and their gradients. Of a bias or sinks that are None, it
+    is None.
+    """
+    op, names = "scaled_dot_product_attention", ("query", "key", "value")
+    arguments = dict(zip(names, inputs), attention=attention, return_lse=True)
+    if choose(op, arguments, current_backend()).backend == "reference":
+        return reference.attention_gradients(grads, inputs, attention, outputs)
+    lse = outputs[1]
+    statistics = lse.new_empty(0)
+    if attention.bias is not None or attention.alibi_slopes is not None:
+        # Maximum and minus the log-sum, to base 2: their difference is lse, with its digits.
+        exact = lse.double() / math.log(2)
+        peak = exact.to(lse.dtype)
+        statistics = torch.stack([peak, (peak - exact).to(lse.dtype)], -1)
+        seen = lse.unsqueeze(-1) != -math.inf
+        statistics = statistics.where(seen, lse.new_tensor([0.0, -math.inf]))
+    shared = attention.bias, attention.sinks
+    needs = [True, True, True, *(x is not None for x in shared)]
+    found = autograd.gradients(op, arguments, grads, (*outputs, statistics), needs)
+    return [x if need else None for x, need in zip(found, needs)]
+
+
 def _holds_dtensor(arguments: Arguments) -> bool:
     """Say whether one of the arguments is a DTensor, once that class is imported."""
     dtensor = sys.modules[_DTENSOR].DTensor
@@ -412,24 +443,31 @@ def _holds_dtensor(arguments: Arguments) -> bool:
     return attention is not None and dtensor in map(type, attention)
 
 
-def _draws_by_rows(arguments: Arguments) -> bool:
-    """Say whether an op draws dropout for rows of which it does not know which they are."""
+def _is_part(arguments: Arguments) -> bool:
+    """Say whether an op needs to know which rows of sequences it has, and does not: attention, and
+    dropout by rows.
+    """
+    if _state.explained is not None:
+        return False
+    attention = arguments.get("attention")
+    if attention is not None:
+        return attention.shard is None
     return arguments.get("dropout_p", 0) > 0 and arguments["shard"] is None
 
 
-def _run_shard(op: str, arguments: Arguments, first: int | None, rows: Any) -> Any:
-    """Run an op on the shard that this process has of its arguments; rows: the context that knows
-    which rows of its sequences these are, or None.
-    """
+def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> Any:
+    """Run an op on the shard that this process has of its arguments; part: of its sequences."""
     from fastformer import sharding  # which imports torch.distributed.tensor
 
     with sequences_from(None):
-        if rows is not None:
-            return sharding.run_chunks(run, op, dict(arguments), first or 0, rows)
+        if part and "attention" in arguments:
+            return context.attention(**arguments, first=first)
+        if part:
+            return sharding.run_chunks(run, op, dict(arguments), first or 0, context)
         return sharding.run(run, op, dict(arguments), first or 0)
 
 
-def first_sequence() -> int | None:
+def _first() -> int | None:
     """Return which sequence of a larger batch is the first here: see `sequences_from`."""
     state = _state
     if not state.not_from_python or state.first is not None or torch.compiler.is_compiling():
@@ -460,7 +498,7 @@ class sequences_from:
         self._first = first
 
     def __enter__(self) -> None:
-        self._previous = first_sequence()
+        self._previous = _first()
         _begin_at(self._first)
 
     def __exit__(self, *error: object) -> None:
@@ -482,7 +520,7 @@ def is_sharded(x: torch.Tensor) -> bool:
     """Say whether x is a DTensor, or a part of a larger batch or of its sequences, as
     `sequences_from` and `context_parallel` say.
     """
-    return first_sequence() is not None or context is not None or is_dtensor(x)
+    return _first() is not None or context is not None or is_dtensor(x)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

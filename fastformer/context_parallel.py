@@ -10,14 +10,14 @@
 Each part is a call of the op with its `shard`, so that causality, windows, lengths, ALiBi and
 dropout are those of one process. With o_s and lse_s of the part s of the keys,
     lse = log sum_s exp(lse_s)      w_s = exp(lse_s - lse)      o = sum_s w_s o_s
-    do_s = w_s do                   dlse_s = w_s (do . (o_s - o) + dlse)
-The ring saves the rows of its own process alone: the backward passes keys and values round again,
-with the sums of their gradients behind them, and computes each part anew.
+The ring saves the rows of its own process alone, their output and lse. Its backward passes keys and
+values round again, with the sums of their gradients behind them: that of a part is the backward of
+the op, given o and lse of the whole, which no forward of the part has to be computed for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,16 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastformer import backends, functional
+from fastformer import backends
 from fastformer.checks import (
     require_choice,
     require_flag,
     require_size,
     require_tensor,
-    seed_tensor,
     shape_of,
 )
-from fastformer.description import Shard
+from fastformer.description import Attention, Shard
 
 METHODS = ("auto", "all-to-all", "ring")
 
@@ -46,6 +45,10 @@ class Chunk(NamedTuple):
     here: int
     whole: int
     length: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.here, self.here + self.length)
 
 
 class context_parallel:
@@ -218,40 +221,39 @@ class context_parallel:
 
     # ---------------------------------------------------------------------------- the attention
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        """Compute what `scaled_dot_product_attention`, given all of its options, of the whole is
-        for the queries of this process.
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Attention,
+        return_lse: bool,
+        first: int | None = None,
+    ) -> Any:
+        """Compute what a checked `scaled_dot_product_attention` of the whole is for the queries of
+        this process; first: of `sequences_from`.
         """
-        self._require(query, key, value, options["dropout_p"])
-        if options["dropout_seed"] is None and options["dropout_p"]:
-            seed = seed_tensor(None, 1.0, query.device)
-            assert seed is not None
+        self._require(query, key, value, attention.dropout_p)
+        if attention.dropout_seed is not None:
+            seed = attention.dropout_seed.clone()
             dist.broadcast(seed, self._ranks[0], group=self.group)
-            options["dropout_seed"] = seed
-        mask = options["attn_mask"]
-        if options["bias"] is None and mask is not None and mask.is_floating_point():
-            options |= dict(bias=mask, attn_mask=None)
-        return_lse = options.pop("return_lse")
-        plan = _Plan(self, query, key, options)
-        if self.size == 1:
-            out, lse = plan.op((query, key, value), plan.whole, options)
-            return (out, lse) if return_lse else out
+            attention = attention._replace(dropout_seed=seed)
+        plan = _Plan(self, query, key, attention, first)
         if self.method == "all-to-all" and plan.obstacle is not None:
             raise ValueError(f"{plan.obstacle}; expected method='ring' or 'auto'")
-        if plan.obstacle is None and self.method != "ring":
+        if self.size == 1:
+            out, lse = plan.op((query, key, value), attention._replace(shard=plan.whole))
+        elif plan.obstacle is None and self.method != "ring":
             out, lse = plan.by_heads(query, key, value)
         else:
-            tensors = query, key, value, options["bias"], options["sinks"]
+            tensors = query, key, value, plan.attention.bias, attention.sinks
             out, lse = _Ring.apply(plan, *tensors)
         return (out, lse) if return_lse else out
 
     def _require(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
-            require_tensor(name, x)
             if backends.is_dtensor(x):
                 raise ValueError(f"{name} is a DTensor within context_parallel; expected a tensor")
-            if x.dim() != 4:
-                raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, H, S, D]")
             step = (1 + self.balanced) * (16 if dropout_p else 1)
             if x.shape[2] % step:
                 raise ValueError(
@@ -272,16 +274,24 @@ class _Plan:
     """What a call of attention is, beside the rows of its tensors."""
 
     def __init__(
-        self, context: context_parallel, query: Tensor, key: Tensor, options: dict[str, Any]
+        self,
+        context: context_parallel,
+        query: Tensor,
+        key: Tensor,
+        attention: Attention,
+        first: int | None,
     ) -> None:
-        self.context, self.options = context, options
+        self.context = context
         self.heads, self.groups = query.shape[1], key.shape[1]
         self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
-        within, first = context.within, backends.first_sequence()
-        batch = within.batch if first is None else first
-        self.whole = Shard(
-            batch, within.head, 0, 0, within.heads or self.heads, self.queries, self.keys
-        )
+        bias, within = attention.bias, context.within
+        if bias is not None and bias.shape[-1:] in ((), (1,)):  # else each block has its gradient
+            attention = attention._replace(bias=bias.expand(*bias.shape[:-1], self.keys))
+        self.attention = attention
+        if attention.dropout_p == 0:  # which alone asks for sequence and head
+            within, first = Shard(), 0
+        batch, heads = within.batch if first is None else first, within.heads or self.heads
+        self.whole = Shard(batch, within.head, 0, 0, heads, self.queries, self.keys)
         self.obstacle = self._obstacle()
 
     def _obstacle(self) -> str | None:
@@ -290,20 +300,18 @@ class _Plan:
         if self.heads % n or self.groups % n:
             return f"there are {self.heads} heads in {self.groups} groups for {n} processes"
         for name in ("attn_mask", "bias"):
-            x = self.options[name]
+            x = getattr(self.attention, name)
             if x is not None and x.dim() > 1 and x.shape[-2] > 1:
                 return f"{name} has shape {shape_of(x)}, with rows"
         return None
 
     @staticmethod
-    def op(
-        tensors: Iterable[Tensor], shard: Shard, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def op(inputs: Sequence[Tensor], attention: Attention) -> tuple[Tensor, Tensor]:
         """Call the op on query, key and value, a part of the whole: (output, lse)."""
-        with backends.sequences_from(None):  # the shard has the first sequence
-            return functional.scaled_dot_product_attention(
-                *tensors, **options, return_lse=True, shard=shard
-            )
+        arguments = dict(zip(("query", "key", "value"), inputs))
+        return backends.run(
+            "scaled_dot_product_attention", **arguments, attention=attention, return_lse=True
+        )
 
     # ------------------------------------------------------------------------------ all-to-all
 
@@ -311,19 +319,18 @@ class _Plan:
         """Compute some heads of the whole sequence in each process."""
         context, heads = self.context, self.heads // self.context.size
         first = context.rank * heads
-        options = dict(self.options)
-        for name in ("attn_mask", "bias"):
-            x = options[name]
-            if x is not None and x.dim() > 2 and x.shape[-3] > 1:
-                options[name] = x.narrow(-3, first, heads)
-        for name in ("alibi_slopes", "sinks"):
-            if options[name] is not None:
-                options[name] = options[name].narrow(-1, first, heads)
+        own: dict[str, Any] = {}
+        for name, dim in (("attn_mask", 3), ("bias", 3), ("alibi_slopes", 1), ("sinks", 1)):
+            x = getattr(self.attention, name)
+            if x is not None and x.dim() >= dim and x.shape[-dim] > 1:
+                own[name] = x.narrow(-dim, first, heads)
         inputs = [
             context._in_order(_Exchange.apply(x, context, True), 2) for x in (query, key, value)
         ]
-        shard = self.whole._replace(head=self.whole.head + first)
-        out, lse = self.op(inputs, shard, options)
+        own["shard"] = self.whole._replace(head=self.whole.head + first)
+        if not self.attention.dropout_p:
+            own["shard"] = Shard(0, 0, 0, 0, heads, self.queries, self.keys)
+        out, lse = self.op(inputs, self.attention._replace(**own))
         out, lse = (
             _Exchange.apply(context._in_order(x, 2, back=True), context, False)
             for x in (out, lse.unsqueeze(3))
@@ -346,38 +353,35 @@ class _Plan:
         ]
 
     def _is_plain(self) -> bool:
-        options = self.options
-        tensors = "attn_mask", "bias", "key_lengths", "window", "alibi_slopes", "sinks"
-        if options["is_causal"] or options["dropout_p"]:
-            return False
-        return all(options[name] is None for name in tensors)
+        a = self.attention
+        tensors = a.attn_mask, a.bias, a.key_lengths, a.window, a.alibi_slopes, a.sinks
+        return not (a.is_causal or a.dropout_p) and all(x is None for x in tensors)
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
-        options = self.options
-        if options["sinks"] is not None and k.whole == 0:  # which takes the sinks
+        a = self.attention
+        if a.sinks is not None and k.whole == 0:  # which takes the sinks
             return True
         shift = 0
-        if options["causal_alignment"] == "bottom_right":
-            if options["key_lengths"] is not None:
+        if a.causal_alignment == "bottom_right":
+            if a.key_lengths is not None:
                 return True
             shift = self.keys - self.queries
-        left, right = options["window"] or (None, None)
-        if options["is_causal"]:
+        left, right = (-1, -1) if a.window is None else a.window
+        if a.is_causal:
             right = 0
-        if right is not None and k.whole > q.whole + q.length - 1 + shift + right:
+        if right >= 0 and k.whole > q.whole + q.length - 1 + shift + right:
             return False
-        return left is None or k.whole + k.length - 1 >= q.whole + shift - left
+        return left < 0 or k.whole + k.length - 1 >= q.whole + shift - left
 
-    def of_block(
-        self, q: Chunk, k: Chunk, query: Tensor, key: Tensor, value: Tensor, *shared: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute what a chunk of queries sees of a chunk of keys, given the bias of the block and
-        the sinks: (output, lse).
-        """
-        options = self.options | dict(zip(("bias", "sinks"), shared))
-        options["attn_mask"] = self.part(options["attn_mask"], q, k)
-        shard = self.whole._replace(query=q.whole, key=k.whole)
-        return self.op((query, key, value), shard, options)
+    def of_block(self, q: Chunk, k: Chunk) -> Attention:
+        """Describe the attention of a chunk of queries to a chunk of keys."""
+        a = self.attention
+        return a._replace(
+            attn_mask=self.part(a.attn_mask, q, k),
+            bias=self.part(a.bias, q, k),
+            sinks=a.sinks if k.whole == 0 else None,
+            shard=self.whole._replace(query=q.whole, key=k.whole),
+        )
 
     def part(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
         """Return the block of a mask or a bias with rows of this process and keys of the whole."""
@@ -429,35 +433,32 @@ class _Ring(torch.autograd.Function):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-        k_now, v_now = key.contiguous(), value.contiguous()
+        now: list[Tensor] = [key.contiguous(), value.contiguous()]
         for step in range(context.size):
             owner = (context.rank - step) % context.size
             last = step + 1 == context.size
-            coming, works = ([], []) if last else context.pass_on(k_now, v_now)
+            coming, works = (now, []) if last else context.pass_on(*now)
             for q, k in plan.blocks(owner, query, key):
-                rows = slice(q.here, q.here + q.length)
-                keys = slice(k.here, k.here + k.length)
-                part, sums = plan.of_block(
-                    q, k, query[:, :, rows], k_now[:, :, keys], v_now[:, :, keys],
-                    plan.part(bias, q, k), sinks if k.whole == 0 else None,
-                )  # fmt: skip
+                rows, keys = q.rows, k.rows
+                inputs = query[:, :, rows], *(x[:, :, keys] for x in now)
+                part, sums = plan.op(inputs, plan.of_block(q, k))
                 before = lse[:, :, rows].clone()
-                lse[:, :, rows] = now = torch.logaddexp(before, sums)
-                kept = out[:, :, rows] * _weight(before, now)
-                out[:, :, rows] = kept + part.to(wide) * _weight(sums, now)
+                lse[:, :, rows] = whole = torch.logaddexp(before, sums)
+                kept = out[:, :, rows] * _weight(before, whole)
+                out[:, :, rows] = kept + part.to(wide) * _weight(sums, whole)
             for work in works:
                 work.wait()
-            k_now, v_now = coming or (k_now, v_now)
-        ctx.plan = plan
+            now = coming
+        ctx.plan, ctx.backend = plan, backends.current_backend()
         output = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, bias, sinks, output, lse)
         return output, lse
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, sinks, output, lse = ctx.saved_tensors
         plan, context = ctx.plan, ctx.plan.context
-        given = query, key, value, bias, sinks
         dq = torch.zeros_like(query, dtype=lse.dtype)
         dbias, dsinks = (
             None if x is None else torch.zeros_like(x, dtype=lse.dtype) for x in (bias, sinks)
@@ -471,18 +472,15 @@ class _Ring(torch.autograd.Function):
             coming, works = (now, []) if last else context.pass_on(*now)
             own = [torch.zeros_like(x, dtype=lse.dtype) for x in now]
             for q, k in plan.blocks(owner, query, key):
-                rows = slice(q.here, q.here + q.length)
-                keys = slice(k.here, k.here + k.length)
-                block = (
-                    query[:, :, rows], *(x[:, :, keys] for x in now), plan.part(bias, q, k),
-                    sinks if k.whole == 0 else None,
-                )  # fmt: skip
-                saved = output[:, :, rows], lse[:, :, rows]
-                found = _gradients(plan, q, k, block, saved, [g[:, :, rows] for g in grads])
-                sums = [x[:, :, keys] for x in own]
-                for total, gradient in zip(
-                    (dq[:, :, rows], *sums, plan.part(dbias, q, k), dsinks), found
-                ):
+                rows, keys = q.rows, k.rows
+                inputs = query[:, :, rows], *(x[:, :, keys] for x in now)
+                outputs = output[:, :, rows], lse[:, :, rows].contiguous()
+                with backends.use_backend(ctx.backend):
+                    found = backends.attention_gradients(
+                        [g[:, :, rows] for g in grads], inputs, plan.of_block(q, k), outputs
+                    )
+                sums = dq[:, :, rows], *(x[:, :, keys] for x in own), plan.part(dbias, q, k), dsinks
+                for total, gradient in zip(sums, found):
                     if total is not None and gradient is not None:
                         total += gradient
             for work in back:
@@ -494,28 +492,5 @@ class _Ring(torch.autograd.Function):
             now = coming
         for work in back:
             work.wait()
-        results = dq, *arriving, dbias, dsinks
-        return None, *(None if g is None else g.to(x.dtype) for g, x in zip(results, given))
-
-
-def _gradients(
-    plan: _Plan,
-    q: Chunk,
-    k: Chunk,
-    block: tuple[Any, ...],
-    saved: tuple[Tensor, Tensor],
-    grads: list[Tensor],
-) -> list[Tensor | None]:
-    """Compute the gradients of what a block takes, given output and lse of the whole and their
-    gradients.
-    """
-    (output, lse), (grad, grad_lse) = saved, grads
-    leaves: Any = [None if x is None else x.detach().requires_grad_() for x in block]
-    with torch.enable_grad():
-        part, sums = plan.of_block(q, k, *leaves)
-    weight = _weight(sums.detach(), lse)
-    moved = (grad.to(lse.dtype) * (part.detach() - output).to(lse.dtype)).sum(-1) + grad_lse
-    own = (weight * grad).to(part.dtype), weight.squeeze(-1) * moved
-    wanted = [x for x in leaves if x is not None]
-    found = iter(torch.autograd.grad((part, sums), wanted, own))
-    return [None if x is None else next(found) for x in leaves]
+        results = zip((dq, *arriving, dbias, dsinks), ctx.saved_tensors)
+        return None, *(None if g is None else g.to(x.dtype) for g, x in results)

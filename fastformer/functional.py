@@ -186,12 +186,6 @@ def scaled_dot_product_attention(
     sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
     al. 2023, "Efficient Streaming Language Models with Attention Sinks".
     """
-    if backends.context is not None and shard is None:
-        options: dict[str, Any] = dict(attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-        options |= dict(is_causal=is_causal, causal_alignment=causal_alignment, window=window)
-        options |= dict(enable_gqa=enable_gqa, bias=bias, key_lengths=key_lengths, sinks=sinks)
-        options |= dict(alibi_slopes=alibi_slopes, softcap=softcap, dropout_seed=dropout_seed)
-        return backends.context.attention(query, key, value, return_lse=return_lse, **options)
     three = False
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
@@ -200,6 +194,8 @@ def scaled_dot_product_attention(
         query, key, value = _with_heads(three, query=query, key=key, value=value)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = _require_attention(query, key, value, scale, enable_gqa)
+    if backends.context is not None and shard is None:
+        scores = (*scores[:3], backends.context.size * scores[3])  # of all keys
     if attn_mask is not None or bias is not None:
         attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)
@@ -828,7 +824,8 @@ def _shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
             f"shard begins at query {given.query} and key {given.key}; "
             "expected multiples of 16, of which dropout draws its words"
         )
-    return None if given[:4] == (0,) * 4 and wholes == tuple(here) else Shard(*given[:4], *wholes)
+    is_whole = given[:4] == (0,) * 4 and wholes == tuple(here) and backends.context is None
+    return None if is_whole else Shard(*given[:4], *wholes)
 
 
 def _packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:

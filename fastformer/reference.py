@@ -488,6 +488,15 @@ def _finite(x: Tensor) -> bool:
     return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
+def _hidden(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+    """Return the rows that no query may see, [.., Sk, 1], where they may hold NaN: 0 times NaN is
+    NaN.
+    """
+    if keys is None or (_finite(key) and _finite(value)):
+        return None
+    return ~keys.transpose(-2, -1)
+
+
 def _grouped(key: Tensor, heads: int) -> Tensor:
     """Repeat the key-value heads [B, G, S, D], so that each query head has its own."""
     return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
@@ -693,8 +702,8 @@ def scaled_dot_product_attention(
         return out
     fast = fast and not _is_plain(attention)  # without a result the formula computes it
     visible, keys, added = _score_terms(query, key, attention)
-    if keys is not None and not (_finite(key) and _finite(value)):
-        hidden = ~keys.transpose(-2, -1)  # 0 times NaN is NaN
+    hidden = _hidden(keys, key, value)
+    if hidden is not None:
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
     mask = visible
     if fast and added is not None:
@@ -724,8 +733,16 @@ def scaled_dot_product_attention(
 def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
     """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
     weights = _softmax(scores, value.dtype, attention.sinks)
-    if attention.dropout_p == 0:
+    drop = _dropped_weights(weights, attention)
+    if drop is None:
         return weights @ value
+    return weights.masked_fill(drop, 0.0) @ value * _dropout_scale(attention.dropout_p)
+
+
+def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
+    """Return which of the weights [B, H, Sq, Sk] dropout removes, None for none."""
+    if attention.dropout_p == 0:
+        return None
     assert attention.dropout_seed is not None
     batch, heads, rows, columns = weights.shape
     place, shard = None, attention.shard
@@ -733,8 +750,48 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
         first = shard.batch * shard.heads + shard.head
         place = first, heads, shard.heads, shard.query, shard.key
     drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p, place)
-    weights = weights.masked_fill(drop.view(weights.shape), 0.0)
-    return weights @ value * _dropout_scale(attention.dropout_p)
+    return drop.view(weights.shape)
+
+
+def attention_gradients(
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    attention: Attention,
+    outputs: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Return the gradients of query, key, value, bias and sinks, of a part of the keys, given
+    output and lse of all keys: with the scores S of the part, of which dropout leaves Z,
+
+        P = exp(S - lse)   dV = (Z P)^T dO   dS = P (Z dO V^T - delta)   delta = dO . O - dlse
+    """
+    grad, grad_lse = grads
+    (query, key, value), (output, lse) = inputs, outputs
+    given = query, key, value, attention.bias, attention.sinks
+    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        q, k, v, bias, sinks = leaves
+        assert q is not None and k is not None and v is not None
+        heads = q.shape[1]
+        described = attention._replace(bias=bias, sinks=sinks)
+        visible, keys, added = _score_terms(q, k, described)
+        values, hidden = _grouped(v, heads), _hidden(keys, key, value)
+        if hidden is not None:
+            k, values = _grouped(k, heads).masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+        scores = _scores(q, _grouped(k, heads), described, added, visible)
+    here = scores.detach().to(lse.dtype)
+    weights = (here - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).exp()
+    kept = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
+    moved = grad @ values.detach().mT
+    drop = _dropped_weights(kept, attention)
+    if drop is not None:
+        scale = _dropout_scale(attention.dropout_p)
+        kept, moved = (x.masked_fill(drop, 0.0) * scale for x in (kept, moved))
+    delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
+    moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
+    wanted = [x for x in leaves if x is not None]
+    found = (weights * moved).to(scores.dtype), kept.mT @ grad
+    results = iter(torch.autograd.grad((scores, values), wanted, found))
+    return [None if x is None else next(results) for x in leaves]
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:

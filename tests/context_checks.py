@@ -135,6 +135,51 @@ def context(folder):
                 raise AssertionError(f"{name}, {backend}: {error}") from None
 
 
+def context_order(folder):
+    """The ring sends before it computes, and waits after it; its backward computes no forward."""
+    world = dist.get_world_size()
+    own = ff.context_parallel(init_device_mesh("cpu", (world,)), method="ring", balanced=False)
+    events = []
+
+    class Works:
+        def __init__(self, works):
+            self.works = works
+
+        def wait(self):
+            events.append("wait")
+            for work in self.works:
+                work.wait()
+
+    send, gradients = own.pass_on, ff.backends.attention_gradients
+
+    def pass_on(*tensors):
+        events.append("send")
+        received, works = send(*tensors)
+        return received, [Works(works)]
+
+    def attention_gradients(*given):
+        events.append("gradients")
+        return gradients(*given)
+
+    own.pass_on, ff.backends.attention_gradients = pass_on, attention_gradients
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    try:
+        for backend in ("reference", "triton"):
+            with ff.use_backend(backend), ff.backends.observe(lambda x: events.append("forward")):
+                with own:
+                    out = ff.scaled_dot_product_attention(q, k, v)
+                assert events == ["send", "forward", "wait"] * (world - 1) + ["forward"], events
+                events.clear()
+                out.sum().backward()
+            first = ["send", "gradients", "send", "wait"]  # keys, and their gradients
+            among = ["send", "gradients", "wait", "send", "wait"]
+            last = ["gradients", "wait", "send", "wait"]
+            assert events == first + among * (world - 2) + last, events
+            events.clear()
+    finally:
+        ff.backends.attention_gradients = gradients
+
+
 def context_seed(folder):
     """Without a seed all processes draw the mask of the first one; and what is gathered is the
     whole again.
@@ -155,6 +200,11 @@ def context_seed(folder):
     dist.broadcast(first, 0)
     assert torch.equal(first, weights[0]) and not torch.equal(*weights)
     assert torch.equal(own.gather(own.shard(value, 2), 2), value)
+    parts = [own.shard(torch.randn(1, 2, rows, 8), 2) for _ in range(3)]
+    with own:
+        want = ff.scaled_dot_product_attention(*(x[:, 0:1] for x in parts))
+        have = ff.scaled_dot_product_attention(*(x[:, 0] for x in parts))
+    assert torch.equal(have, want[:, 0])
 
 
 MODELS = {
@@ -285,7 +335,6 @@ def context_refusals(folder):
     refused("query has 6 rows .* multiple of 32", lambda: call(dropout_p=0.5))
     refused("query has 5 rows .* multiple of 2", lambda: call(query=x[:, :, :5]))
     refused("expected a multiple of", lambda: ff.context_parallel(mesh).shard(x[..., :5], 3))
-    refused("query has shape", lambda: call(query=x[0]))
     replicated = distribute_tensor(x, mesh, [Replicate()])
     refused("query is a DTensor", lambda: call(query=replicated))
     one = torch.ones(8)

@@ -67,6 +67,9 @@ BROKEN = [
     ("masks", "itertools.count(begin, sequence)", "itertools.count(begin, run)"),
     ("masks", "shard._replace(row=shard.row - before)", "shard"),
     ("masks", "before = shard.row % _PLANE_GROUP", "before = shard.row % 8"),
+    # ---- sequences that are sharded
+    ("context_model", "RowShard(first * sequence + whole, 0", "RowShard(first * sequence, 0"),
+    ("context_model", "RowShard(first * sequence + whole, 0", "RowShard(whole, 0"),
     # ---- the embedding
     ("embedding", 'own["positional"][call.offsets[last] :]', 'own["positional"]'),
     ("embedding", "inside = (tokens >= 0) & (tokens < here)", "inside = tokens < here"),

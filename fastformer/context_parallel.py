@@ -464,7 +464,8 @@ class _Ring(torch.autograd.Function):
             None if x is None else torch.zeros_like(x, dtype=lse.dtype) for x in (bias, sinks)
         )
         now: list[Tensor] = [key.contiguous(), value.contiguous()]
-        arriving: list[Tensor] = []  # the gradients of the keys and values that are here
+        mine: list[Tensor] = []  # the gradients of the keys and values of this process
+        arriving: list[Tensor] = []  # and what the processes before have summed of the others
         back: list[Any] = []
         for step in range(context.size):
             owner = (context.rank - step) % context.size
@@ -486,11 +487,15 @@ class _Ring(torch.autograd.Function):
             for work in back:
                 work.wait()
             own = [x + y for x, y in zip(own, arriving)] if arriving else own
-            arriving, back = context.pass_on(*own)
+            if step == 0:
+                mine = own
+            else:
+                arriving, back = context.pass_on(*own)
             for work in works:
                 work.wait()
             now = coming
         for work in back:
             work.wait()
-        results = zip((dq, *arriving, dbias, dsinks), ctx.saved_tensors)
+        dk, dv = (x + y for x, y in zip(mine, arriving))
+        results = zip((dq, dk, dv, dbias, dsinks), ctx.saved_tensors)
         return None, *(None if g is None else g.to(x.dtype) for g, x in results)

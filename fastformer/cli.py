@@ -264,6 +264,8 @@ def _parallel_copy_task(
     arguments: argparse.Namespace, settings: copy_task.Settings, parser: argparse.ArgumentParser
 ) -> int:
     """Train on the processes of torchrun, and compare the losses with those of one."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     backend = "auto" if arguments.backend == "both" else arguments.backend
     kind, seconds = settings.device.type, arguments.timeout
     try:
@@ -273,7 +275,8 @@ def _parallel_copy_task(
         ):
             settings = replace(settings, device=device)
             way = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
-            return parallel_copy_task.compare(settings, backend, way)
+            # torchrun prints the error of the process that failed first.
+            return int(record(parallel_copy_task.compare)(settings, backend, way) or 0)
     except ValueError as error:
         parser.error(str(error))
 

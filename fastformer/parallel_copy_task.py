@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -130,7 +131,7 @@ class Parallel(Alone):
             training begins with; None for none.
 
     Raises ValueError, on all ranks, for an unknown way, a batch that does not divide, and settings
-    that differ.
+    that differ between them or from those of the checkpoint.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Parallel(Alone):
         torch.manual_seed(settings.seed)
         same = {k: v for k, v in vars(settings).items() if k != "device"}
         require_same_ranks(settings=same, way=way)
+        self._settings = json.dumps({k: v for k, v in same.items() if k != "steps"})
         self.name = f", {way} on {self.size} processes"
         self._splits = way in ("ddp", "fsdp")  # the batch
         if self._splits and settings.batch % self.size:
@@ -170,7 +172,7 @@ class Parallel(Alone):
         if self.way == "context":
             require_same_ranks(model)
             self._context = context_parallel(mesh)
-            return nn.parallel.DistributedDataParallel(_OfShards(self._context, model))
+            return data_parallel(_OfShards(self._context, model))
         if self.way == "tensor":
             return parallelize(model, mesh)
         from torch.distributed.fsdp import fully_shard
@@ -233,8 +235,18 @@ class Parallel(Alone):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
+        path = str(self._folder / f"step-{done}")
+        saved = {"settings": ""}
+        dcp.load(saved, checkpoint_id=path)
+        theirs = json.loads(saved["settings"])
+        for name, ours in json.loads(self._settings).items():
+            if theirs.get(name) != ours:
+                raise ValueError(
+                    f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
+                    "folder"
+                )
         state = self._collected(torch.zeros(done))
-        dcp.load(state, checkpoint_id=str(self._folder / f"step-{done}"))
+        dcp.load(state, checkpoint_id=path)
         set_state_dict(
             model,
             optimizer,
@@ -265,6 +277,7 @@ class Parallel(Alone):
             "scheduler": scheduler.state_dict(),
             "random": [module.get_rng_state() for module in self._generators()],
             "losses": losses,
+            "settings": self._settings,
         }
 
     def _generators(self) -> list[Any]:

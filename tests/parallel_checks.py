@@ -421,7 +421,7 @@ def resumes(folder):
     """The run of `dies` goes on from its last checkpoint with the losses of an uninterrupted one:
     by another way, on another number of processes, and at last on one.
     """
-    way, steps, trained = {4: ("tensor", 13, 5), 2: ("fsdp", 17, 5), 1: ("ddp", 18, 2)}[
+    way, steps, trained = {4: ("tensor", 13, 5), 2: ("context", 17, 5), 1: ("ddp", 18, 2)}[
         torch.distributed.get_world_size()
     ]
     alone = train(small(steps), "reference", math.inf, False, Alone())
@@ -429,6 +429,13 @@ def resumes(folder):
     parts = count_calls(own, "part")
     run = train(small(steps), "reference", math.inf, False, own)
     assert len(parts) == trained, f"{way} trained {len(parts)} steps"
+    other = replace(small(steps), d_ff=128)
+    try:
+        train(other, "reference", math.inf, False, Parallel(way, other, folder / "checkpoints"))
+    except ValueError as error:
+        assert re.search("checkpoint .* has d_ff 64; expected 128", str(error)), error
+    else:
+        raise AssertionError("a checkpoint of other settings was taken")
     worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
     assert worst <= 1e-5, f"{way}: {worst:.1e}"
     assert run.decoded == alone.decoded

@@ -75,7 +75,7 @@ def test_copy_task(tmp_path):
 
 def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
-    processes, by tensor parallelism on four, FSDP2 on two, and one process.
+    processes, by tensor parallelism on four, on shards of sequences on two, and on one.
     """
     run(tmp_path, 2, "dies", fails=1)
     for world in (4, 2, 1):
@@ -106,6 +106,41 @@ def test_torchrun(way, tmp_path, request):
     )
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("Largest loss difference from one process over steps 1..20") == 1
+
+
+DIES = """
+from fastformer import cli
+from fastformer.parallel_copy_task import Parallel
+
+def end_step(way, losses, before=Parallel.end_step):
+    before(way, losses)
+    if way.rank == 1 and len(losses) == 3:
+        raise OSError("no space is left for rank 1")
+
+Parallel.end_step = end_step
+raise SystemExit(cli.main("copy-task --parallel fsdp --layers 1 --d-model 32 --d-ff 64".split()))
+"""
+
+
+def test_a_death_under_torchrun(tmp_path, request):
+    """torchrun ends the job within the time-out, with the error of the rank that failed first."""
+    if not request.config.getoption("--slow"):
+        pytest.skip("--slow runs it")
+    if torch.cuda.is_available():
+        pytest.skip("gloo processes on a CPU")
+    (tmp_path / "dies.py").write_text(DIES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    process = subprocess.run(
+        [*command, str(tmp_path / "dies.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent,
+    )
+    assert process.returncode == 1
+    report = process.stderr.partition("Root Cause")[2]
+    assert "no space is left for rank 1" in report, process.stderr[-4000:]
 
 
 @pytest.mark.parametrize(

@@ -452,7 +452,7 @@ def bytes_sent(folder):
             stream = settings.batch * settings.length * settings.d_model * dtype.itemsize
             least += 2 * (n - 1) / n * (1 - 1 / n) * stream
         assert abs(sent - least) <= 0.01 * least, f"{way} sends {sent}; expected {least}"
-    for method, most in (("ring", 4 / 3), ("all-to-all", 1.01)):
+    for method in measured.METHODS:
         call = measured.Attention(method, settings, 256, device, dtype)
         sent = measured.sent_by(call)
-        assert call.least <= sent <= most * call.least, f"{method} sends {sent}; {call.least}"
+        assert call.least <= sent <= 1.01 * call.least, f"{method} sends {sent}; {call.least}"

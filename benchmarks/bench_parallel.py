@@ -23,11 +23,14 @@ layers, and X bytes of the residual stream [B, S, d]:
     all-to-all  (n-1)/n^2 8 R                R: query, as large as key, value and output; each
                                              forward and backward
 
-Tensor parallelism over gloo sends (n-1)/n 2 (1 - 1/n) X more, because DTensor gathers there what
-NCCL exchanges.
+That of tensor parallelism holds where weights stay where they are: beside many tokens of few
+features the weights could be gathered for less. Over gloo it sends (n-1)/n 2 (1 - 1/n) X more,
+because DTensor gathers there what NCCL exchanges.
 
-`MiB` is the peak of the memory of a process in a step, above what it holds between two: of
-attention it falls with n at any length, and where n doubles with the length it stays.
+`MiB` is the peak of the memory of a process in a step, above what it holds between two. That of
+the ring falls with n at any length, and hardly grows where n doubles with the length. All-to-all
+computes some heads of whole sequences: without the kernels, whose memory has no term of S^2, it
+takes S^2 / n.
 """
 
 import functools

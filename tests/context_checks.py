@@ -6,7 +6,8 @@ import re
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fastformer as ff
 from fastformer.copy_task import Settings, train
@@ -240,7 +241,7 @@ def called(model, source, target, source_mask, mask):
 
 def context_model(folder):
     """A model of shards has the loss and the gradients of the whole one, dropout on, of a length
-    that does not divide, and of a part of a batch.
+    that does not divide, and of a part of a batch; on four processes also beside FSDP2.
     """
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
@@ -265,6 +266,8 @@ def context_model(folder):
                 if sharded:
                     context = ff.context_parallel(mesh["cp"], balanced=balanced)
                     given, y = ([x[first : first + 2] for x in given], y[first : first + 2])
+                    if world == 4 and not balanced:
+                        share(model, mesh["cp"])
                     with context, context.of_length(length), ff.sequences_from(first):
                         loss = compute(
                             called(model, *parts(context, *given)), *part(context, y), norm
@@ -275,14 +278,22 @@ def context_model(folder):
                     loss.backward()
             found = {n: p.grad for n, p in model.named_parameters()} | {"loss": loss.detach()}
             if sharded:
-                for x in found.values():
-                    dist.all_reduce(x)
+                for n, x in found.items():
+                    found[n] = x.full_tensor() if isinstance(x, DTensor) else x  # a mean of two
+                    dist.all_reduce(found[n])
             results.append(found)
         for which, x in results[1].items():
             y = results[0][which]
             error = float(((x - y).abs() / (1 + y.abs())).max())
             bound = 1e-11 if exact else 1e-5
             assert error < bound, f"{name}, {backend}, {balanced}, {which}: {error:.1e}"
+
+
+def share(model, mesh):
+    """Share the parameters by FSDP2."""
+    kinds = ff.EncoderLayer, ff.DecoderLayer
+    for one in (*[x for x in model.modules() if isinstance(x, kinds)], model):
+        fully_shard(one, mesh=mesh)
 
 
 def context_copy_task(folder):

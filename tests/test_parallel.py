@@ -87,7 +87,7 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, 2, "bytes_sent")
 
 
-@pytest.mark.parametrize("way", ["ddp", "tensor"])
+@pytest.mark.parametrize("way", ["ddp", "tensor", "context"])
 def test_torchrun(way, tmp_path, request):
     """The command, as the README has it: it compares itself with one process."""
     if way != "tensor" and not request.config.getoption("--slow"):

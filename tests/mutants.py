@@ -1303,42 +1303,49 @@ NOT_DRAWN = {
 
 # Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw.json.
 DRAWN_EQUIVALENT = {
-    ("attention", "46:51 `0` -> `(-1)`"): "below zero by one, which the division rounds to 0",
-    ("attention", "316:49 `0` -> `1`"): "less than a tile, which the division rounds to 0",
+    ("attention", "launchers 302:33 `0` -> `(-1)`"): "a default that calls without pages ignore",
     (
         "attention",
-        "379:12 `query.stride(), key.shape, key.stride(),` -> `query.stride(), key.stride(),`",
-    ): "the query has its batch and width, the value its heads and rows",
-    ("attention", "515:73 `False` -> `True`"): "one tensor more, which the fake drops",
-    ("backends", "159:12 `True` -> `False`"): "nobody reads it: dynamo takes either for a constant",
-    ("attention", "295:20 `1` -> `2`"): "Triton broadcasts a row, and a number, by itself",
+        "launchers 322:24 `max(2, next_power_of_2(cut.parts))` -> `(next_power_of_2(cut.parts))`",
+    ): "a single part, in a block of one or of two",
+    ("attention", "launchers 546:28 `15` -> `14`"): "no element has an odd address",
+    ("attention", "backward 193:19 `n0 < sequence.length` -> `n0 <= sequence.length`"): "one tile "
+    "of keys more, all past the length: it is masked, and costs time",
+    ("attention", "backward 550:42 `n0 < hi` -> `n0 <= hi`"): "likewise",
+    ("attention", "scores 143:18 `False` -> `True`"): "a default that no launch takes",
+    ("attention", "scores 299:23 `* 0).to(tl.int64)` -> `* 0)`"): "the index of a sequence has 64 "
+    "bits in every kernel",
+    ("attention", "scores 300:21 `* 0).to(tl.int64)` -> `* 0)`"): "likewise",
+    ("attention", "scores 454:69 `1` -> `2`"): "Triton broadcasts a row, and a number, by itself",
+    ("attention", "scores 492:16 `has.mask > 0` -> `has.mask >= 0`"): "a mask of whole tiles, in "
+    "which every key is visible: it costs time",
+    ("backends", "166:22 `0` -> `(-1)`"): "an op runs once",
+    ("cross_entropy", "163:35 `0` -> `(-1)`"): "a row of one block reads no number of groups",
     (
         "cross_entropy",
-        "150:9 `tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0).to(ACC)` -> "
-        "`(tl.load(X + i * strides.x + c, mask=c < labels.V, other=0.0))`",
+        "231:13 `tl.load(row.x + classes).to(case.acc)` -> `(tl.load(row.x + classes))`",
     ): "the difference from the shift promotes it",
     (
         "cross_entropy",
-        "314:46 `want and x is not None` -> `((want))`",
-    ): "autograd asks for no gradient of a bias that is not there",
+        "239:9 `* target.g).to(dx.dtype.element_ty)` -> `* target.g)`",
+    ): "a store converts to what it points to",
+    ("cross_entropy", "365:55 `1` -> `2`"): "no class is -2 either",
+    ("cross_entropy", "602:72 `0` -> `1`"): "nobody reads an unwanted sum",
     (
         "cross_entropy",
-        "423:18 `grad_loss.to(lse.dtype)` -> `(grad_loss)`",
-    ): "the dtype of the loss, which its gradient has",
+        "720:13 `grad_loss.reshape(-1).contiguous()` -> `(grad_loss.reshape(-1))`",
+    ): "the kernel reads any stride",
     (
-        "cross_entropy",
-        "424:17 `x.to(lse.dtype)` -> `(x)`",
-    ): "the product with the factor promotes it",
+        "feed_forward",
+        "613:13 `saved.reshape(rows, 2 * width).contiguous()` -> "
+        "`(saved.reshape(rows, 2 * width))`",
+    ): "the forward has saved it contiguous",
     (
-        "cross_entropy",
-        "429:13 `grad_loss.reshape(-1).to(lse.dtype)` -> `(grad_loss.reshape(-1))`",
-    ): "the dtype of the losses, which their gradient has; the kernel converts it too",
-    ("embedding", "239:20 `1` -> `2`"): "no token is -2 either",
-    ("feed_forward", '200:45 `0.0` -> `float("nan")`'): "past the end, where nothing is stored",
-    (
-        "layer_norm",
-        "620:15 `layouts(grad, grad_sum, x,` -> `layouts(grad_sum, grad, x,`",
-    ): "the same fields in another order: they tell the same calls apart",
+        "launch",
+        "258:8 `INTERPRETED or not x.is_cuda or x.get_device() == torch.cuda.current_device()` -> "
+        "`((INTERPRETED) or (not x.is_cuda))`",
+    ): "the device that is current is set again: it costs time",
+    ("launch", "276:73 `0` -> `(-1)`"): "no GPU has a minor version below 0",
 }
 
 # Tests that see most of what an operator changes.

@@ -1131,12 +1131,12 @@ def test_hidden_keys_may_hold_anything(backend, device, by, poison, dropout_p):
         assert torch.equal(clean, poisoned)
 
 
-@pytest.mark.parametrize("bias", [None, (1, 1, 1), (1, 1, -1), (1, -2, -1)], ids=str)
+@pytest.mark.parametrize("bias", [None, (1, 1, 1), (1, 1, -1), (1, -2, -1), (-3, -2, -1)], ids=str)
 @pytest.mark.parametrize("shape", ["b", "h", "sq", "sk"])
 def test_empty(backend, device, shape, bias):
     x = qkv(**{shape: 0}, device=device)
     if bias is not None:
-        sizes = {-1: x["key"].shape[2], -2: x["query"].shape[2], 1: 1}
+        sizes = dict(zip((-3, -2, -1, 1), (*x["query"].shape[1:3], x["key"].shape[2], 1)))
         x["bias"] = torch.randn([sizes[n] for n in bias], device=device)
     x = {n: t.requires_grad_() for n, t in x.items()}
     out = functional.scaled_dot_product_attention(**x)

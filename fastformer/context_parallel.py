@@ -497,5 +497,5 @@ class _Ring(torch.autograd.Function):
         for work in back:
             work.wait()
         dk, dv = (x + y for x, y in zip(mine, arriving))
-        results = zip((dq, dk, dv, dbias, dsinks), ctx.saved_tensors)
+        results = zip((dq, dk, dv, dbias, dsinks), (query, key, value, bias, sinks))
         return None, *(None if g is None else g.to(x.dtype) for g, x in results)

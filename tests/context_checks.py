@@ -5,6 +5,7 @@ import re
 
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -241,7 +242,8 @@ def called(model, source, target, source_mask, mask):
 
 def context_model(folder):
     """A model of shards has the loss and the gradients of the whole one, dropout on, of a length
-    that does not divide, and of a part of a batch; on four processes also beside FSDP2.
+    that does not divide, of a part of a batch, and with checkpointed activations; on four processes
+    also beside FSDP2.
     """
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
@@ -268,6 +270,9 @@ def context_model(folder):
                     given, y = ([x[first : first + 2] for x in given], y[first : first + 2])
                     if world == 4 and not balanced:
                         share(model, mesh["cp"])
+                    elif exact and balanced:
+                        for layer in layers(model):
+                            checkpoint(layer)
                     with context, context.of_length(length), ff.sequences_from(first):
                         loss = compute(
                             called(model, *parts(context, *given)), *part(context, y), norm
@@ -289,10 +294,13 @@ def context_model(folder):
             assert error < bound, f"{name}, {backend}, {balanced}, {which}: {error:.1e}"
 
 
+def layers(model):
+    return [x for x in model.modules() if isinstance(x, (ff.EncoderLayer, ff.DecoderLayer))]
+
+
 def share(model, mesh):
     """Share the parameters by FSDP2."""
-    kinds = ff.EncoderLayer, ff.DecoderLayer
-    for one in (*[x for x in model.modules() if isinstance(x, kinds)], model):
+    for one in (*layers(model), model):
         fully_shard(one, mesh=mesh)
 
 

@@ -67,11 +67,17 @@ class context_parallel:
     Each process calls the op with its rows of query, key and value, [B, H, Sq / n, D] and
     [B, G, Sk / n, D], and gets those of the output. `attn_mask` and `bias` have the rows of the
     process and the keys of the whole, in their order; `key_lengths` are those of the whole; the
-    other arguments are the same in each process. So is the seed of dropout: where none is given,
-    that of the first process is taken. A call with a `shard` is computed as it is.
+    other arguments are the same in each process. Attention takes the dropout seed of the first
+    process; the other ops draw theirs in each, so that all generators need the same state. A call
+    with a `shard` is computed as it is.
 
     Gradients of what the processes share - a bias of keys, sinks - are the share of the process:
-    sum them over the mesh, as those of parameters. There is no second derivative.
+    sum them over the mesh, as those of parameters. The ring has no second derivative. All processes
+    run the same calls, forward and backward: one that leaves a call out leaves the others waiting.
+
+    The context is that of the process: its other threads are in it as well, as those of autograd
+    have to be. Run the backward inside of it where activations are checkpointed, and inside of
+    `of_length`: it runs the ops again.
 
     Args:
         mesh: a `DeviceMesh` of one dimension, which has the n processes.
@@ -301,7 +307,7 @@ class _Plan:
             return f"there are {self.heads} heads in {self.groups} groups for {n} processes"
         for name in ("attn_mask", "bias"):
             x = getattr(self.attention, name)
-            if x is not None and x.dim() > 1 and x.shape[-2] > 1:
+            if x is not None and x.dim() > 1 and (x.shape[-2] > 1 or self.queries == n):
                 return f"{name} has shape {shape_of(x)}, with rows"
         return None
 

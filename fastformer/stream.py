@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from fastformer import backends, functional
@@ -89,9 +90,10 @@ def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module) -> Tensor:
     """Return x + dropout(out), [..., features]."""
     if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
         # One op: torch's generator would drop other elements than that of the whole does.
-        one = out.new_ones(out.shape[-1:])
+        wide = torch.promote_types(x.dtype, out.dtype)
+        one = out.new_ones(out.shape[-1:], dtype=torch.float32)
         p = dropout_probability(dropout)
-        return functional.dropout_add_layer_norm(out, x, one, None, p)[1]
+        return functional.dropout_add_layer_norm(out.to(wide), x.to(wide), one, None, p)[1]
     return x + dropout(out)
 
 

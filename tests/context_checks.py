@@ -211,6 +211,22 @@ def context_seed(folder):
     assert torch.equal(have, want[:, 0])
 
 
+def context_one_row(folder):
+    """A mask of one row in each process, which is not that of another, and what `explain` says."""
+    world = dist.get_world_size()
+    own = ff.context_parallel(init_device_mesh("cpu", (world,)), balanced=False)
+    torch.manual_seed(3)
+    query, key = torch.randn(1, world, world, 8), torch.randn(1, world, 4 * world, 8)
+    mask = torch.rand(world, 4 * world) > 0.5
+    want = ff.scaled_dot_product_attention(query, key, key, mask)
+    given = *(own.shard(x, 2) for x in (query, key, key)), own.shard(mask, 0)
+    with own:
+        have = ff.scaled_dot_product_attention(*given)
+        said = ff.explain("scaled_dot_product_attention", *given)
+    torch.testing.assert_close(have, own.shard(want, 2))
+    assert said.backend == "reference"
+
+
 MODELS = {
     "pre-norm": {},
     "post-norm, swiglu, grouped, learned positions": dict(

@@ -13,6 +13,7 @@ from context_checks import (  # noqa: F401
     context,
     context_copy_task,
     context_model,
+    context_one_row,
     context_order,
     context_refusals,
     context_seed,

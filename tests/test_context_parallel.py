@@ -19,7 +19,7 @@ def test_models_are_the_whole(tmp_path, world):
 
 
 def test_seeds_and_refusals(tmp_path):
-    run(tmp_path, 2, "context_seed", "context_refusals", "context_order")
+    run(tmp_path, 2, "context_seed", "context_refusals", "context_order", "context_one_row")
 
 
 def test_without_a_process_group():

@@ -381,8 +381,7 @@ def run(op: str, **arguments: Any) -> Any:
     """
     state = _state
     if state.first is not None or state.not_from_python or context or _DTENSOR in sys.modules:
-        first, explained = _first(), state.explained is not None
-        part = context is not None and not explained and _is_part(arguments)
+        first, part = _first(), context is not None and _is_part(arguments)
         if first is not None or part or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
             return _run_shard(op, arguments, first, part)
     if _autocasts():

@@ -561,19 +561,15 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
         raise ValueError(f"{op} of one row within context_parallel; expected [.., S, features]")
     if holds_dtensor(own.values()):
         raise ValueError(f"{op} of DTensors within context_parallel; expected plain tensors")
-    if "w_2" in own:
-        columns = own["w_2"].shape[1]
-    else:
-        columns = own["weight"].shape[1] if tokens else own["weight"].numel()
     places = {"tokens": cut, "input": cut, "residual": cut, "positional": 0}
     places = {name: dim for name, dim in places.items() if own.get(name) is not None}
     sequence, several = context.whole(x.shape[cut]), math.prod(x.shape[:cut]) != 1
     outputs = []
     if not math.prod(x.shape[: cut + 1]):  # no row is here
-        return inner(op, **{**own, "shard": RowShard(0, 0, columns)})
+        return inner(op, **{**own, "shard": RowShard()})
     for here, whole, length in context.chunks(x.shape[cut]):
         part = {name: own[name].narrow(dim, here, length) for name, dim in places.items()}
-        shard = RowShard(first * sequence + whole, 0, columns, length, sequence)
+        shard = RowShard(first * sequence + whole, 0, 0, length, sequence)
         if several:
             outputs.append(_in_runs(inner, op, own | part, shard, cut))
         else:

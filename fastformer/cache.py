@@ -175,13 +175,17 @@ class _Rows(_Attended):
         _require_lengths(length, self.lengths, self.capacity)
         torch.minimum(self.lengths, length.to(torch.int32), out=self.lengths)
         self._even = False
-        if may_read(self.lengths):
-            shortest, self.longest = map(int, self.lengths.aminmax())
-            self._even = shortest == self.longest
+        self._measure()
 
     def reset(self) -> None:
         """Forget all positions."""
         self.crop(0)
+
+    def _measure(self) -> None:
+        """Compute `longest` from the lengths, unless that waits for the device."""
+        if may_read(self.lengths):
+            shortest, self.longest = map(int, self.lengths.aminmax())
+            self._even = shortest == self.longest
 
     def _positions(self, n: int) -> Tensor:
         """Return the positions of the next n tokens of each row, [B, n] int64."""
@@ -247,8 +251,8 @@ class KVCache(_Rows):
     Attributes:
         key, value: the buffers [B, G, capacity, D] and [B, G, capacity, Dv].
         lengths: [B] int32, on the device: row b holds positions 0 .. lengths[b] - 1.
-        longest: no row is longer, as the host knows. It is exact unless `crop` has read a tensor on
-            a GPU.
+        longest: the length of the longest row. On a GPU it is an upper bound once `crop` has been
+            given a tensor, because the host does not wait to read the lengths.
 
     Raises:
         ValueError: a size is below 1.
@@ -299,6 +303,8 @@ class KVCache(_Rows):
             self.lengths.copy_(lengths)
         else:
             self.key, self.value, self.lengths = key, value, lengths
+        if not self._even:  # else each row has the length that the host knows
+            self._measure()
 
     # ------------------------------------------------------------------------------------- parts
 
@@ -348,7 +354,7 @@ class PagedKVCache(_Rows):
     Attributes:
         key_pages, value_pages: [pages, page_size, G, D] and [pages, page_size, G, Dv].
         block_table: [B, blocks] int32: the pages of each row, in order.
-        lengths, longest: as in `KVCache`.
+        lengths, longest: as in `KVCache`; `longest` is exact on a GPU, too.
 
     The host finds the pages, so that `crop` and `reorder` wait for the device where they are given
     a tensor on it. `append` does not wait.

@@ -110,6 +110,7 @@ def test_it_holds_what_was_appended(dtype, kind, device):
     cache.crop(17)
     listed.crop([17] * 3)
     append(1)
+    cache.crop(cache.capacity)  # more than the rows hold
     check(cache, listed)
     assert all(x is y for x, y in zip(buffers, buffers_of(cache), strict=True))
     cache.reorder(torch.tensor([2, 0], device=device))  # another batch has buffers of its own
@@ -117,6 +118,26 @@ def test_it_holds_what_was_appended(dtype, kind, device):
     check(cache, listed)
     cache.reset()
     assert cache.longest == 0 and not cache.lengths.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_reorder_drops_take_no_room(kind):
+    cache, listed = made(kind), Listed()
+
+    def append(n):
+        new = entries(n)
+        cache.append(*new)
+        listed.append(*new)
+
+    append(10)
+    cache.crop(torch.tensor([10, 2, 5]))
+    listed.crop([10, 2, 5])
+    for index in ([1, 2, 1], [0, 2, 0]):
+        cache.reorder(torch.tensor(index))
+        listed.reorder(index)
+        check(cache, listed)
+    append(cache.capacity - 2)
+    check(cache, listed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -423,8 +444,24 @@ def test_a_reordered_cache_decodes_the_other_rows(sources, device):
         m.decode(memory, mask, tgt[:, :3], None, cache)
         cache.reorder(index)
         out = m.decode(None, mask[index], tgt[index, 3:4], None, cache)
+        with pytest.raises(ValueError, match="key is another tensor than at the first step"):
+            m.decode(memory, mask[index], tgt[index, 4:5], None, cache)
         want = m.decode(memory, mask, tgt[:, :4], ff.subsequent_mask(4).to(device))[index, 3:]
     torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("pages", [None, 5])
+def test_more_rows_take_pages_up_to_the_limit(pages):
+    cache = DecoderCache(32, page_size=16, pages=pages)
+    layer = cache.layer(0)
+    layer.append(*entries(17, batch=2))
+    cache.reorder(torch.tensor([0, 1, 1, 0]))
+    if pages is None:  # enough for all rows to fill the capacity
+        layer.append(*entries(15, batch=4))
+        assert cache.lengths.tolist() == [32] * 4
+    else:
+        with pytest.raises(ValueError, match=r"need 2 pages; expected at most the 1 .* of 5"):
+            layer.append(*entries(1, batch=4))
 
 
 def test_a_mask_reaches_over_the_cache(sources):

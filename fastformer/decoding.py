@@ -77,8 +77,8 @@ def greedy_decode(
             and keeps its buffers for the next call.
 
     Returns:
-        [B, max_len], in the dtype and on the device of src. Where prompts differ in length each row
-        gets max_len - S new tokens.
+        [B, max_len], in the dtype and on the device of src; an empty batch gives [0, max_len].
+        Where prompts differ in length each row gets max_len - S new tokens.
 
     Raises:
         ValueError: src not [B, S], a max_len less than 1, than the prompt, or beyond the model's
@@ -229,7 +229,7 @@ Searching = TypeVar("Searching", bound=_Search)
 def _searched(search: Searching) -> Searching:
     """Let the search take each token that there is room for, or until it has ended."""
     steps = search.steps
-    if not steps.new:
+    if not steps.new or not len(steps.prompt):
         return search
     scores = search.begin()
     for i in range(steps.new):
@@ -683,7 +683,7 @@ def _steps(
         raise ValueError(
             f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
         )
-    cache.reset(src.shape[0])
+    cache.reset(src.shape[0] or None)  # an empty batch takes no step, and the buffers stay
     return _CachedSteps(cache, *arguments)
 
 

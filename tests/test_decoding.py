@@ -187,6 +187,21 @@ def test_a_decoder_without_layers_has_nothing_to_keep():
     assert torch.equal(greedy_decode(model, src, mask, 6, 1), want)
 
 
+@pytest.mark.parametrize("cache", [True, False, 16])
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_empty_batch_gives_empty_results(masked, cache, backend):
+    cache = DecoderCache(8, page_size=cache) if cache == 16 else cache
+    src = torch.ones(0, 4, dtype=torch.int32)
+    mask = src.unsqueeze(1) > 0 if masked else None
+    for model, start in ((translator(layers=1), 1), (language_model(), None)):
+        given, options = (model, src, mask, 6, start), dict(end_symbol=7, cache=cache)
+        for tokens in (greedy_decode(*given, **options), sample(*given, **options)):
+            assert tokens.shape == (0, 6) and tokens.dtype == src.dtype
+        found = beam_search(*given, beams=3, n_best=2, **options)
+        assert [tuple(x.shape) for x in found] == [(0, 2, 6), (0, 2), (0, 2)]
+        assert [x.dtype for x in found] == [src.dtype, torch.float32, torch.int64]
+
+
 def test_a_cache_can_be_used_again():
     model, (src, mask) = translator(), sources()
     cache = DecoderCache(9)
@@ -449,6 +464,7 @@ def test_prompts_of_several_lengths(name, cache):
         (dict(src=PROMPTS[:, :0]), "src has 0 tokens"),
         (dict(src_mask=PROMPTS != 3), "src_mask masks out a token before another one"),
         (dict(src_mask=PROMPTS != 1), "src_mask masks out a token before another one"),
+        (dict(src_mask=(PROMPTS != 0) & (PROMPTS[:, :1] != 5)), "prompts .* of one token or more"),
         (dict(src_mask=PROMPTS[:2] != 0), r"src_mask has shape \[2, 4\] and dtype torch.bool"),
         (dict(src_mask=PROMPTS.float()), r"src_mask has shape \[3, 4\] and dtype torch.float32"),
         (dict(src_mask=PROMPTS != 0, end_symbol=None), "pad_symbol is None and so is end_symbol"),
@@ -553,6 +569,28 @@ def test_one_beam_is_greedy():
     assert found.lengths.tolist() == [[9]] * 3
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
+    """The end has probability 0.6, and the length penalty lets eight tokens beat it alone."""
+    model = Loaded([0.6, 0.4])
+    found = beam_search(
+        model, ids[:1], None, 9, 1, end_symbol=0, pad_symbol=1, beams=beams, alpha=8.0
+    )
+    assert found.tokens.tolist() == [[[1] * 8 + [0]]] and found.lengths.tolist() == [[9]]
+    want = (7 * math.log(0.4) + math.log(0.6)) / (13 / 6) ** 8
+    assert math.isclose(found.scores.item(), want, rel_tol=1e-5)
+
+
+def test_one_mask_serves_all_sources():
+    model, (src, mask) = translator(), sources()
+    for cache in (True, False):
+        found, want = (
+            beam_search(model, src, x, 9, 1, end_symbol=7, beams=3, cache=cache)
+            for x in (mask[1:2], mask[1:2].expand(3, 1, 5))
+        )
+        assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
 def test_more_beams_than_sequences():
     """Of three tokens there are three sequences of one; the others have no score."""
     model = translator(3)
@@ -611,6 +649,12 @@ def test_tokens_are_drawn_from_the_distribution(options, want):
     for v, p in enumerate(want):
         share = (tokens == v).float().mean().item()
         assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / n) + 1e-6
+
+
+def test_top_p_keeps_no_token_past_the_sum():
+    """Two of four tokens sum to 0.5, without a rounding."""
+    tokens = sample(Loaded([0.25] * 4), torch.zeros(100, 1).long(), None, 5, 1, top_p=0.5)
+    assert tokens[:, 1:].unique().tolist() == [0, 1]
 
 
 def test_a_seed_draws_the_same_tokens():

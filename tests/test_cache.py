@@ -1,6 +1,7 @@
 """Caches against lists of what was appended, and decoding with one against the whole sequence."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ def check(cache, listed):
     assert cache.lengths.tolist() == lengths and cache.lengths.dtype == torch.int32
     exact = cache.lengths.is_cpu or isinstance(cache, PagedKVCache)  # else it is a bound
     assert cache.longest == max(lengths) if exact else cache.longest >= max(lengths)
+    start = torch.as_tensor(cache.start(), device=cache.lengths.device)
+    assert start.expand(len(lengths)).tolist() == lengths
     for i, x in enumerate(cache.contents()):
         for b, row in enumerate(listed.rows):
             assert torch.equal(x[b, :, : lengths[b]], row[i])
@@ -141,6 +144,89 @@ def test_rows_that_reorder_drops_take_no_room(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_calls_is_that_of_lists(kind):
+    cache, listed, rng = made(kind), Listed(), random.Random(1)
+    for call in ["rows", "reorder", "crop", "nothing"] * 6:
+        rows = len(listed.rows)
+        longest = max(row[0].shape[1] for row in listed.rows)
+        new = entries(min(rng.choice([0, 1, 7, 7]), cache.capacity - longest), batch=rows)
+        cache.append(*new)
+        listed.append(*new)
+        check(cache, listed)
+        if call == "reorder":
+            index = [rng.randrange(rows) for _ in range(rng.choice([2, 3]))]
+            cache.reorder(torch.tensor(index, dtype=torch.int32))
+            listed.reorder(index)
+        elif call != "nothing":
+            lengths = [rng.randint(longest // 2, cache.capacity)] * rows
+            if call == "rows":
+                lengths = [rng.randint(0, longest) for _ in lengths]
+            cache.crop(torch.tensor(lengths) if call == "rows" else lengths[0])
+            listed.crop(lengths)
+        check(cache, listed)
+        if "page" in kind:
+            pages_of(cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_without_positions_is_read_as_zeros(kind):
+    cache = made(kind)
+    assert [tuple(x.shape) for x in cache.contents()] == [(B, G, 0, D), (B, G, 0, DV)]
+    out = cache.attend(torch.randn(B, G, 1, D))
+    assert torch.equal(out, torch.zeros(B, G, 1, DV))
+
+
+def test_the_host_knows_the_start_of_rows_of_one_length():
+    cache = made()
+    cache.append(*entries(4))
+    assert cache.start() == 4
+    cache.crop(3)
+    assert cache.start() == 3
+    cache.crop(torch.tensor([2, 1, 3]))
+    assert cache.start() is cache.lengths
+    cache.reorder(torch.tensor([1, 1, 1]))
+    assert cache.start() == 1
+    cache.crop(torch.tensor([1, 0, 0]))
+    cache.reset()
+    assert cache.start() == 0
+
+
+def test_the_form_of_a_cache_has_defaults():
+    with torch.device("meta"):
+        caches = KVCache(1, 1, 4, 8), PagedKVCache(3, 16, 1, 8, batch=1)
+    assert [cache.capacity for cache in caches] == [4, 48]
+    for cache in caches:
+        key, value = cache.buffers()[:2]
+        assert key.shape == value.shape and key.shape[-1] == 8
+        assert key.is_meta and key.dtype == torch.get_default_dtype()
+    cache = DecoderCache(4)
+    assert (cache.longest, cache.start(), cache.lengths, list(cache.buffers())) == (0, 0, None, [])
+    with pytest.raises(ValueError, match=r"key has shape \[2, 2, 8\]; expected \[B, G, n, D\]"):
+        cache.layer(0).append(*torch.randn(2, 2, 2, 8))
+
+
+def test_a_memory_takes_new_buffers_only_for_another_form():
+    cache, memory = MemoryCache(), torch.randn(2, 3, 8)
+    pair = torch.randn(2, 2, 1, 3, 8)
+    cache.fill(memory, *pair)
+    for other, same in (
+        (pair + 1, True),
+        (pair[:, :1], False),
+        (pair.half()[:, :1], False),
+        (pair.half()[:, :, :, :2], False),
+    ):
+        kept = cache.key, cache.value
+        cache.fill(memory, *other)
+        have = cache.key, cache.value
+        assert all((x is y) is same for x, y in zip(kept, have))
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(have, other))
+    assert cache.longest == 2
+    key, value = pair
+    with pytest.raises(ValueError, match="memory requires a gradient, or its projection does"):
+        cache.fill(memory, key, value.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_backends_attend_with_every_option(backend, kind, device):
     """Masks and biases are over the positions that the cache holds."""
     torch.manual_seed(1)
@@ -196,6 +282,7 @@ WRONG = [
     ((k.to("meta"), v), ValueError, "key is on meta; expected the device of the cache, cpu"),
     ((k, v.to("meta")), ValueError, "value is on meta; expected the device of the cache"),
     ((None, v), TypeError, "key is a NoneType"),
+    ((k.to_sparse(), v), TypeError, "key is a torch.sparse_coo tensor"),
     ((k, [1]), TypeError, "value is a list"),
     ((k.clone().requires_grad_(), v), ValueError, r"key requires a gradient.*torch.no_grad\(\)"),
 ]
@@ -233,6 +320,9 @@ def test_pages_are_taken_shared_copied_and_freed():
     assert [len(pages) for pages in pages_of(cache)] == [1] * 3
     cache.append(*entries(2))
     assert [len(pages) for pages in pages_of(cache)] == [2] * 3
+    taken = [list(pages) for pages in pages_of(cache)]
+    cache.append(*entries(1))  # a page that one row holds is not copied
+    assert pages_of(cache) == taken
     cache.crop(torch.tensor([18, 16, 0]))
     assert [len(pages) for pages in pages_of(cache)] == [2, 1, 0] and len(cache._free) == 4
     cache.reorder(torch.tensor([0, 0, 0]))  # all rows hold the pages of the first
@@ -275,6 +365,8 @@ def test_pages_take_no_dropout():
             DecoderCache(9, page_size=size)
     with pytest.raises(ValueError, match="pages is 3 and page_size None"):
         DecoderCache(9, pages=3)
+    with pytest.raises(ValueError, match="pages is 0; expected 1 or more"):
+        DecoderCache(9, page_size=16, pages=0)
 
 
 def test_an_append_is_refused_before_it_begins():
@@ -296,6 +388,7 @@ def test_an_append_is_refused_before_it_begins():
         (dict(value_dim=0), ValueError, "value_dim is 0"),
         (dict(dtype=torch.int8), TypeError, "dtype is torch.int8; expected float32"),
         (dict(dtype="half"), TypeError, "dtype is half; expected float32"),
+        (dict(device="gpu"), ValueError, "device is 'gpu'; expected a device of torch"),
     ],
 )
 def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
@@ -318,6 +411,7 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         ("reorder", torch.tensor([0, 3]), ValueError, "index holds 3; expected rows .* 0 to 2"),
         ("reorder", torch.tensor([-1]), ValueError, "index holds -1"),
         ("reorder", torch.tensor([[0]]), ValueError, r"index has shape \[1, 1\]"),
+        ("reorder", torch.empty(0, dtype=torch.int64), ValueError, r"index has shape \[0\]"),
         ("reorder", torch.tensor([0.0]), TypeError, "index has dtype torch.float32"),
         ("reorder", [0], TypeError, "index is a list"),
     ],

@@ -236,6 +236,20 @@ def test_each_token_is_computed_once(monkeypatch):
         greedy_decode(model, src, mask, 6, 1, cache=DecoderCache(9))
 
 
+@pytest.mark.parametrize("part", ["decode", "decoder", "self_attn", "src_attn", "tgt_embed"])
+def test_each_part_that_decodes_takes_the_cache(part):
+    model, (src, mask) = translator(), sources()
+    if part == "decode":
+        model.decode = lambda memory, src_mask, tgt, tgt_mask: memory
+    elif part == "tgt_embed":
+        model.tgt_embed = nn.Embedding(11, 16)  # without positions
+    else:
+        module = model.decoder if part == "decoder" else getattr(model.decoder.layers[1], part)
+        module.forward = lambda x, *arguments: x
+    with pytest.raises(ValueError, match="cache is a DecoderCache, and a module"):
+        greedy_decode(model, src, mask, 6, 1, cache=DecoderCache(9))
+
+
 def test_a_row_ends_at_its_end_symbol():
     """Rows that count up to 7 in steps of their own, and the loop stops when all have."""
     model, src = Counting(), torch.tensor([[1], [2], [5]])
@@ -256,8 +270,9 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
     """As on a GPU, where a look waits for the device: more steps, and the same tokens."""
     model, (src, mask) = translator(seed=6), sources()
     want = greedy_decode(model, src, mask, 40, 1, end_symbol=7)
-    looks = []
-    monkeypatch.setattr(ff.decoding, "_looks", lambda tokens, i: looks.append(i) or i % 16 == 15)
+    looks, on_gpu = decoding._looks, SimpleNamespace(is_cpu=False)
+    monkeypatch.setattr(decoding, "_looks", lambda tokens, i: looks(on_gpu, i))
+    assert [i for i in range(40) if looks(on_gpu, i)] == [15, 31]
     assert torch.equal(greedy_decode(model, src, mask, 40, 1, end_symbol=7), want)
     beams = beam_search(model, src, mask, 40, 1, end_symbol=7, n_best=3)
     monkeypatch.undo()
@@ -370,13 +385,16 @@ def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
     check(3, src[:2, :4], mask[:2, :, :4])
     model.generator.proj.bias = nn.Parameter(torch.randn(11))
     check(4, src[:2, :4], mask[:2, :, :4])
-    model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     check(5, src[:2, :4], mask[:2, :, :4])
-    model.eval().decoder.layers[0].sublayer[0].norm.eps = 0.1
+    model.train()
     check(6, src[:2, :4], mask[:2, :, :4])
+    model.eval().decoder.layers[0].sublayer[0].norm.eps = 0.1
+    check(7, src[:2, :4], mask[:2, :, :4])
+    check(8, src[:2, :4].int(), mask[:2, :, :4])
+    check(9, src[:2, :4].int(), mask[:2, :, :4].int())
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -410,6 +428,10 @@ def test_what_is_captured():
         model.decoder.layers[0].self_attn.keep_attention = False
         model.generator = Counting()
         assert not decoding.captures(model, tokens)
+        assert decoding.captures(translator(), tokens)
+        patch.setattr(decoding, "may_read", lambda x: True)  # checks wait for the device
+        assert not decoding.captures(translator(), tokens)
+        patch.setattr(decoding, "may_read", lambda x: False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert not decoding.captures(translator(), tokens)
 
@@ -446,7 +468,7 @@ def test_a_language_model_continues_its_prompt(search, end, device):
 def test_prompts_of_several_lengths(name, cache):
     model, search = language_model(), SEARCHES[name]
     mask = PROMPTS != 0
-    for src_mask in (mask, mask.unsqueeze(1)):
+    for src_mask in (mask, PROMPTS.unsqueeze(1)):
         found = search(model, PROMPTS, src_mask, 12, end_symbol=7, pad_symbol=0, cache=cache)
         for b, n in enumerate(mask.sum(1).tolist()):
             alone = search(
@@ -454,6 +476,17 @@ def test_prompts_of_several_lengths(name, cache):
             )
             assert torch.equal(found[b, ..., : n + 8], alone[0])
             assert not found[b, ..., n + 8 :].any()
+
+
+def test_a_prompt_of_max_len_is_all():
+    model, mask = language_model(), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    prompts = PROMPTS.masked_fill(mask == 0, 3)
+    assert torch.equal(greedy_decode(model, prompts, None, 4), prompts)
+    assert torch.equal(sample(model, prompts, mask, 4, pad_symbol=0), PROMPTS)
+    found = beam_search(model, prompts, mask, 4, pad_symbol=0, n_best=2)
+    assert torch.equal(found.tokens, PROMPTS.unsqueeze(1).expand(3, 2, 4))
+    assert found.scores.tolist() == [[0.0, -math.inf]] * 3
+    assert found.lengths.tolist() == [[4] * 2, [2] * 2, [1] * 2]
 
 
 @pytest.mark.parametrize(
@@ -574,11 +607,33 @@ def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
     """The end has probability 0.6, and the length penalty lets eight tokens beat it alone."""
     model = Loaded([0.6, 0.4])
     found = beam_search(
-        model, ids[:1], None, 9, 1, end_symbol=0, pad_symbol=1, beams=beams, alpha=8.0
+        model, ids[:1], None, 9, 1, end_symbol=0, pad_symbol=1, beams=beams, alpha=32
     )
     assert found.tokens.tolist() == [[[1] * 8 + [0]]] and found.lengths.tolist() == [[9]]
-    want = (7 * math.log(0.4) + math.log(0.6)) / (13 / 6) ** 8
+    want = (7 * math.log(0.4) + math.log(0.6)) / (13 / 6) ** 32
     assert math.isclose(found.scores.item(), want, rel_tol=1e-5)
+
+
+def test_the_search_is_over_when_all_sources_are():
+    """Those that count in steps of two reach the end before those that count in steps of one."""
+    src = torch.tensor([[1], [2]])
+    want = greedy_decode(Counting(), src, None, 12, 1, end_symbol=7)
+    found = beam_search(Counting(), src, None, 12, 1, end_symbol=7, beams=2, alpha=0)
+    assert torch.equal(found.tokens[:, 0], want) and found.lengths.tolist() == [[7], [4]]
+    model, steps = Loaded([1.0, 0.0]), []
+    generator = model.generator
+    model.generator = lambda x: steps.append(1) or generator(x)
+    found = beam_search(model, src, None, 12, 1, end_symbol=0, beams=2, n_best=2)
+    assert found.scores.tolist() == [[0.0, -math.inf]] * 2 and len(steps) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scores_are_summed_in_float32_or_in_their_own_dtype(dtype):
+    model = Loaded([0.3, 0.7])
+    model.scores = model.scores.to(dtype)
+    found = beam_search(model, ids[:1], None, 9, 1, alpha=0)
+    assert found.scores.dtype == torch.promote_types(dtype, torch.float32)
+    assert math.isclose(found.scores, 8 * model.scores[1].item(), rel_tol=1e-6)
 
 
 def test_one_mask_serves_all_sources():
@@ -661,6 +716,7 @@ def test_a_seed_draws_the_same_tokens():
     src = torch.zeros(50, 1, dtype=torch.long)
     one, same, other = (sample(Loaded(P), src, None, 9, 1, seed=s) for s in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
+    assert not torch.equal(one[:, 1], one[:, 2])
     torch.manual_seed(4)
     one, other = sample(Loaded(P), src, None, 9, 1), sample(Loaded(P), src, None, 9, 1)
     torch.manual_seed(4)
@@ -691,6 +747,7 @@ def test_a_seed_draws_the_same_tokens():
             ValueError,
             "alpha is -0.1; expected a number from 0 to 32",
         ),
+        (beam_search, dict(alpha=32.5), ValueError, "alpha is 32.5"),
         (beam_search, dict(alpha=math.nan), ValueError, "alpha is nan"),
         (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* token of the 10"),
         (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),

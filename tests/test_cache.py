@@ -221,6 +221,10 @@ def test_a_memory_takes_new_buffers_only_for_another_form():
         assert all((x is y) is same for x, y in zip(kept, have))
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(have, other))
     assert cache.longest == 2
+    kept = cache.key, cache.value
+    cache.reorder(torch.tensor([1, 0]))
+    assert cache.key is kept[0] and cache.value is kept[1]
+    assert all(torch.equal(x, y.flip(0)) for x, y in zip(kept, other))
     key, value = pair
     with pytest.raises(ValueError, match="memory requires a gradient, or its projection does"):
         cache.fill(memory, key, value.clone().requires_grad_())
@@ -275,6 +279,7 @@ WRONG = [
     ((k[:, :1], v), ValueError, r"key has shape \[3, 1, 2, 16\]"),
     ((k[..., 1:], v), ValueError, r"key has shape \[3, 2, 2, 15\]"),
     ((k[0], v), ValueError, r"key has shape \[2, 2, 16\]"),
+    ((k[0, 0], v), ValueError, r"key has shape \[2, 16\]"),
     ((k, v[:, :, :1]), ValueError, r"value has shape \[3, 2, 1, 8\]; .*, \[3, 2, 2, 8\]"),
     ((k, v[:, :1]), ValueError, r"value has shape \[3, 1, 2, 8\]"),
     ((k.half(), v), TypeError, "key has dtype torch.float16; expected that of the cache"),
@@ -331,6 +336,9 @@ def test_pages_are_taken_shared_copied_and_freed():
     cache.append(*entries(1))
     full, last = zip(*pages_of(cache))
     assert set(full) == {first} and len(set(last)) == 3 and len(cache._free) == 3
+    cache.crop(16)
+    cache.append(*entries(1))  # the page that they share is full, and stays shared
+    assert {pages[0] for pages in pages_of(cache)} == {first}
     cache.crop(3)  # into the page that they share
     cache.append(*entries(1))
     assert len({pages[0] for pages in pages_of(cache)}) == 3
@@ -413,6 +421,7 @@ def test_a_cache_of_wrong_sizes_is_refused(arguments, error, message):
         ("reorder", torch.tensor([[0]]), ValueError, r"index has shape \[1, 1\]"),
         ("reorder", torch.empty(0, dtype=torch.int64), ValueError, r"index has shape \[0\]"),
         ("reorder", torch.tensor([0.0]), TypeError, "index has dtype torch.float32"),
+        ("reorder", torch.zeros(3, dtype=torch.int64, device="meta"), ValueError, "index is on"),
         ("reorder", [0], TypeError, "index is a list"),
     ],
 )

@@ -199,6 +199,14 @@ def _through_reference(
     return [next(results) if need else None for need in needs]
 
 
+def outputs(op: str, arguments: dict[str, Any], alternative: str = "") -> tuple[Tensor, ...]:
+    """Run the forward of a kernel, or in its place the alternative of that name, without gradient.
+    Return all of its outputs, those too that only its backward needs.
+    """
+    pair = _pairs[_named(op, alternative) if alternative else op]
+    return _as_tuple(pair.forward(*pack(arguments.values())))
+
+
 def gradients(
     op: str,
     arguments: dict[str, Any],

@@ -373,6 +373,12 @@ def report(choice: Choice) -> None:
         _state.on_choice(choice)
 
 
+def _report_call(choice: Choice, arguments: Arguments) -> None:
+    report(_described(choice, arguments))
+    if _state.on_call is not None:
+        _state.on_call(choice.op, arguments)
+
+
 def run(op: str, **arguments: Any) -> Any:
     """Run an op on the backend chosen for it, with torch.autocast off: `functional` applied it.
 
@@ -395,14 +401,46 @@ def run(op: str, **arguments: Any) -> Any:
         state.explained.append(_described(choice, arguments))
         return next(iter(arguments.values()))  # in place of the result, which `explain` drops
     if state.on_choice is not None:
-        state.on_choice(_described(choice, arguments))
-        if state.on_call is not None:
-            state.on_call(op, arguments)
+        _report_call(choice, arguments)
     if choice.backend == "reference":
         if backend == "auto" and not torch.compiler.is_compiling():
             _log_once(choice)
         return getattr(reference, op)(**arguments)
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
+
+
+def _attention_arguments(inputs: Sequence[torch.Tensor], attention: Attention) -> dict[str, Any]:
+    named = zip(("query", "key", "value"), inputs)
+    return dict(named, attention=attention, return_lse=True)
+
+
+def attention_part(
+    inputs: Sequence[torch.Tensor], attention: Attention
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Compute attention to a part of the keys, without gradient: (output, peak, total, unit), with
+    sum_j exp(score_j) = total exp(unit peak). Where a row sees nothing the total is 0 or the
+    peak -inf.
+
+    Beside a bias or ALiBi the peak is the maximum of the scores, exactly as the backend has it: the
+    kernels have it to base 2, and in another unit it would be rounded.
+    """
+    op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        backend = current_backend()
+        choice = choose(op, arguments, backend)
+        if _state.on_choice is not None:
+            _report_call(choice, arguments)
+        if choice.backend == "reference":
+            if backend == "auto":
+                _log_once(choice)
+            output, peak, log_sum = reference.scaled_dot_product_attention(**arguments, apart=True)
+            return output, peak, log_sum.exp(), 1.0
+        alternative = "" if choice.backend == "triton" else choice.backend
+        output, lse, statistics = autograd.outputs(op, arguments, alternative)
+    if statistics.dim() == 1:  # no bias and no ALiBi: lse has the digits that the scores have
+        return output, lse, torch.ones_like(lse), 1.0
+    peak, offset = statistics.unbind(-1)
+    return output, peak, torch.exp2(-offset).masked_fill(offset == -math.inf, 0.0), math.log(2)
 
 
 def attention_gradients(
@@ -412,25 +450,19 @@ def attention_gradients(
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
     """Compute the gradients of query, key, value, bias and sinks, of attention to a part of the
-    keys: from output and lse of all keys, and their gradients. Of a bias or sinks that are None, it
-    is None.
+    keys, from the gradients of output and lse of all keys. Of a bias or sinks that are None, it is
+    None.
+
+    outputs: for all keys (output, lse, statistics [B, H, Sq, 2]): with peak, total and unit as in
+        `attention_part`, the statistics are peak and -log(total) / unit, or -inf in its place for a
+        row that sees nothing.
     """
-    op, names = "scaled_dot_product_attention", ("query", "key", "value")
-    arguments = dict(zip(names, inputs), attention=attention, return_lse=True)
+    op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
     if choose(op, arguments, current_backend()).backend == "reference":
         return reference.attention_gradients(grads, inputs, attention, outputs)
-    lse = outputs[1]
-    statistics = lse.new_empty(0)
-    if attention.bias is not None or attention.alibi_slopes is not None:
-        # Maximum and minus the log-sum, to base 2: their difference is lse, with its digits.
-        exact = lse.double() / math.log(2)
-        peak = exact.to(lse.dtype)
-        statistics = torch.stack([peak, (peak - exact).to(lse.dtype)], -1)
-        seen = lse.unsqueeze(-1) != -math.inf
-        statistics = statistics.where(seen, lse.new_tensor([0.0, -math.inf]))
     shared = attention.bias, attention.sinks
     needs = [True, True, True, *(x is not None for x in shared)]
-    found = autograd.gradients(op, arguments, grads, (*outputs, statistics), needs)
+    found = autograd.gradients(op, arguments, grads, outputs, needs)
     return [x if need else None for x, need in zip(found, needs)]
 
 

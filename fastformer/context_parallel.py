@@ -4,15 +4,17 @@
                   and gives the rows back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It moves the
                   rows of query, key, value and output once.
     ring          Keys and values pass from process to process; each computes what its own queries
-                  see of them, and merges by lse (Liu et al. 2023, "Ring Attention with Blockwise
+                  see of them, and merges that (Liu et al. 2023, "Ring Attention with Blockwise
                   Transformers"). The next keys are on their way while these are computed.
 
 Each part is a call of the op with its `shard`, so that causality, windows, lengths, ALiBi and
-dropout are those of one process. With o_s and lse_s of the part s of the keys,
-    lse = log sum_s exp(lse_s)      w_s = exp(lse_s - lse)      o = sum_s w_s o_s
-The ring saves the rows of its own process alone, their output and lse. Its backward passes keys and
+dropout are those of one process. The part s of the keys has the output o_s, the largest score m_s
+and l_s = sum_j exp(score_j - m_s). m_s and log l_s stay apart: their sum, the lse, is rounded, and
+beside a large m_s it has no digits left for l_s.
+    m = max_s m_s      w_s = l_s exp(m_s - m)      l = sum_s w_s      o = sum_s w_s o_s / l
+The ring saves the rows of its own process alone, with o, m and l. Its backward passes keys and
 values round again, with the sums of their gradients behind them: that of a part is the backward of
-the op, given o and lse of the whole, which no forward of the part has to be computed for.
+the op, given o, m and l of the whole, which no forward of the part has to be computed for.
 """
 
 from __future__ import annotations
@@ -247,7 +249,7 @@ class context_parallel:
         plan = _Plan(self, query, key, attention, first)
         if self.method == "all-to-all" and plan.obstacle is not None:
             raise ValueError(f"{plan.obstacle}; expected method='ring' or 'auto'")
-        if self.size == 1:
+        if self.size == 1 or not plan.keys:  # there is nothing to exchange
             out, lse = plan.op((query, key, value), attention._replace(shard=plan.whole))
         elif plan.obstacle is None and self.method != "ring":
             out, lse = plan.by_heads(query, key, value)
@@ -417,9 +419,36 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.context, not ctx.to_heads), None, None
 
 
-def _weight(lse: Tensor, whole: Tensor) -> Tensor:
-    """Return exp(lse - whole), and 0 where no key is seen."""
-    return (lse - whole.masked_fill(whole == -torch.inf, 0.0)).exp().unsqueeze(-1)
+class Merged:
+    """Attention of rows of queries to parts of the keys, which are added one after another."""
+
+    def __init__(self, query: Tensor, width: int) -> None:
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        rows, self.unit = query.shape[:3], 1.0
+        self.sums = query.new_zeros(*rows, width, dtype=wide)  # sum_s w_s o_s
+        self.total = query.new_zeros(rows, dtype=wide)
+        self.peak = query.new_full(rows, torch.finfo(wide).min, dtype=wide)
+
+    def add(self, rows: slice, output: Tensor, peak: Tensor, total: Tensor, unit: float) -> None:
+        """Add a part, as `backends.attention_part` returns it, of some of the rows."""
+        self.unit = unit
+        sums, totals, peaks = (x[:, :, rows] for x in (self.sums, self.total, self.peak))
+        peak = peak.where(total != 0, -torch.inf)  # of nothing, it may be any
+        highest = torch.maximum(peaks, peak)
+        kept, weight = ((peaks - highest) * unit).exp(), total * ((peak - highest) * unit).exp()
+        sums.mul_(kept.unsqueeze(-1)).add_(output * weight.unsqueeze(-1))
+        totals.mul_(kept).add_(weight)
+        peaks.copy_(highest)
+
+    def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs that `backends.attention_gradients` takes; the first is not rounded to
+        the dtype of the query.
+        """
+        log_sum, empty = self.total.log(), self.total == 0
+        output = self.sums / self.total.masked_fill(empty, 1.0).unsqueeze(-1)
+        offset = (-log_sum / self.unit).masked_fill(empty, -torch.inf)
+        statistics = torch.stack([self.peak, offset], -1)
+        return output, self.peak * self.unit + log_sum, statistics
 
 
 class _Ring(torch.autograd.Function):
@@ -436,9 +465,7 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         context = plan.context
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        merged = Merged(query, value.shape[3])
         now: list[Tensor] = [key.contiguous(), value.contiguous()]
         for step in range(context.size):
             owner = (context.rank - step) % context.size
@@ -447,27 +474,25 @@ class _Ring(torch.autograd.Function):
             for q, k in plan.blocks(owner, query, key):
                 rows, keys = q.rows, k.rows
                 inputs = query[:, :, rows], *(x[:, :, keys] for x in now)
-                part, sums = plan.op(inputs, plan.of_block(q, k))
-                before = lse[:, :, rows].clone()
-                lse[:, :, rows] = whole = torch.logaddexp(before, sums)
-                kept = out[:, :, rows] * _weight(before, whole)
-                out[:, :, rows] = kept + part.to(wide) * _weight(sums, whole)
+                merged.add(rows, *backends.attention_part(inputs, plan.of_block(q, k)))
             for work in works:
                 work.wait()
             now = coming
         ctx.plan, ctx.backend = plan, backends.current_backend()
+        out, lse, statistics = merged.outputs()
         output = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, bias, sinks, output, lse)
+        ctx.save_for_backward(query, key, value, bias, sinks, output, lse, statistics)
         return output, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, sinks, output, lse = ctx.saved_tensors
+        query, key, value, bias, sinks, *outputs = ctx.saved_tensors
+        wide = outputs[1].dtype
         plan, context = ctx.plan, ctx.plan.context
-        dq = torch.zeros_like(query, dtype=lse.dtype)
+        dq = torch.zeros_like(query, dtype=wide)
         dbias, dsinks = (
-            None if x is None else torch.zeros_like(x, dtype=lse.dtype) for x in (bias, sinks)
+            None if x is None else torch.zeros_like(x, dtype=wide) for x in (bias, sinks)
         )
         now: list[Tensor] = [key.contiguous(), value.contiguous()]
         mine: list[Tensor] = []  # the gradients of the keys and values of this process
@@ -477,14 +502,14 @@ class _Ring(torch.autograd.Function):
             owner = (context.rank - step) % context.size
             last = step + 1 == context.size
             coming, works = (now, []) if last else context.pass_on(*now)
-            own = [torch.zeros_like(x, dtype=lse.dtype) for x in now]
+            own = [torch.zeros_like(x, dtype=wide) for x in now]
             for q, k in plan.blocks(owner, query, key):
                 rows, keys = q.rows, k.rows
                 inputs = query[:, :, rows], *(x[:, :, keys] for x in now)
-                outputs = output[:, :, rows], lse[:, :, rows].contiguous()
+                of_rows = [[x[:, :, rows] for x in y] for y in (grads, outputs)]
                 with backends.use_backend(ctx.backend):
                     found = backends.attention_gradients(
-                        [g[:, :, rows] for g in grads], inputs, plan.of_block(q, k), outputs
+                        of_rows[0], inputs, plan.of_block(q, k), of_rows[1]
                     )
                 sums = dq[:, :, rows], *(x[:, :, keys] for x in own), plan.part(dbias, q, k), dsinks
                 for total, gradient in zip(sums, found):

@@ -143,8 +143,10 @@ def scaled_dot_product_attention(
             key, and the H, Sq and Sk of the whole, 0 for those of this call. Causality, window,
             alignment, ALiBi and dropout are then those of the whole, and `key_lengths` has its
             lengths; the other tensors have the part of the shard. Beside dropout, query and key
-            are multiples of 16. Outputs of shards of the keys are merged by their lse, and the
-            sinks belong to one of these alone.
+            are multiples of 16. The sinks belong to one shard of the keys alone. Outputs of shards
+            of the keys are merged by their lse; its rounding, up to 2^-24 |lse| in float32, is then
+            the relative error of their weights, 6% for |lse| = 1e6. `context_parallel` has no such
+            error.
 
     Mask, bias, causality, window and lengths combine: a query sees a key where all allow it.
     Four queries (down) and six keys (across), x where the query sees the key:

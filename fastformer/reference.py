@@ -530,15 +530,17 @@ def _scores(
     return torch.cat([scores, column], -1)
 
 
-def _log_sum_exp(scores: Tensor) -> Tensor:
-    """Compute logsumexp over the last dimension, with a gradient that keeps its digits where the
-    result is large: the gradient of torch's op takes exp(score - result).
+def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum over the last dimension, without gradient, and the log-sum beside it: they
+    add up to logsumexp. Their gradient keeps its digits where that is large: the gradient of
+    torch's op takes exp(score - result).
     """
     if scores.shape[-1] == 0:
-        return scores.logsumexp(-1)
+        log_sum = scores.logsumexp(-1)
+        return torch.zeros_like(log_sum), log_sum
     peak = scores.detach().amax(-1, keepdim=True)
     peak = peak.masked_fill(peak.isinf(), 0.0)
-    return (scores - peak).logsumexp(-1) + peak.squeeze(-1)
+    return peak.squeeze(-1), (scores - peak).logsumexp(-1)
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
@@ -691,8 +693,13 @@ def _differentiates(*tensors: Tensor | None) -> bool:
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    return_lse: bool = False,
+    apart: bool = False,  # return lse as the two terms of `_log_sum_exp`
+) -> Any:
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
@@ -722,12 +729,13 @@ def scaled_dot_product_attention(
     if not return_lse:
         return out
     scores = scores if query.dtype == torch.float64 else scores.float()
-    lse = _log_sum_exp(scores)
-    if empty is not None:
-        sinks = attention.sinks
-        nothing = float("-inf") if sinks is None else sinks.to(lse.dtype).view(-1, 1)
-        lse = torch.where(empty.squeeze(-1), nothing, lse)
-    return out, lse
+    peak, log_sum = _log_sum_exp(scores)
+    if empty is not None:  # such a row sees its sink alone
+        empty, sinks = empty.squeeze(-1), attention.sinks
+        sink = peak.new_full((1, 1), float("-inf")) if sinks is None else sinks.view(-1, 1)
+        least = sink.detach().masked_fill(sink.isinf(), 0.0).to(peak.dtype)
+        peak, log_sum = torch.where(empty, least, peak), torch.where(empty, sink - least, log_sum)
+    return (out, peak, log_sum) if apart else (out, peak + log_sum)
 
 
 def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
@@ -759,13 +767,15 @@ def attention_gradients(
     attention: Attention,
     outputs: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Return the gradients of query, key, value, bias and sinks, of a part of the keys, given
-    output and lse of all keys: with the scores S of the part, of which dropout leaves Z,
+    """Return the gradients of query, key, value, bias and sinks, of a part of the keys, given the
+    outputs for all keys: output, lse, and [.., 2], the maximum of the scores and minus the log-sum
+    beside it, or -inf for a row that sees nothing. With the scores S of the part, of which dropout
+    leaves Z,
 
         P = exp(S - lse)   dV = (Z P)^T dO   dS = P (Z dO V^T - delta)   delta = dO . O - dlse
     """
     grad, grad_lse = grads
-    (query, key, value), (output, lse) = inputs, outputs
+    (query, key, value), (output, lse, statistics) = inputs, outputs
     given = query, key, value, attention.bias, attention.sinks
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
@@ -779,7 +789,8 @@ def attention_gradients(
             k, values = _grouped(k, heads).masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
         scores = _scores(q, _grouped(k, heads), described, added, visible)
     here = scores.detach().to(lse.dtype)
-    weights = (here - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)).exp()
+    peak, offset = statistics.unsqueeze(-2).unbind(-1)
+    weights = (here - peak + offset).exp()
     kept = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
     moved = grad @ values.detach().mT
     drop = _dropped_weights(kept, attention)

@@ -22,10 +22,14 @@ OPTIONS = {
     "bottom right, lengths": dict(
         is_causal=True, causal_alignment="bottom_right", key_lengths=True, longer=True
     ),
-    "window, sinks, dropout": dict(window=(20, 3), sinks=True, **SEED),
+    # Its edges see a single key of some blocks.
+    "window, sinks, dropout": dict(window=(17, 1), sinks=True, **SEED),
     "rows of a mask, alibi": dict(attn_mask=True, alibi_slopes=True),
     "rows of a bias, causal, dropout": dict(bias=True, is_causal=True, **SEED),
     "bias of keys, softcap, lengths": dict(key_bias=True, softcap=3.0, key_lengths=True),
+    "bias of rows, dropout": dict(row_bias=True, **SEED),
+    "large biases, dropout": dict(bias=True, large=True, **SEED),
+    "large slopes, dropout": dict(alibi_slopes=True, large=True, **SEED),
 }
 WAYS = {
     "ring": dict(method="ring"),
@@ -33,7 +37,14 @@ WAYS = {
     "auto": {},
     "all-to-all, in a row": dict(method="all-to-all", balanced=False),
 }
-WITH_ROWS = ("rows of a mask, alibi", "rows of a bias, causal, dropout")
+WITH_ROWS = (
+    "rows of a mask, alibi",
+    "rows of a bias, causal, dropout",
+    "bias of rows, dropout",
+    "large biases, dropout",
+    "large slopes, dropout",
+)
+LARGE = (-1e4, -1e6, -1e9, torch.finfo(torch.float32).min)
 
 
 def cases():
@@ -61,6 +72,8 @@ def made(options, world, dtype):
     )
     if options.pop("bias", None):
         tensors["bias"] = normal(HEADS, rows, columns)
+    if options.pop("row_bias", None):
+        tensors["bias"] = normal(HEADS, rows, 1)
     if options.pop("key_bias", None):
         tensors["bias"] = normal(BATCH, 1, 1, columns)
     if options.pop("sinks", None):
@@ -71,6 +84,15 @@ def made(options, world, dtype):
         options["alibi_slopes"] = 0.5 ** torch.arange(1.0, HEADS + 1)
     if options.pop("key_lengths", None):
         options["key_lengths"] = torch.tensor([columns - 21, 9])
+    if options.pop("large", None):  # in rows whose scores are equal, which lose nothing beside it
+        tensors["query"][:, :, ::2] = 0.0
+        if "bias" in tensors:
+            for i, value in enumerate(LARGE):
+                tensors["bias"][:, 2 * i :: 2 * len(LARGE)] = value
+        else:  # these rows see the keys before and after their own alone, which are as far
+            options["alibi_slopes"] = torch.tensor([1.0, 30.0, 300.0, 1000.0])
+            options["attn_mask"] = ~torch.eye(rows, columns, dtype=torch.bool)
+            options["attn_mask"][1::2] = True
     return tensors, options
 
 
@@ -128,7 +150,7 @@ def context(folder):
         own = ff.context_parallel(mesh, **way)
         kernels = world == 2 and way in (WAYS["ring"], WAYS["auto"]) and "dropout" in name
         for backend in ("reference", "triton") if kernels else ("reference",):
-            exact = backend == "reference"
+            exact = backend == "reference" and "large" not in name
             dtype, bound = (torch.float64, 1e-11) if exact else (torch.float32, 1e-5)
             try:
                 with ff.use_backend(backend):
@@ -225,6 +247,38 @@ def context_one_row(folder):
         said = ff.explain("scaled_dot_product_attention", *given)
     torch.testing.assert_close(have, own.shard(want, 2))
     assert said.backend == "reference"
+
+
+def context_no_keys(folder):
+    """Where there are no keys, a query sees its sink once."""
+    world = dist.get_world_size()
+    query, key = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 0, 8)
+    for way in WAYS.values():
+        sinks = torch.randn(4, requires_grad=True)
+        with ff.context_parallel(init_device_mesh("cpu", (world,)), **way):
+            out, lse = ff.scaled_dot_product_attention(
+                query, key, key, sinks=sinks, return_lse=True
+            )
+        assert torch.equal(out, torch.zeros_like(query))
+        assert torch.equal(lse, sinks.view(-1, 1).expand(1, 4, 4))
+        weight = torch.randn_like(lse)
+        (grad,) = torch.autograd.grad(lse, sinks, weight)
+        torch.testing.assert_close(grad, weight.sum((0, 2)))
+
+
+def context_within(folder):
+    """Sequences and heads that are a part of more, whose dropout they have."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(4)
+    query, key, value = (torch.randn(3, 8, 32 * world, 8, dtype=torch.float64) for _ in range(3))
+    want = ff.scaled_dot_product_attention(query, key, value, **SEED)[1:, 2:6]
+    for way in WAYS.values():
+        own = ff.context_parallel(mesh, **way, shard=ff.Shard(1, 2, heads=8))
+        given = (own.shard(x[1:, 2:6], 2) for x in (query, key, value))
+        with own:
+            have = ff.scaled_dot_product_attention(*given, **SEED)
+        torch.testing.assert_close(have, own.shard(want, 2))
 
 
 MODELS = {

@@ -13,10 +13,12 @@ from context_checks import (  # noqa: F401
     context,
     context_copy_task,
     context_model,
+    context_no_keys,
     context_one_row,
     context_order,
     context_refusals,
     context_seed,
+    context_within,
 )
 from dtensor_checks import (  # noqa: F401
     P,

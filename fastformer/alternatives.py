@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.description import Attention, unpack
+from fastformer.description import Attention, beyond_torch, unpack
 
 Function = Callable[..., tuple[Any, ...]]
 _aten = torch.ops.aten
@@ -159,11 +159,9 @@ def signature(op: str, arguments: Mapping[str, Any]) -> Hashable | None:
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Any:
-    mask, dropout_p, causal, _, bias, lengths, window, _, slopes, softcap, sinks = attention[:11]
-    if dropout_p or any(
-        x is not None for x in (mask, bias, lengths, window, slopes, softcap, sinks)
-    ):
+    if beyond_torch(attention):
         return None
+    causal = attention.is_causal
     sizes = query.shape, key.shape, value.shape
     if causal and attention.shard is not None:
         return None

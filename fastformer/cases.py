@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.description import Attention
+from fastformer.description import Attention, power_of_2, words
 
 Sizes = dict[str, int]
 Arguments = dict[str, Any]  # of an op, by name
@@ -52,11 +52,6 @@ class Case(NamedTuple):
         """
         make = Maker(device, getattr(torch, self.dtype), seed, self.gradient)
         return _FAMILIES[self.op].build(make, dict(self.sizes), dict(self.options))
-
-
-def power_of_2(n: int) -> int:
-    """Round a size up."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _words(options: Iterable[tuple[str, Any]]) -> list[str]:
@@ -118,40 +113,13 @@ class _Family(NamedTuple):
 DROPOUT, SEED = 0.1, 7
 
 
-def _kind(x: Tensor | None) -> str | bool:
-    """Say what a mask or a bias depends on: keys, rows or all."""
-    if x is None:
-        return False
-    if x.dim() < 2 or x.shape[-2] == 1:
-        return "keys"
-    return "rows" if x.shape[-1] == 1 else "all"
-
-
-def _options_of(attention: Attention) -> Options:
-    bias, window = attention.bias, attention.window or (-1, -1)
-    return dict(
-        causal=attention.is_causal,
-        bottom_right=attention.causal_alignment == "bottom_right",
-        left=power_of_2(window[0]) if window[0] >= 0 else False,
-        right=power_of_2(window[1]) if window[1] >= 0 else False,
-        mask=_kind(attention.attn_mask),
-        bias=_kind(bias),
-        bias_gradient=bias is not None and bias.requires_grad,
-        lengths=attention.key_lengths is not None,
-        alibi=attention.alibi_slopes is not None,
-        softcap=attention.softcap is not None,
-        sinks=attention.sinks is not None,
-        dropout=attention.dropout_p > 0,
-    )
-
-
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> tuple[Sizes, Options]:
     B, H, Sq, D = query.shape
     sizes = dict(B=B, H=H, G=key.shape[1], Sq=Sq, Sk=key.shape[2], D=D, Dv=value.shape[3])
     inside = H > 1 and Sq > 1 and query.stride(1) < query.stride(2)
-    return sizes, dict(heads_inside=inside, **_options_of(attention))
+    return sizes, dict(heads_inside=inside, **words(attention))
 
 
 def _attention_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
@@ -210,7 +178,7 @@ def _packed(
     assert attention.cu_seqlens_q is not None
     sizes = dict(B=attention.cu_seqlens_q.shape[0] - 1, H=query.shape[1], G=key.shape[1])
     sizes |= dict(Sq=attention.max_q, Sk=attention.max_k, D=query.shape[2], Dv=value.shape[2])
-    return sizes, _options_of(attention)
+    return sizes, words(attention)
 
 
 def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
@@ -235,7 +203,7 @@ def _paged(
     B, H, Sq, D = query.shape
     _, page, G, Dv = value_pages.shape
     sizes = dict(B=B, H=H, G=G, Sq=Sq, Sk=block_table.shape[1] * page, D=D, Dv=Dv, page=page)
-    return sizes, _options_of(attention)
+    return sizes, words(attention)
 
 
 def _paged_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:

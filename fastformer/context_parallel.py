@@ -36,7 +36,7 @@ from fastformer.checks import (
     require_tensor,
     shape_of,
 )
-from fastformer.description import Attention, Shard
+from fastformer.description import OPTIONS, Attention, Shard, beyond_torch
 
 METHODS = ("auto", "all-to-all", "ring")
 
@@ -328,10 +328,10 @@ class _Plan:
         context, heads = self.context, self.heads // self.context.size
         first = context.rank * heads
         own: dict[str, Any] = {}
-        for name, dim in (("attn_mask", 3), ("bias", 3), ("alibi_slopes", 1), ("sinks", 1)):
-            x = getattr(self.attention, name)
-            if x is not None and x.dim() >= dim and x.shape[-dim] > 1:
-                own[name] = x.narrow(-dim, first, heads)
+        for option in OPTIONS:
+            x, dim = getattr(self.attention, option.name), option.dims[::-1].find("h") + 1
+            if dim and x is not None and x.dim() >= dim and x.shape[-dim] > 1:
+                own[option.name] = x.narrow(-dim, first, heads)
         inputs = [
             context._in_order(_Exchange.apply(x, context, True), 2) for x in (query, key, value)
         ]
@@ -361,9 +361,7 @@ class _Plan:
         ]
 
     def _is_plain(self) -> bool:
-        a = self.attention
-        tensors = a.attn_mask, a.bias, a.key_lengths, a.window, a.alibi_slopes, a.sinks
-        return not (a.is_causal or a.dropout_p) and all(x is None for x in tensors)
+        return not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         a = self.attention

@@ -4,11 +4,14 @@
 registered ops take its fields one by one, because torch.library knows tensors, numbers and strings
 alone: `SCHEMA` and `PACKED_SCHEMA` spell them, `pack` takes a description apart and `unpack` makes
 one again.
+
+`OPTIONS` declares each option once. The schema, the dimensions that sharding splits, the words of a
+measurement, and the test whether torch's op may compute a call are made from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -86,14 +89,128 @@ class Attention(NamedTuple):
     max_k: int = 0
 
 
-SCHEMA = (
-    "Tensor? attn_mask, float dropout_p, bool is_causal, float scale, Tensor? bias, "
-    "Tensor? key_lengths, int[]? window, str causal_alignment, Tensor? alibi_slopes, "
-    "float? softcap, Tensor? sinks, Tensor? dropout_seed, SymInt[]? shard"
+# ----------------------------------------------------------------------------------------- options
+
+Words = dict[str, Any]  # the name of a measurement has those that are not False
+
+
+class Option(NamedTuple):
+    """What the package has to know of an option of attention beside its mathematics.
+
+    name: of the field of `Attention`.
+    schema: its type in the schema of a registered op.
+    words: returns, given the value, the words that tell a measurement of it from others; None for
+        the name, where the option is given.
+    dims: of a tensor, what its last dimensions are: b batch, h heads, q queries, k keys; "." is
+        never sharded.
+    broadcasts: whether a dimension may have size 1 in place of that size.
+    by_torch: whether torch's fused ops compute it. If not, no call that has it is given to them.
+    packed: whether a packed batch takes it.
+    """
+
+    name: str
+    schema: str
+    words: Callable[[Any], Words] | None = None
+    dims: str = ""
+    broadcasts: bool = False
+    by_torch: bool = False
+    packed: bool = False
+
+    def words_of(self, x: Any) -> Words:
+        """Return the words of a value."""
+        return {self.name: _is_given(x)} if self.words is None else self.words(x)
+
+    def dims_of(self, x: Tensor) -> str:
+        """Return a letter of `dims` for each dimension of x, "." for one that broadcasts."""
+        dims = self.dims[-x.dim() :] if x.dim() else ""
+        if not self.broadcasts:
+            return dims
+        return "".join("." if size == 1 else dim for dim, size in zip(dims, x.shape))
+
+
+def _is_given(x: Any) -> bool:
+    return isinstance(x, Tensor) or bool(x)
+
+
+def _no_words(x: Any) -> Words:
+    return {}
+
+
+def power_of_2(n: int) -> int:
+    """Round a size up."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _varies_over(x: Tensor | None) -> str | bool:
+    """Return whether a mask or a bias varies over "keys", over "rows", queries, or "all"."""
+    if x is None:
+        return False
+    if x.dim() < 2 or x.shape[-2] == 1:
+        return "keys"
+    return "rows" if x.shape[-1] == 1 else "all"
+
+
+def _sides(window: tuple[int, int] | None) -> Words:
+    sides = zip(("left", "right"), window or (-1, -1))
+    return {side: power_of_2(n) if n >= 0 else False for side, n in sides}
+
+
+OPTIONS = (
+    Option("attn_mask", "Tensor?", lambda x: dict(mask=_varies_over(x)), "bhqk", broadcasts=True),
+    Option("dropout_p", "float", lambda x: dict(dropout=x > 0), packed=True),
+    Option("is_causal", "bool", lambda x: dict(causal=x), by_torch=True, packed=True),
+    Option("scale", "float", _no_words, by_torch=True, packed=True),
+    Option(
+        "bias",
+        "Tensor?",
+        lambda x: dict(bias=_varies_over(x), bias_gradient=x is not None and x.requires_grad),
+        "bhqk",
+        broadcasts=True,
+    ),
+    Option("key_lengths", "Tensor?", lambda x: dict(lengths=x is not None), "b"),
+    Option("window", "int[]?", _sides, packed=True),
+    Option(
+        "causal_alignment",
+        "str",
+        lambda x: dict(bottom_right=x == "bottom_right"),
+        by_torch=True,
+        packed=True,
+    ),
+    Option("alibi_slopes", "Tensor?", lambda x: dict(alibi=x is not None), "bh"),
+    Option("softcap", "float?"),
+    Option("sinks", "Tensor?", dims="h", packed=True),
+    Option("dropout_seed", "Tensor?", _no_words, ".", by_torch=True, packed=True),
+    Option("shard", "SymInt[]?", _no_words, by_torch=True, packed=True),
 )
+SCHEMA = ", ".join(f"{option.schema} {option.name}" for option in OPTIONS)
 PACKED_SCHEMA = SCHEMA + ", Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k"
-_PADDED = SCHEMA.count(",") + 1
+PADDED_OPTIONS = tuple(option.name for option in OPTIONS if not option.packed)
 _WINDOW, _SHARD = map(Attention._fields.index, ("window", "shard"))
+_BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)
+
+
+def words(attention: Attention) -> Words:
+    """Return what a measurement of attention depends on beside the sizes and the dtype."""
+    return {
+        word: value
+        for option in OPTIONS
+        for word, value in option.words_of(getattr(attention, option.name)).items()
+    }
+
+
+def dims(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the dimensions of the options that are tensors, given the fields by name."""
+    return {
+        o.name: o.dims_of(fields[o.name]) for o in OPTIONS if isinstance(fields[o.name], Tensor)
+    }
+
+
+def beyond_torch(attention: Attention) -> list[str]:
+    """Return the names of the options of a call that torch's fused ops do not compute.
+
+    Causality is not among them: the caller has to know from which corner it counts.
+    """
+    return [name for name, i in _BEYOND_TORCH if (x := attention[i]) is not None and _is_given(x)]
 
 
 def pack(arguments: Iterable[Any]) -> list[Any]:
@@ -101,7 +218,7 @@ def pack(arguments: Iterable[Any]) -> list[Any]:
     flat: list[Any] = []
     for x in arguments:
         if isinstance(x, Attention):
-            flat += x[:_PADDED] if x.cu_seqlens_q is None else x
+            flat += x[: len(OPTIONS)] if x.cu_seqlens_q is None else x
         else:
             flat.append(x)
     return flat

@@ -41,6 +41,7 @@ from fastformer.checks import (
     require_token,
     shape_of,
 )
+from fastformer.description import PADDED_OPTIONS
 from fastformer.padding import Packing, pad, require_tokens
 from fastformer.stream import (
     GATED,
@@ -460,8 +461,8 @@ class MultiHeadedAttention(AliasedModule):
         self, inputs: dict[str, Tensor], packing: Packing, options: dict[str, Any]
     ) -> Tensor:
         """Return the output [tokens, d_model] of inputs [tokens, d_model]."""
-        for name in ("bias", "alibi_slopes", "softcap", "key_lengths"):
-            if options.pop(name) is not None:
+        for name in PADDED_OPTIONS:
+            if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is given together with a Packing; expected None")
         linears = list(self.linears)
         for name, x in inputs.items():

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.description import Attention, RowShard, row_shard
+from fastformer.description import Attention, RowShard, beyond_torch, row_shard
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
 # draws the words of tiles, 4x32 those of rows.
@@ -564,32 +564,32 @@ def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
 
 
 def _is_plain(attention: Attention) -> bool:
-    """Say whether at most a causal mask from the top left changes the scores."""
-    mask, _, is_causal, _, bias, lengths, window, alignment, slopes = attention[:9]
-    if mask is not None or bias is not None or lengths is not None or window is not None:
-        return False
-    if is_causal and attention.shard is not None:
-        return False
-    return slopes is None and not (is_causal and alignment == "bottom_right")
+    """Return whether at most a causal mask from the top left changes the scores."""
+    return _is_causal_as_torch(attention) and not beyond_torch(attention)
+
+
+def _is_causal_as_torch(attention: Attention) -> bool:
+    """Return whether causality, if there is any, counts from the top left of these scores."""
+    if not attention.is_causal:
+        return True
+    return attention.shard is None and attention.causal_alignment == "top_left"
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
     """Call torch's op with causality alone, a mask alone or a bias alone; return None for any other
     description, and where key, value or result need more preparation.
     """
-    mask, _, is_causal, scale, bias, lengths, window, _, slopes = attention[:9]
-    if lengths is not None or window is not None or slopes is not None:
-        return None
-    if mask is None and bias is None:
-        if not _is_plain(attention):
+    others, is_causal, scale = beyond_torch(attention), attention.is_causal, attention.scale
+    if not others:
+        if not _is_causal_as_torch(attention):
             return None
         return _plain(query, key, value, is_causal, scale)
-    if is_causal or not eager(query):
+    if len(others) > 1 or is_causal or not eager(query):
         return None
-    if bias is None:
-        assert mask is not None
+    mask, bias = attention.attn_mask, attention.bias
+    if mask is not None:
         return _masked_attention(query, key, value, mask, scale)
-    return _biased_attention(query, key, value, bias, scale) if mask is None else None
+    return None if bias is None else _biased_attention(query, key, value, bias, scale)
 
 
 def _plain(

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fastformer.description import Attention, RowShard
+from fastformer.description import Attention, RowShard, dims
 from fastformer.description import Shard as AttentionShard
 
 Arguments = dict[str, Any]
@@ -84,15 +84,7 @@ def _of_attention(arguments: Arguments) -> dict[str, str]:
         letters = {"query": ".hd", "key": ".hd", "value": ".he"}
     else:
         letters |= {"key": "bhkd", "value": "bhke"}
-    for name in ("attn_mask", "bias"):
-        x = arguments[name]
-        if x is not None:
-            named = zip("bhqk"[-x.dim() :] if x.dim() else "", x.shape)
-            letters[name] = "".join("." if size == 1 else letter for letter, size in named)
-    slopes = arguments["alibi_slopes"]
-    if slopes is not None:
-        letters["alibi_slopes"] = "bh"[-slopes.dim() :]
-    letters |= {"key_lengths": "b", "sinks": "h", "dropout_seed": "."}
+    letters |= dims(arguments)
     letters |= {"cu_seqlens_q": ".", "cu_seqlens_k": "."}
     return _present(letters, arguments)
 

@@ -12,6 +12,7 @@ With --broken each of these mutants of sharding_mutants.py runs its check in a g
 """
 
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -33,9 +34,9 @@ torch.set_num_threads(1)  # before the fork: no pool of threads is there to be l
 
 import parallel_checks
 from fastformer.kernels import interpreter
-from sharding_mutants import BROKEN
+from sharding_mutants import BROKEN, FOLDER, SOURCES
 
-from fastformer import sharding
+from fastformer import description
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 interpreter.repair()
@@ -93,10 +94,16 @@ def run(world: int, file: str, names: list[str], broken: tuple[str, str] | None 
 
 
 def replace_rule(rule: str, broken: str) -> None:
-    """Run the text of `sharding` once more, with a rule of it broken."""
-    source = Path(sharding.__file__).read_text()
+    """Run the text of the module that has a rule once more, with the rule broken."""
+    [path] = [path for path in SOURCES if rule in path.read_text()]
+    source = path.read_text()
     assert source.count(rule) == 1, rule
-    exec(compile(source.replace(rule, broken), sharding.__file__, "exec"), vars(sharding))
+    name = ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts)
+    module = importlib.import_module(name)
+    names = dict(vars(module)) if module is description else vars(module)
+    exec(compile(source.replace(rule, broken), str(path), "exec"), names)
+    if module is description:  # whose classes others have imported
+        description.OPTIONS = names["OPTIONS"]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""Rules of fastformer/sharding.py that are broken by hand, each with a check of parallel_checks.py
-that has to fail: (check, the text of the rule, the broken text).
+"""Rules of sharding that are broken by hand, each with a check of parallel_checks.py that has to
+fail: (check, the text of the rule, the broken text). The text stands in one of SOURCES.
 """
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
+SOURCES = [FOLDER / "sharding.py", FOLDER / "description.py"]
 
 BROKEN = [
     # ---- which dimensions are split
-    ("attention", '"key_lengths": "b", "sinks": "h"', '"key_lengths": ".", "sinks": "h"'),
-    ("attention", '"key_lengths": "b", "sinks": "h"', '"key_lengths": "b", "sinks": "."'),
-    ("attention", '"bh"[-slopes.dim() :]', '".h"[-slopes.dim() :]'),
-    ("attention", '"." if size == 1 else letter for', '"." if letter == "b" else letter for'),
+    ("attention", 'dict(lengths=x is not None), "b")', 'dict(lengths=x is not None), ".")'),
+    ("attention", '"sinks", "Tensor?", dims="h"', '"sinks", "Tensor?", dims="."'),
+    ("attention", 'dict(alibi=x is not None), "bh")', 'dict(alibi=x is not None), ".h")'),
+    ("attention", '"." if size == 1 else dim for', '"." if dim == "b" else dim for'),
     ("attention", 'x["query"][:-1]), "hbq")', 'x["query"][:-1]), "bhq")'),
     ("attention", 'x["query"][:-1]), "hbq")', 'x["query"][:-1]), "hb")'),
     ("other_attention", '"block_table": "b."', '"block_table": ".."'),

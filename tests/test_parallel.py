@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharding_mutants import BROKEN
+from sharding_mutants import BROKEN, SOURCES
 
 import fastformer as ff
 from fastformer import cli
@@ -51,7 +51,7 @@ def test_ops_as_dtensors(tmp_path):
 
 def test_a_broken_rule_fails(tmp_path, request):
     """Each rule of sharding_mutants.py, broken, is found by its check."""
-    source = (HERE.parent / "fastformer" / "sharding.py").read_text()
+    source = "".join(path.read_text() for path in SOURCES)
     checks = (HERE / "parallel_checks.py").read_text()
     for check, rule, _ in BROKEN:
         assert source.count(rule) == 1, rule

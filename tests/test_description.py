@@ -1,0 +1,75 @@
+"""The one declaration of the options of attention, and what is made from it."""
+
+import inspect
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer import description
+from fastformer.description import OPTIONS, PADDED_OPTIONS, Attention, Option
+
+NAMES = [option.name for option in OPTIONS]
+PLAIN = Attention(None, 0.0, False, 0.5)
+VALUES = dict(
+    attn_mask=torch.ones(2, 1, 3, 5, dtype=torch.bool),
+    dropout_p=0.1,
+    bias=torch.zeros(4, 1, 5),
+    key_lengths=torch.ones(2, dtype=torch.int64),
+    window=(3, -1),
+    alibi_slopes=torch.ones(4),
+    softcap=5.0,
+    sinks=torch.zeros(4),
+)
+
+
+def test_every_option_is_declared():
+    """In the order of the fields: a schema is unpacked by their places."""
+    assert list(Attention._fields[: len(OPTIONS)]) == NAMES
+    assert description.PACKED_SCHEMA.count(",") + 1 == len(Attention._fields)
+    public = inspect.signature(ff.scaled_dot_product_attention).parameters
+    assert set(NAMES) <= set(public)
+    packed = inspect.signature(ff.packed_attention).parameters
+    assert tuple(name for name in NAMES if name not in packed) == PADDED_OPTIONS
+
+
+def test_torch_is_given_no_option_that_it_does_not_compute():
+    assert description.beyond_torch(PLAIN) == []
+    computed = PLAIN._replace(is_causal=True, causal_alignment="bottom_right", scale=2.0)
+    assert description.beyond_torch(computed) == []
+    assert set(VALUES) == {option.name for option in OPTIONS if not option.by_torch}
+    for name, x in VALUES.items():
+        assert description.beyond_torch(PLAIN._replace(**{name: x})) == [name]
+
+
+@pytest.mark.parametrize("name", [*VALUES, "is_causal", "causal_alignment"])
+def test_a_measurement_tells_every_option_apart(name):
+    x = VALUES.get(name, True if name == "is_causal" else "bottom_right")
+    assert description.words(PLAIN) != description.words(PLAIN._replace(**{name: x}))
+
+
+def test_an_option_is_declared_by_its_name_alone():
+    """Nothing of it is forgotten: torch does not get it, and a measurement names it."""
+    new = Option("parity", "bool")
+    assert not new.by_torch and not new.packed
+    assert new.words_of(False) == dict(parity=False) and new.words_of(True) == dict(parity=True)
+    assert Option("gate", "Tensor?").words_of(torch.zeros(1)) == dict(gate=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("attn_mask", (2, 4, 3, 5), "bhqk"),
+        ("attn_mask", (2, 1, 3, 5), "b.qk"),
+        ("bias", (3, 1), "q."),
+        ("bias", (), ""),
+        ("key_lengths", (1,), "b"),
+        ("alibi_slopes", (2, 4), "bh"),
+        ("alibi_slopes", (1,), "h"),
+        ("sinks", (4,), "h"),
+        ("dropout_seed", (1,), "."),
+    ],
+)
+def test_dimensions_that_are_sharded(name, shape, expected):
+    fields = PLAIN._replace(**{name: torch.zeros(shape)})._asdict()
+    assert description.dims(fields) == {name: expected}

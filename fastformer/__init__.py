@@ -8,6 +8,7 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this folder
     __path__.append(str(_here.parent))
 
+from fastformer import records as records  # which register the ops
 from fastformer.backends import current_backend, use_backend
 from fastformer.cache import DecoderCache, KVCache, PagedKVCache
 from fastformer.context_parallel import context_parallel

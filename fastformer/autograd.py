@@ -21,9 +21,9 @@ not retained. Tracing never asks for it.
 An op without a backward has no gradient: all its outputs are those that the caller gets.
 
 Under create_graph=True the gradient is taken through the reference instead, so that it can be
-differentiated again: through `reference.<op>` of the saved inputs, or, where the backward does not
-take all of them, by `reference.<op>_backward` of what it saves. The whole call goes through the
-reference where an input carries a forward-mode tangent.
+differentiated again: through the `reference` of the op's record, given the saved inputs, or, where
+the backward does not take all of them, by its `reference_backward`, given what is saved. The whole
+call goes through the reference where an input carries a forward-mode tangent.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer import reference
-from fastformer.alternatives import Alternative
 from fastformer.description import Attention, pack, unpack
+from fastformer.eager import written_out
+from fastformer.operation import OPERATIONS, Alternative
 
 
 class _Pair:
@@ -176,7 +176,7 @@ def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
     """Take the gradients by the reference, as a differentiable function of what is saved."""
-    backward = getattr(reference, pair.op + "_backward", None)
+    backward = OPERATIONS[pair.op].reference_backward
     if backward is not None:
         return list(backward(*incoming, *saved, needs))
     arguments = {pair.arguments[i]: x for i, x in zip(pair.from_arguments, saved, strict=False)}
@@ -191,8 +191,8 @@ def _through_reference(
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})
     if pair.fields:
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
-    with reference.written_out():
-        outputs = _as_tuple(getattr(reference, pair.op)(**arguments))
+    with written_out():
+        outputs = _as_tuple(OPERATIONS[pair.op].reference(**arguments))
     wanted = [x for x in inputs if x is not None]
     given = [grad for grad in incoming if grad is not None]
     results = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
@@ -237,8 +237,8 @@ def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
     pair = _pairs[name]
     values = pack(arguments.values())
     if _has_tangent(values):
-        with reference.written_out():
-            return getattr(reference, op)(**arguments)
+        with written_out():
+            return OPERATIONS[op].reference(**arguments)
     if torch.compiler.is_compiling():  # dynamo refuses one tensor in two places: attention(x, x, x)
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer import alternatives, autograd, cases, reference, tuning
-from fastformer.cases import Arguments
+from fastformer import autograd, cases, tuning
 from fastformer.description import Attention
+from fastformer.eager import eager
+from fastformer.operation import OPERATIONS, Arguments, Operation
 
-Op = Callable[..., Any]  # a public function
 BACKENDS = ("auto", "triton", "reference")
 # GPU models on which a run of the whole suite is committed under benchmarks/results.
 VERIFIED_GPUS: tuple[str, ...] = ()
@@ -53,9 +53,6 @@ _state = _State()
 _CHOICE = "fastformer: backend"  # the key under which torch hands it to the threads of autograd
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
-# Public ops by name, and the kernel file of each; `operation` fills these.
-OPERATIONS: dict[str, Op] = {}
-_kernel_files: dict[str, str] = {}
 _TUNED = "fastformer.kernels.tuned"
 _FIRST = "fastformer: first"  # likewise
 _DTENSOR = "torch.distributed.tensor"
@@ -139,19 +136,13 @@ class Choice(NamedTuple):
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
-def operation(kernel: str) -> Callable[[Op], Op]:
-    """Mark a function of `functional` as an op; its kernels are `fastformer.kernels.<kernel>`."""
-
-    def register(function: Op) -> Op:
-        op = function.__name__
-        OPERATIONS[op] = function
-        _kernel_files[op] = kernel
-        _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
-        for backend in ("triton", "reference"):
-            _explicit[op, backend] = Choice(op, backend, "it was chosen")
-        return function
-
-    return register
+def register(record: Operation) -> None:
+    """Make an op known to the dispatch, under the name of its public function."""
+    op = record.contract.__name__
+    OPERATIONS[op] = record
+    _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
+    for backend in ("triton", "reference"):
+        _explicit[op, backend] = Choice(op, backend, "it was chosen")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
@@ -164,7 +155,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     explained: list[Choice] = []
     _state.explained = explained
     try:
-        OPERATIONS[op](*args, **kwargs)
+        OPERATIONS[op].contract(*args, **kwargs)
     finally:
         _state.explained = None
     return explained[0]
@@ -173,8 +164,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
 def _import(op: str) -> bool:
     """Import the kernels of an op, once. Dynamo calls this function and does not trace it."""
     if op not in _kernels:
-        module = importlib.import_module("fastformer.kernels." + _kernel_files[op])
-        autograd.pair(op, alternatives.ALTERNATIVES.get(op, {}))
+        record = OPERATIONS[op]
+        module = importlib.import_module("fastformer.kernels." + record.kernel)
+        autograd.pair(op, record.alternatives)
         setattr(importlib.import_module(_TUNED), "source", tuning.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
@@ -243,10 +235,10 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
 
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return torch's own op for this call, where it was measured to be faster than the kernel."""
-    chosen = tuning.choices(first.device)
-    if not chosen or op not in alternatives.ALTERNATIVES or not reference.eager(first):
+    chosen, record = tuning.choices(first.device), OPERATIONS[op]
+    if not chosen or not record.alternatives or not eager(first):
         return None
-    signature = alternatives.signature(op, arguments)
+    signature = record.signature(arguments)
     if signature is None:
         return None
     key = op, first.device, cases.differentiated(arguments), signature
@@ -255,7 +247,7 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
         name = None if case is None else chosen.get((op, case.key))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
-        _alternatives[key] = name if name in alternatives.ALTERNATIVES[op] else None
+        _alternatives[key] = name if name in record.alternatives else None
     return _alternatives[key]
 
 
@@ -405,7 +397,7 @@ def run(op: str, **arguments: Any) -> Any:
     if choice.backend == "reference":
         if backend == "auto" and not torch.compiler.is_compiling():
             _log_once(choice)
-        return getattr(reference, op)(**arguments)
+        return OPERATIONS[op].reference(**arguments)
     return autograd.apply(op, arguments, "" if choice.backend == "triton" else choice.backend)
 
 
@@ -433,7 +425,7 @@ def attention_part(
         if choice.backend == "reference":
             if backend == "auto":
                 _log_once(choice)
-            output, peak, log_sum = reference.scaled_dot_product_attention(**arguments, apart=True)
+            output, peak, log_sum = OPERATIONS[op].reference(**arguments, apart=True)
             return output, peak, log_sum.exp(), 1.0
         alternative = "" if choice.backend == "triton" else choice.backend
         output, lse, statistics = autograd.outputs(op, arguments, alternative)
@@ -459,7 +451,9 @@ def attention_gradients(
     """
     op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
     if choose(op, arguments, current_backend()).backend == "reference":
-        return reference.attention_gradients(grads, inputs, attention, outputs)
+        by_reference = OPERATIONS[op].part_gradients
+        assert by_reference is not None
+        return by_reference(grads, inputs, attention, outputs)
     shared = attention.bias, attention.sinks
     needs = [True, True, True, *(x is not None for x in shared)]
     found = autograd.gradients(op, arguments, grads, outputs, needs)

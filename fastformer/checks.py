@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer import reference
+from fastformer.eager import eager
 
 _CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -114,7 +114,7 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
 
 def may_read(x: Tensor) -> bool:
     """Say whether checks read the values of x: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
-    return (x.device.type == "cpu" or _CHECK_ON_GPU) and reference.eager(x)
+    return (x.device.type == "cpu" or _CHECK_ON_GPU) and eager(x)
 
 
 def seed_tensor(

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 
 from fastformer import (
     backends,
+    cases,
     copy_task,
     environment,
     parallel_copy_task,
@@ -35,58 +36,7 @@ from fastformer import (
     tuning,
 )
 from fastformer._version import __version__
-
-
-def _gated_example(device: torch.device) -> tuple[Any, ...]:
-    z = torch.zeros(32, 16, device=device)
-    return z[:1], z, None, z[:16], None
-
-
-# A small call of each op, for which `info` prints the backend.
-EXAMPLES: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
-    "scaled_dot_product_attention": lambda d: (torch.zeros(1, 1, 16, 16, device=d),) * 3,
-    "packed_attention": lambda d: (
-        *(torch.zeros(16, 1, 16, device=d),) * 3,
-        *(torch.tensor([0, 16], dtype=torch.int32, device=d),) * 2,
-        *(16, 16),
-    ),
-    "paged_attention": lambda d: (
-        torch.zeros(1, 1, 1, 16, device=d),
-        *(torch.zeros(1, 16, 1, 16, device=d),) * 2,
-        torch.zeros(1, 1, dtype=torch.int32, device=d),
-        torch.ones(1, dtype=torch.int32, device=d),
-    ),
-    "layer_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
-    "rms_norm": lambda d: (torch.zeros(1, 16, device=d), 16),
-    "dropout_add_layer_norm": lambda d: (
-        *(torch.zeros(1, 16, device=d),) * 2,
-        *(torch.zeros(16, device=d),) * 2,
-    ),
-    "dropout_add_rms_norm": lambda d: (
-        *(torch.zeros(1, 16, device=d),) * 2,
-        torch.zeros(16, device=d),
-    ),
-    "geglu": _gated_example,
-    "swiglu": _gated_example,
-    "embed": lambda d: (
-        torch.zeros(1, 16, dtype=torch.int64, device=d),
-        torch.zeros(16, 16, device=d),
-        None,
-    ),
-    "cross_entropy": lambda d: (
-        torch.zeros(1, 16, device=d),
-        torch.zeros(1, dtype=torch.int64, device=d),
-    ),
-    "linear_cross_entropy": lambda d: (
-        torch.zeros(1, 16, device=d),
-        torch.zeros(16, 16, device=d),
-        torch.zeros(1, dtype=torch.int64, device=d),
-    ),
-    "feed_forward": lambda d: (
-        torch.zeros(1, 16, device=d),
-        *(torch.zeros(16, 16, device=d), None) * 2,
-    ),
-}
+from fastformer.operation import OPERATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -454,13 +404,13 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
-        for op in sorted(backends.OPERATIONS):
+        for op in sorted(OPERATIONS):
             print(f"  {_explanation(op, device)}")
     return 0
 
 
 def _explanation(op: str, device: torch.device) -> str:
     try:
-        return str(backends.explain(op, *EXAMPLES[op](device)))
+        return str(backends.explain(op, **cases.example(op).arguments(device)))
     except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
         return str(error)

@@ -81,7 +81,6 @@ ALIGNMENTS = ("top_left", "bottom_right")
 Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
 
 
-@backends.operation(kernel="attention")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -234,7 +233,6 @@ def scaled_dot_product_attention(
     return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)
 
 
-@backends.operation(kernel="attention")
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -324,7 +322,6 @@ def packed_attention(
     return backends.run("packed_attention", query=query, key=key, value=value, attention=attention)
 
 
-@backends.operation(kernel="attention")
 def paged_attention(
     query: Tensor,
     key_pages: Tensor,
@@ -851,7 +848,6 @@ def _softcap(softcap: float | None) -> float | None:
 # -------------------------------------------------------------------------------------- LayerNorm
 
 
-@backends.operation(kernel="layer_norm")
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -898,7 +894,6 @@ def layer_norm(
     )
 
 
-@backends.operation(kernel="layer_norm")
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -929,7 +924,6 @@ def rms_norm(
     return backends.run("rms_norm", input=input, normalized_shape=shape, weight=weight, eps=eps)
 
 
-@backends.operation(kernel="layer_norm")
 def dropout_add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -988,7 +982,6 @@ def dropout_add_layer_norm(
     )
 
 
-@backends.operation(kernel="layer_norm")
 def dropout_add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -1109,7 +1102,6 @@ def _require_spread(unbiased: bool, shape: list[int]) -> bool:
 # ----------------------------------------------------------------------------------- feed-forward
 
 
-@backends.operation(kernel="feed_forward")
 def feed_forward(
     input: Tensor,
     w_1: Tensor,
@@ -1169,7 +1161,6 @@ def feed_forward(
     )
 
 
-@backends.operation(kernel="feed_forward")
 def geglu(
     input: Tensor,
     w: Tensor,
@@ -1205,7 +1196,6 @@ def geglu(
     return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
 
 
-@backends.operation(kernel="feed_forward")
 def swiglu(
     input: Tensor,
     w: Tensor,
@@ -1330,7 +1320,6 @@ def _require_layers(
 # -------------------------------------------------------------------------------------- embedding
 
 
-@backends.operation(kernel="embedding")
 def embed(
     tokens: Tensor,
     weight: Tensor,
@@ -1432,7 +1421,6 @@ def _is_ambiguous(logits: Tensor) -> bool:
     return logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1
 
 
-@backends.operation(kernel="cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -1493,7 +1481,6 @@ def cross_entropy(
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
-@backends.operation(kernel="cross_entropy")
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

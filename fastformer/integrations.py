@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, functional, reference
+from fastformer import backends, functional
+from fastformer.eager import readable
 from fastformer.padding import lengths_of
 
 NAME = "fastformer"
@@ -299,7 +300,7 @@ def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | Non
 
 def _cuts(lengths: Tensor, query: Tensor, held: bool) -> bool:
     """Whether a layer reads a view of the keys that a buffer holds: no kernel counts them."""
-    return held and reference.readable(lengths) and not backends.prefers_kernels(query)
+    return held and readable(lengths) and not backends.prefers_kernels(query)
 
 
 def _of_first(n: int, x: Tensor | None) -> Tensor | None:
@@ -627,7 +628,7 @@ def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tenso
     """Return [B, 1, 1, Sk] from boolean [B, n], as `_padding` does, for any n."""
     if attention_mask is None:
         return None
-    n = min(int(held[0]), k_length) if reference.readable(held) else k_length + 1
+    n = min(int(held[0]), k_length) if readable(held) else k_length + 1
     if attention_mask.shape[1] >= n and _padding(attention_mask, slice(0, n)) is None:
         return None
     padding = attention_mask[:, None, None, :k_length]
@@ -648,7 +649,7 @@ def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
     if attention_mask is None:
         return None
     padding = attention_mask[:, None, None, keys]
-    return None if reference.readable(padding) and padding.all() else padding
+    return None if readable(padding) and padding.all() else padding
 
 
 def _sides(mask_function: Callable[..., object]) -> _Sides | None:

@@ -10,9 +10,7 @@ Shapes: B batch, H heads, Sq queries, Sk keys, D head dim; N features; M rows.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, RowShard, beyond_torch, row_shard
+from fastformer.eager import eager, formula, readable, written_out
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
 # draws the words of tiles, 4x32 those of rows.
@@ -56,38 +55,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class _Formula(threading.local):
-    always: bool = False
-
-
-_formula = _Formula()
-
-
-@contextmanager
-def written_out() -> Iterator[None]:
-    """A context in which every op computes its formula by differentiable primitives, in every
-    dtype: a double backward needs them.
-    """
-    previous, _formula.always = _formula.always, True
-    try:
-        yield
-    finally:
-        _formula.always = previous
-
-
 # ---------------------------------------------------------------------------------------- dropout
-
-
-def eager(x: Tensor) -> bool:
-    """Say whether x holds values now: it is not traced, not fake, not wrapped by a transform."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def readable(x: Tensor) -> bool:
-    """Say whether the values of x can be read for free: it is an eager tensor on the CPU."""
-    return x.is_cpu and eager(x)
 
 
 def philox4x32(
@@ -554,7 +522,7 @@ def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
     """Say whether torch's own op, the fastest one on a CPU, computes the same."""
     if not query.is_cpu or query.dtype is torch.float64 or attention.dropout_p != 0.0:
         return False
-    if attention.softcap is not None or attention.sinks is not None or _formula.always:
+    if attention.softcap is not None or attention.sinks is not None or formula.always:
         return False
     if attention.is_causal and not attention.scale > 0.0:  # torch masks out before it multiplies
         return False
@@ -929,7 +897,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     mixed = weight is not None and weight.dtype != input.dtype
-    if not mixed and input.dtype != torch.float64 and not _formula.always:
+    if not mixed and input.dtype != torch.float64 and not formula.always:
         return F.rms_norm(input, normalized_shape, weight, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))
@@ -1235,7 +1203,7 @@ def _saves_passes(*tensors: Tensor | None) -> bool:
     if not all(x.dtype == torch.float32 and readable(x.detach()) for x in given):
         return False
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return wanted and not _formula.always and forward_ad._current_level < 0
+    return wanted and not formula.always and forward_ad._current_level < 0
 
 
 class _LinearLoss(torch.autograd.Function):

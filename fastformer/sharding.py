@@ -1,8 +1,9 @@
 """How the ops run on DTensors: each device computes its shard by the same op, and draws there the
 dropout masks of the whole.
 
-`backends.run` calls `run` where an argument is a DTensor. A rule names the dimensions of each
-tensor of an op by letters, as in an einsum, and the letters over which the op may be split:
+`backends.run` calls `run` where an argument is a DTensor. The rule in the record of an op names the
+dimensions of each tensor by letters, as in an einsum, and the letters over which the op may be
+split:
 
     scaled_dot_product_attention    query bhqd, key bhkd, value bhke -> bhqe    over b, h and q
     layer_norm                      input 012.., weight .. -> 012..             over the rows 0 1 2
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,117 +41,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fastformer.description import Attention, RowShard, dims
+from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
+from fastformer.operation import OPERATIONS, ROW_DIMS, Arguments, ShardingRule
 
-Arguments = dict[str, Any]
 Run = Callable[..., Any]  # `backends.run`
 Placement = Any  # torch's, of which only some kinds have a `dim`
 _PLANE_GROUP = 16  # rows, and columns, that share the words of dropout in the feed-forward
-
-
-class Rule(NamedTuple):
-    """How an op is split.
-
-    letters: of the arguments, the letter of each dimension of each tensor; "." is never split.
-    outputs: the letters of each output.
-    ways: the letters over which the op may be split, the preferred ones first.
-    gathers: of a way, the arguments that it gathers if they are sharded otherwise.
-    """
-
-    letters: Callable[[Arguments], dict[str, str]]
-    outputs: Callable[[dict[str, str]], tuple[str, ...]]
-    ways: str
-    gathers: Mapping[str, tuple[str, ...]] = {}
-
-
-ROWS = "0123456789"  # the letters of the leading dimensions
-
-
-def _rows(x: Tensor, features: int = 1) -> str:
-    return ROWS[: x.dim() - features]
-
-
-def _present(letters: dict[str, str], arguments: Arguments) -> dict[str, str]:
-    """Return the letters of the arguments that are given."""
-    return {name: which for name, which in letters.items() if arguments[name] is not None}
-
-
-def _of_attention(arguments: Arguments) -> dict[str, str]:
-    letters = {"query": "bhqd"}
-    if "block_table" in arguments:
-        letters |= {"key_pages": "..hd", "value_pages": "..he", "block_table": "b."}
-    elif arguments["cu_seqlens_q"] is not None:
-        letters = {"query": ".hd", "key": ".hd", "value": ".he"}
-    else:
-        letters |= {"key": "bhkd", "value": "bhke"}
-    letters |= dims(arguments)
-    letters |= {"cu_seqlens_q": ".", "cu_seqlens_k": "."}
-    return _present(letters, arguments)
-
-
-def _of_norm(arguments: Arguments) -> dict[str, str]:
-    x, shape = arguments["input"], arguments.get("normalized_shape")
-    n = len(arguments["weight"].shape if shape is None else shape)
-    rows = _rows(x, n) + "." * n
-    letters = {"input": rows, "residual": rows, "weight": "." * n, "bias": "." * n}
-    letters["dropout_seed"] = "."
-    return _present({k: v for k, v in letters.items() if k in arguments}, arguments)
-
-
-def _of_feed_forward(arguments: Arguments) -> dict[str, str]:
-    first = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
-    letters = {"input": _rows(arguments["input"]) + "d", first[0]: "fd", first[1]: "f"}
-    letters |= {"w_2": "of", "b_2": "o", "dropout_seed": "."}
-    return _present(letters, arguments)
-
-
-def _of_embedding(arguments: Arguments) -> dict[str, str]:
-    letters = {"tokens": _rows(arguments["tokens"], 0), "weight": "vn", "positional": ".n"}
-    return _present(letters | {"dropout_seed": "."}, arguments)
-
-
-def _of_loss(arguments: Arguments) -> dict[str, str]:
-    rows = _rows(arguments["target"], 0)
-    if "logits" in arguments:
-        return {"logits": rows + "v", "target": rows}
-    letters = {"input": rows + "n", "linear_weight": "vn", "target": rows, "linear_bias": "v"}
-    return _present(letters, arguments)
-
-
-def _like(name: str, count: int = 1) -> Callable[[dict[str, str]], tuple[str, ...]]:
-    return lambda letters: (letters[name],) * count
-
-
-_ATTENTION = Rule(_of_attention, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
-_NORM = Rule(_of_norm, _like("input"), ROWS)
-_FEED_FORWARD = Rule(
-    _of_feed_forward,
-    lambda x: (x["input"][:-1] + "o",),
-    "f" + ROWS,
-    {"f": ("input",)},
-)
-RULES = {
-    "scaled_dot_product_attention": _ATTENTION,
-    "paged_attention": _ATTENTION,
-    "packed_attention": _ATTENTION,
-    "layer_norm": _NORM,
-    "rms_norm": _NORM,
-    "dropout_add_layer_norm": _NORM._replace(outputs=_like("input", 2)),
-    "dropout_add_rms_norm": _NORM._replace(outputs=_like("input", 2)),
-    "feed_forward": _FEED_FORWARD,
-    "geglu": _FEED_FORWARD,
-    "swiglu": _FEED_FORWARD,
-    "embed": Rule(
-        _of_embedding,
-        lambda x: (x["tokens"] + "n",),
-        "vn" + ROWS,
-        {"v": ("tokens",), "n": ("tokens",)},
-    ),
-    "cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("target",)}),
-    "linear_cross_entropy": Rule(_of_loss, _like("target"), "v" + ROWS, {"v": ("input", "target")}),
-}
-GATED = ("geglu", "swiglu")  # their w has the rows of z, then those of v
 
 
 def holds_dtensor(values: Iterable[Any]) -> bool:
@@ -202,8 +99,9 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
     described = flattened.pop("attention", None)
     if described is not None:
         flattened |= described._asdict()
-    rule = RULES[op]
-    letters = rule.letters(flattened)
+    rule = OPERATIONS[op].sharding
+    given = rule.dims(flattened)
+    letters = {name: x for name, x in given.items() if flattened.get(name) is not None}
     mesh = _mesh_of(op, flattened)
     if flattened.get("shard") is not None and (mesh is not None or first):
         raise ValueError(
@@ -227,7 +125,7 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
         _require(op, rule, name, x, placements, ways)
         _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
         for letter, at in zip(which, start):
-            if letter in ways and not (op in GATED and name in ("w", "b")):
+            if letter in ways and name not in rule.halves:
                 offsets.setdefault(letter, at)  # of heads, those of the query
         gradients = [
             Partial() if way and placed == Replicate() else placed
@@ -235,7 +133,7 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
         ]
         x = x.redistribute(mesh, placements)
         local[name] = x.to_local(grad_placements=gradients)
-        if op in GATED and name in ("w", "b"):
+        if name in rule.halves:
             if "f" in ways and x.shape[0] % (2 * mesh.size(ways.index("f"))):
                 raise ValueError(
                     f"{op}: {name} has {x.shape[0]} rows; expected a multiple of twice the "
@@ -278,7 +176,12 @@ def _sizes(arguments: Arguments, letters: dict[str, str]) -> dict[str, int]:
 
 
 def _way(
-    op: str, rule: Rule, arguments: Arguments, letters: dict[str, str], i: int, mesh: DeviceMesh
+    op: str,
+    rule: ShardingRule,
+    arguments: Arguments,
+    letters: dict[str, str],
+    i: int,
+    mesh: DeviceMesh,
 ) -> str:
     """Return the letter that dimension i of the mesh splits, "" for none."""
     split: dict[str, str] = {}  # the letters that are split there, and an argument for each
@@ -290,10 +193,10 @@ def _way(
     if not split:
         return ""
     known = "".join(letters.values())
-    for letter in rule.ways:
+    for letter in rule.sharded:
         if letter in split:
             return letter
-    for letter in rule.ways:  # another dimension takes its place
+    for letter in rule.sharded:  # another dimension takes its place
         sizes = [
             size
             for name, which in letters.items()
@@ -329,7 +232,7 @@ def _require_group(call: Call, letter: str, group: int, what: str) -> None:
     the words of dropout.
     """
     size, mesh = call.sizes.get(letter, 0), call.mesh
-    if letter == "f" and call.op in GATED:
+    if letter == "f" and OPERATIONS[call.op].sharding.halves:
         size //= 2
     for i, way in enumerate(call.ways):
         if way == letter and mesh is not None:
@@ -384,7 +287,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def _require(
-    op: str, rule: Rule, name: str, x: DTensor, wanted: list[Placement], ways: tuple[str, ...]
+    op: str,
+    rule: ShardingRule,
+    name: str,
+    x: DTensor,
+    wanted: list[Placement],
+    ways: tuple[str, ...],
 ) -> None:
     """Require that x can be redistributed without being gathered, and that heads divide."""
     for i, (have, want, way) in enumerate(zip(x.placements, wanted, ways)):
@@ -480,7 +388,7 @@ def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
 
 def _positions(call: Call) -> Arguments:
     """Return the arguments of an embedding with the positions of its tokens first."""
-    own, last = dict(call.arguments), ROWS[call.arguments["tokens"].dim() - 1]
+    own, last = dict(call.arguments), ROW_DIMS[call.arguments["tokens"].dim() - 1]
     if own["positional"] is not None and last in call.offsets:
         own["positional"] = own["positional"][call.offsets[last] :]
     return own
@@ -503,7 +411,7 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     if not own.get("dropout_p") or (first == 0 and not call.offsets):
         return inner(call.op, **own)
     x = own["tokens" if call.op == "embed" else "input"]
-    rows = [letter for letter in next(iter(call.letters.values())) if letter in ROWS]
+    rows = [letter for letter in next(iter(call.letters.values())) if letter in ROW_DIMS]
     if first and len(rows) < 2:
         raise ValueError(
             f"{call.op} of [tokens, features] of a part of a batch; expected [B, S, features]"

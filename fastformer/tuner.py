@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fastformer import (
-    alternatives,
     autograd,
     backends,
     cases,
     checks,
     environment,
-    reference,
     tuning,
 )
 from fastformer.cases import Case
+from fastformer.eager import written_out
 from fastformer.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
+from fastformer.operation import OPERATIONS
 from fastformer.tuning import Class, Entry
 
 __all__ = ["Tuning", "run", "standard", "tune"]
@@ -83,7 +83,7 @@ class _Call:
 
     def forward(self) -> tuple[Tensor, ...]:
         with torch.no_grad(), backends.use_backend("triton"):
-            return backends.OPERATIONS[self.case.op](**self.given)
+            return OPERATIONS[self.case.op].contract(**self.given)
 
     def by_reference(self) -> tuple[Tensor, ...]:
         return self.results(self.given, "reference")
@@ -92,7 +92,7 @@ class _Call:
         """Return outputs and gradients."""
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
         with backends.use_backend(backend), torch.set_grad_enabled(self.case.gradient):
-            outputs = backends.OPERATIONS[self.case.op](**given)
+            outputs = OPERATIONS[self.case.op].contract(**given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if not self.case.gradient:
                 return outputs
@@ -113,7 +113,7 @@ class _Call:
     def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
         """The exact results, those of the reference, and the number of outputs."""
         wide = {n: _double(x) for n, x in self.small.items()}
-        with reference.written_out():
+        with written_out():
             exact = self.results(wide, "reference")
             eager = self.results(self.small, "reference")
         gradients = sum(isinstance(x, Tensor) and x.requires_grad for x in self.small.values())
@@ -137,8 +137,8 @@ class _Call:
         given[name][(0,) * given[name].dim()] = float("nan")
         nans = []
         for backend in ("triton", "reference"):
-            with torch.no_grad(), backends.use_backend(backend), reference.written_out():
-                outputs = backends.OPERATIONS[self.case.op](**given)
+            with torch.no_grad(), backends.use_backend(backend), written_out():
+                outputs = OPERATIONS[self.case.op].contract(**given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             nans.append([x.isnan() for x in outputs])
         return None if all(map(torch.equal, *nans)) else "NaN reaches other elements of the output"
@@ -168,7 +168,7 @@ def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iter
 
     def look(op: str, arguments: cases.Arguments) -> None:
         nonlocal computed
-        computed = alternatives.signature(op, arguments) is not None
+        computed = OPERATIONS[op].signature(arguments) is not None
 
     with backends.forced(case.op, {}) as asked, backends.observe(on_call=look):
         call.forward()
@@ -191,7 +191,7 @@ def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iter
             chosen[question.kernel] = options.get(done[key].choice or "", question.shipped)
     kernels = functools.partial(backends.forced, case.op, chosen)
     candidates = [Candidate("triton", call, call.obstacle, kernels)]
-    for name, other in alternatives.ALTERNATIVES[case.op].items() if computed else ():
+    for name, other in OPERATIONS[case.op].alternatives.items() if computed else ():
         if other.backward is not None and not case.gradient:
             continue
         context = functools.partial(_instead, case.op, name, chosen)

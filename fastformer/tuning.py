@@ -28,34 +28,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer import cases, environment
+from fastformer import environment
+from fastformer.operation import OPERATIONS
 
 FORMAT = 1
 MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
-# What a measurement decides: the tiles of kernels, their ways, and which op runs.
-KINDS = frozenset(
-    {
-        "attention forward",
-        "attention decode",
-        "attention few queries",
-        "attention dkdv",
-        "attention dq",
-        "attention dbias",
-        "layer_norm forward",
-        "layer_norm backward",
-        "feed_forward first",
-        "feed_forward activated",
-        "feed_forward hidden_backward",
-        "feed_forward gated",
-        "feed_forward gated_backward",
-        "cross_entropy loss",
-        "cross_entropy gradient",
-        "linear_cross_entropy chunk",
-        "embed forward",
-        "embed backward",
-        *cases.OPS,
-    }
-)
 _here = Path(__file__).resolve().parent
 # In a wheel, and in a checkout.
 SHIPPED = (_here / "measurements", _here.parent / "benchmarks" / "results" / "tuning")
@@ -73,8 +50,13 @@ class Entry(NamedTuple):
     dropped: Mapping[str, str]
 
 
-Class = tuple[str, str]  # what is decided, of KINDS, and for which calls
+Class = tuple[str, str]  # what is decided, of `kinds`, and for which calls
 Entries = Mapping[Class, Entry]
+
+
+def kinds() -> set[str]:
+    """Return what a measurement decides: the tiles of kernels, their ways, and which op runs."""
+    return {*OPERATIONS}.union(*(operation.tuned for operation in OPERATIONS.values()))
 
 
 def default_path() -> Path:
@@ -163,10 +145,10 @@ def _of_file(file: Path, here: Mapping[str, Any], shipped: bool) -> dict[Class, 
     except Unusable as error:
         _log.warning("the measurements in %s are ignored: %s", file, error)
         return {}
-    unknown = sorted({kind for kind, _ in found} - KINDS)
+    unknown = sorted({kind for kind, _ in found} - kinds())
     if unknown:
         _log.warning("in %s the unknown %s are ignored", file, ", ".join(map(repr, unknown)))
-    return {key: entry for key, entry in found.items() if key[0] in KINDS}
+    return {key: entry for key, entry in found.items() if key[0] not in unknown}
 
 
 _known: dict[torch.device, dict[Class, Entry]] = {}

@@ -5,7 +5,11 @@ fail: (check, the text of the rule, the broken text). The text stands in one of 
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
-SOURCES = [FOLDER / "sharding.py", FOLDER / "description.py"]
+SOURCES = [
+    FOLDER / "sharding.py",
+    FOLDER / "description.py",
+    *sorted((FOLDER / "records").glob("[a-z]*.py")),
+]
 
 BROKEN = [
     # ---- which dimensions are split
@@ -18,12 +22,12 @@ BROKEN = [
     ("other_attention", '"block_table": "b."', '"block_table": ".."'),
     ("other_attention", '{"query": ".hd", "key": ".hd"', '{"query": "bhd", "key": ".hd"'),
     ("feed_forward", '    {"f": ("input",)},', "    {},"),
-    ("feed_forward", '    "f" + ROWS,', '    ROWS + "f",'),
+    ("feed_forward", '    "f" + ROW_DIMS,', '    ROW_DIMS + "f",'),
     ("embedding", '{"v": ("tokens",), "n": ("tokens",)}', '{"n": ("tokens",)}'),
-    ("losses", '"v" + ROWS, {"v": ("input", "target")}', '"v" + ROWS, {"v": ("input",)}'),
+    ("losses", 'gathers={"v": ("input", "target")}', 'gathers={"v": ("input",)}'),
     # ---- where a shard begins, and what it is a part of
     ("masks", "offsets.setdefault(letter, at)", "offsets[letter] = at"),
-    ("feed_forward", 'and not (op in GATED and name in ("w", "b"))', ""),
+    ("feed_forward", "and name not in rule.halves", ""),
     ("attention", "sizes[letter] = max(size, sizes.get(letter, 0))", "sizes[letter] = size"),
     ("feed_forward", "Partial() if way and placed == Replicate() else placed", "placed"),
     (

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import fastformer as ff
-from fastformer import backends, functional
+from fastformer import functional
+from fastformer.operation import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A module may import those of the layers after its own.
@@ -28,13 +29,13 @@ LAYERS = [
     {"modules"},
     {"stream"},
     {"cache", "context_parallel", "padding"},
+    {"records"},
     {"functional"},
-    {"checks"},
+    {"reference"},
     {"backends"},
-    {"autograd"},
-    {"alternatives", "reference", "kernels", "sharding", "tuning"},
-    {"cases", "environment"},
-    {"description"},
+    {"autograd", "cases", "kernels", "sharding", "tuning"},
+    {"checks", "operation", "environment"},
+    {"description", "eager"},
     {"_version"},
 ]
 
@@ -160,8 +161,8 @@ def test_any_is_rare():
 
 
 def test_every_op_has_its_files():
-    for op in backends.OPERATIONS:
-        stem = backends._kernel_files[op]
+    for op in OPERATIONS:
+        stem = OPERATIONS[op].kernel
         assert (ROOT / f"kernels/{stem}.py").is_file() or (ROOT / f"kernels/{stem}").is_dir(), stem
         for place in ("tests/test_{}.py", "benchmarks/bench_{}.py"):
             assert (ROOT / place.format(stem)).is_file(), place.format(stem)

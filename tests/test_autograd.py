@@ -485,12 +485,12 @@ def test_schemas_name_the_public_arguments():
 
     from fastformer import backends
 
-    for op, function in backends.OPERATIONS.items():
+    for op, record in backends.OPERATIONS.items():
         backends._load(op)
-        public = list(inspect.signature(function).parameters)
+        public = list(inspect.signature(record.contract).parameters)
         schema = [a.name for a in getattr(torch.ops.fastformer, op).default._schema.arguments]
         schema = schema[:-1] if schema[-1] in ("needs", "ahead") else schema
-        inner = list(inspect.signature(getattr(reference, op)).parameters)
+        inner = list(inspect.signature(record.reference).parameters)
         if "attention" in inner:  # the description of attention
             at = inner.index("attention")
             inner[at : at + 1] = [n for n in Attention._fields if n in schema]

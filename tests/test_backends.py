@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import autograd, backends, current_backend, explain, reference, use_backend
-from fastformer.cli import EXAMPLES
+from fastformer import autograd, backends, cases, current_backend, explain, reference, use_backend
 
 
 def run(code, **environment):
@@ -240,14 +239,10 @@ def test_seven_frames_lead_to_a_launch(device, monkeypatch, op):
         return original(self, *pointers)
 
     monkeypatch.setattr(launch.Launch, "__call__", record)
-    given = [
-        x.requires_grad_(op != "paged_attention")  # it has none
-        if isinstance(x, torch.Tensor) and x.is_floating_point()
-        else x
-        for x in EXAMPLES[op](device)
-    ]
+    has_gradient = op != "paged_attention"
+    given = cases.example(op, has_gradient).arguments(device)
     with use_backend("triton"):
-        getattr(ff, op)(*given)
+        getattr(ff, op)(**given)
     assert paths and all(1 < len(frames) <= 7 for frames in paths)
     assert all(frames[-1] == package / "functional.py" for frames in paths)
 

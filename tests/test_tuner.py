@@ -10,9 +10,10 @@ import tuning_worker
 from tuning_worker import CANDIDATES, by_itself
 
 import fastformer as ff
-from fastformer import alternatives, autograd, backends, cases, measuring, tuner, tuning
+from fastformer import autograd, backends, cases, measuring, tuner, tuning
 from fastformer.cases import case
 from fastformer.measuring import Candidate, Job, Work, measure, supervise
+from fastformer.operation import OPERATIONS, Alternative
 
 CPU = torch.device("cpu")
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
@@ -314,7 +315,7 @@ def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
     assert forward.us.keys() == {"32 32 4 1", "16 32 4 1"}
     (last,) = (entry for (kind, case), entry in done.items() if kind == OP)
     assert last.choice == "triton" and last.us.keys() == {"triton", "reference"}
-    assert set(alternatives.ALTERNATIVES[OP]) == set(last.dropped)  # they need a GPU
+    assert set(OPERATIONS[OP].alternatives) == set(last.dropped)  # they need a GPU
     assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
 
 
@@ -409,8 +410,8 @@ def ways(one_row, monkeypatch):
 
     def ways(**forwards):
         backends._load(op)
-        others = {name: alternatives.Alternative(one) for name, one in forwards.items()}
-        monkeypatch.setitem(alternatives.ALTERNATIVES, op, others)
+        others = {name: Alternative(one) for name, one in forwards.items()}
+        monkeypatch.setitem(OPERATIONS, op, OPERATIONS[op]._replace(alternatives=others))
         monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
         autograd.pair(op, others)
 
@@ -579,7 +580,7 @@ def test_no_call_measures_by_itself(file, monkeypatch):
 def case_of(op, *args, **kwargs):
     found = []
     with backends.observe(on_call=lambda op, arguments: found.append(cases.of(op, arguments))):
-        backends.OPERATIONS[op](*args, **kwargs)
+        OPERATIONS[op].contract(*args, **kwargs)
     return found[-1]
 
 
@@ -624,11 +625,11 @@ EVERY = [
 def test_a_case_makes_a_call_of_its_own_kind(one):
     assert case_of(one.op, **one.arguments(CPU)) == one
     assert case_of(one.op, **one.small().arguments(CPU, 1)) == one.small()
-    assert one.op in tuning.KINDS
+    assert one.op in tuning.kinds()
 
 
 def test_every_op_of_a_case_is_there():
-    assert {one.op for one in EVERY} == set(cases.OPS) <= set(backends.OPERATIONS)
+    assert {one.op for one in EVERY} == set(OPERATIONS)
 
 
 def test_calls_that_are_not_measured():

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import alternatives, autograd, backends, cases, tuning, use_backend
+from fastformer import autograd, backends, cases, tuning, use_backend
+from fastformer.operation import OPERATIONS
 from fastformer.tuning import Entry
 
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
@@ -320,7 +321,7 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
 
     monkeypatch.setattr(launch.Launch, "__init__", remember)
     asked = questions(call)
-    assert {question.kernel for question in asked} <= tuning.KINDS
+    assert {question.kernel for question in asked} <= tuning.kinds()
     for question in asked:
         options = [o for o in question.options() if not isinstance(o, str)]
         assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
@@ -491,7 +492,7 @@ def test_an_unknown_op_of_torch_is_no_choice(file, flash):
     assert flash == []
 
 
-@pytest.mark.parametrize("op", [op for op in alternatives.ALTERNATIVES if op != OP])
+@pytest.mark.parametrize("op", [op for op, x in OPERATIONS.items() if x.alternatives and op != OP])
 def test_torchs_norms_compute_the_same_as_ours(op):
     """Output by output, those that the backward reads included, and gradient by gradient."""
     backends._load(op)
@@ -500,11 +501,11 @@ def test_torchs_norms_compute_the_same_as_ours(op):
     given = cases.case(op, "float32", sizes, **options).arguments(CPU)
     found = []
     with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
-        backends.OPERATIONS[op](**given)
-    assert alternatives.signature(op, found[0]) is not None
+        OPERATIONS[op].contract(**given)
+    assert OPERATIONS[op].signature(found[0]) is not None
     values, pair = list(found[0].values()), autograd._pairs[op]
     grad, needs = torch.randn(6, 16), [True] * len(pair.grads)
-    for other in alternatives.ALTERNATIVES[op].values():
+    for other in OPERATIONS[op].alternatives.values():
         results = []
         for one in (pair, other):
             outputs = one.forward(*values)
@@ -536,7 +537,7 @@ def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
     results = []
     for backend in ("auto", "triton"):
         with use_backend(backend):
-            out = backends.OPERATIONS[op](**given)
+            out = OPERATIONS[op].contract(**given)
             leaves = given["input"], given["weight"]
             results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert called == [op]
@@ -560,8 +561,8 @@ def test_norms_that_torch_does_not_have(op, options, more):
         given["input"] = given["input"].half()
     found = []
     with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
-        backends.OPERATIONS[op](**given)
-    assert alternatives.signature(op, found[0]) is None
+        OPERATIONS[op].contract(**given)
+    assert OPERATIONS[op].signature(found[0]) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

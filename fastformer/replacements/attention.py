@@ -81,9 +81,15 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             ).flatten(-2)
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
-            options = dict(bias=seen.bias, key_lengths=seen.key_lengths)
             out = functional.scaled_dot_product_attention(
-                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, **options
+                self._heads_first(q),
+                k,
+                v,
+                seen.attn_mask,
+                p,
+                seen.is_causal,
+                bias=seen.bias,
+                key_lengths=seen.key_lengths,
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)

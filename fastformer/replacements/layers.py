@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, reference
+from fastformer import backends
 from fastformer.checks import autocast_dtype
+from fastformer.eager import eager
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import (
     Accelerated,
@@ -223,7 +224,7 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
         x.device.type != "cpu"
         or torch.is_grad_enabled()
         or backends.current_backend() == "triton"
-        or not reference.eager(x)
+        or not eager(x)
         or not x.numel()
         or stream.pending is not None
         or autocast_dtype(x) is not None

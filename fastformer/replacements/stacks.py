@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import backends, reference
+from fastformer import backends
 from fastformer.cache import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.eager import eager
 from fastformer.modules import require_linear_input
 from fastformer.padding import Packing, packing_of, pad, unpad
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
@@ -93,7 +94,7 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
 
 def _may_decide(x: Tensor) -> bool:
     """Whether the contents of x may decide what runs."""
-    return reference.eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 # ---------------------------------------------------------------------------------------- encoder

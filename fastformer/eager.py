@@ -1,0 +1,41 @@
+"""How the reference computes: on values that are there, or by its formulas alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class _Formula(threading.local):
+    always: bool = False
+
+
+formula = _Formula()
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """A context in which every op computes its formula by differentiable primitives, in every
+    dtype: a double backward needs them.
+    """
+    previous, formula.always = formula.always, True
+    try:
+        yield
+    finally:
+        formula.always = previous
+
+
+def eager(x: Tensor) -> bool:
+    """Say whether x holds values now: it is not traced, not fake, not wrapped by a transform."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def readable(x: Tensor) -> bool:
+    """Say whether the values of x can be read for free: it is an eager tensor on the CPU."""
+    return x.is_cpu and eager(x)

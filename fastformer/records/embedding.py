@@ -1,0 +1,63 @@
+"""The record of the embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastformer import backends, cases, functional, reference
+from fastformer.operation import (
+    ROW_DIMS,
+    Arguments,
+    Operation,
+    Options,
+    ShardingRule,
+    Sizes,
+    Workload,
+)
+
+
+def _dims(arguments: Arguments) -> dict[str, str]:
+    tokens = ROW_DIMS[: arguments["tokens"].dim()]
+    return {"tokens": tokens, "weight": "vn", "positional": ".n", "dropout_seed": "."}
+
+
+_SHARDING = ShardingRule(
+    _dims,
+    lambda x: (x["tokens"] + "n",),
+    "vn" + ROW_DIMS,
+    {"v": ("tokens",), "n": ("tokens",)},
+)
+
+
+def _describe(
+    tokens: Tensor, weight: Tensor, positional: Tensor | None, dropout_p: float, **_: Any
+) -> tuple[Sizes, Options]:
+    V, N = weight.shape
+    sizes = dict(M=tokens.numel(), S=tokens.shape[-1], N=N, V=V)
+    return sizes, dict(positional=positional is not None, dropout=dropout_p > 0)
+
+
+def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+    M, S, N, V = sizes.values()
+    given: Arguments = dict(tokens=make.integers(0, V, M // S, S), weight=make.normal(V, N))
+    positional = make.normal(S, N) if "positional" in options else None
+    return given | dict(positional=positional) | cases.dropout(options)
+
+
+backends.register(
+    Operation(
+        kernel="embedding",
+        contract=functional.embed,
+        reference=reference.embed,
+        sharding=_SHARDING,
+        workload=Workload(
+            _describe,
+            _arguments,
+            limits=dict(M=720, S=240, V=1024),
+            example=(dict(M=16, S=16, N=16, V=16), {}),
+        ),
+        tuned=("embed forward", "embed backward"),
+    )
+)

@@ -1,0 +1,91 @@
+"""The records of the feed-forward layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastformer import backends, cases, functional, reference
+from fastformer.operation import (
+    ROW_DIMS,
+    Arguments,
+    Operation,
+    Options,
+    ShardingRule,
+    Sizes,
+    Workload,
+)
+
+# --------------------------------------------------------------------------------------- sharding
+
+
+def _dims(arguments: Arguments) -> dict[str, str]:
+    w, b = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
+    rows = ROW_DIMS[: arguments["input"].dim() - 1]
+    given = {"input": rows + "d", w: "fd", b: "f", "w_2": "of", "b_2": "o"}
+    return given | {"dropout_seed": "."}
+
+
+_SHARDING = ShardingRule(
+    _dims,
+    lambda x: (x["input"][:-1] + "o",),
+    "f" + ROW_DIMS,
+    {"f": ("input",)},
+)
+
+
+# ---------------------------------------------------------------------------------------- workload
+
+
+def _describe(
+    input: Tensor, w_2: Tensor, b_2: Tensor | None, dropout_p: float, **more: Any
+) -> tuple[Sizes, Options]:
+    rows, b = (more["w"], more["b"]) if "w" in more else (more["w_1"], more["b_1"])
+    d, (out, width) = rows.shape[1], w_2.shape
+    options = dict(b_1=b is not None, b_2=b_2 is not None, dropout=dropout_p > 0)
+    sizes = dict(M=input.numel() // d, d=d, F=width, out=out)
+    return sizes, dict(activation=more.get("activation", False), **options)
+
+
+def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+    """Of feed_forward, which has an activation, or of a gated layer, which has two halves."""
+    M, d, F, out = sizes.values()
+    gated = "activation" not in options
+    w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)
+    given: Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
+    given |= {w: make.normal(rows, d, scale=d**-0.5), "w_2": make.normal(out, F, scale=F**-0.5)}
+    given |= {b: make.normal(rows)} if "b_1" in options else {}
+    given |= {"b_2": make.normal(out)} if "b_2" in options else {}
+    activation = {} if gated else dict(activation=options["activation"])
+    return given | activation | cases.dropout(options)
+
+
+# ----------------------------------------------------------------------------------------- records
+
+_LIMITS, _SIZES = dict(M=496), dict(M=1, d=16, F=16, out=16)
+
+backends.register(
+    Operation(
+        kernel="feed_forward",
+        contract=functional.feed_forward,
+        reference=reference.feed_forward,
+        sharding=_SHARDING,
+        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))),
+        tuned=("feed_forward first", "feed_forward activated", "feed_forward hidden_backward"),
+    )
+)
+for _contract, _reference in (
+    (functional.geglu, reference.geglu),
+    (functional.swiglu, reference.swiglu),
+):
+    backends.register(
+        Operation(
+            kernel="feed_forward",
+            contract=_contract,
+            reference=_reference,
+            sharding=_SHARDING._replace(halves=("w", "b")),
+            workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+            tuned=("feed_forward gated", "feed_forward gated_backward"),
+        )
+    )

@@ -1,0 +1,222 @@
+"""The records of the norms, alone and behind a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer import backends, cases, functional, reference
+from fastformer.operation import (
+    ROW_DIMS,
+    Alternative,
+    Arguments,
+    Operation,
+    Options,
+    ShardingRule,
+    Sizes,
+    Workload,
+)
+
+_aten = torch.ops.aten
+
+
+# --------------------------------------------------------------------------------------- sharding
+
+
+def _dims(arguments: Arguments) -> dict[str, str]:
+    x, shape = arguments["input"], arguments.get("normalized_shape")
+    n = len(arguments["weight"].shape if shape is None else shape)
+    rows, features = ROW_DIMS[: x.dim() - n], "." * n
+    given = dict.fromkeys(("input", "residual"), rows + features)
+    return given | {"weight": features, "bias": features, "dropout_seed": "."}
+
+
+_SHARDING = ShardingRule(_dims, lambda x: (x["input"],), ROW_DIMS)
+_SHARDING_OF_SUMS = _SHARDING._replace(outputs=lambda x: (x["input"],) * 2)
+
+
+# ---------------------------------------------------------------------------------------- workload
+
+
+def _describe(
+    input: Tensor,
+    normalized_shape: Any = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    unbiased: bool = False,
+    dropout_p: float = 0.0,
+    residual: Tensor | None = None,
+    **_: Any,
+) -> tuple[Sizes, Options]:
+    n = torch.Size(normalized_shape or weight.shape).numel()  # type: ignore[union-attr]
+    options: Options = dict(weight=weight is not None, bias=bias is not None, unbiased=unbiased)
+    if weight is not None and weight.dtype != input.dtype:
+        options["weight_dtype"] = str(weight.dtype).removeprefix("torch.")
+    return dict(M=input.numel() // n, N=n), dict(**options, dropout=dropout_p > 0)
+
+
+def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+    n = sizes["N"]
+    given: Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
+    for name in ("weight", "bias"):
+        if name in options:
+            x = make.normal(n)
+            dtype = getattr(torch, options.get("weight_dtype", str(x.dtype).split(".")[1]))
+            given[name] = x.detach().to(dtype).requires_grad_(x.requires_grad)
+    return given | (dict(unbiased=True) if "unbiased" in options else {})
+
+
+def _sum_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+    return dict(bias=None) | _rms_sum_arguments(make, sizes, options)
+
+
+def _rms_sum_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+    given = _arguments(make, sizes, options) | cases.dropout(options)
+    del given["normalized_shape"]
+    return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
+
+
+# ------------------------------------------------------------------------------------ alternatives
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+) -> tuple[Tensor, ...]:
+    y, mean, r = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
+    return y, mean.view(-1), r.view(-1)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    y, r = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
+    return y, r.view(-1)
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    unbiased: bool,
+    mean: Tensor,
+    r: Tensor,
+    needs: list[bool],
+) -> tuple[Any, ...]:
+    n = len(normalized_shape)
+    shape = [*input.shape[: input.dim() - n], *[1] * n]  # torch's, of a number for each row
+    statistics = mean.view(shape), r.view(shape)
+    op = _aten.native_layer_norm_backward
+    return op(grad, input, normalized_shape, *statistics, weight, bias, needs)
+
+
+def _sum_and_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    eps: float,
+    unbiased: bool,
+    dropout_seed: Tensor | None,
+    shard: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    total = residual + input
+    y, mean, r = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
+    return y, total, mean.view(-1), r.view(-1)
+
+
+def _sum_and_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float,
+    eps: float,
+    dropout_seed: Tensor | None,
+    shard: Sequence[int] | None,
+) -> tuple[Tensor, ...]:
+    total = residual + input
+    y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)
+    return y, total, r.view(-1)
+
+
+def _signature(arguments: Arguments) -> Hashable | None:
+    if arguments.get("dropout_p") or arguments.get("unbiased"):
+        return None
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    dtype = tensors[0].dtype
+    if any(x.dtype != dtype or not x.numel() or not x.is_contiguous() for x in tensors):
+        return None
+    return dtype, tensors[0].shape, tuple(arguments.get("normalized_shape", ())), len(tensors)
+
+
+# ----------------------------------------------------------------------------------------- records
+
+_LIMITS, _SIZES = dict(M=496), dict(M=1, N=16)
+_TUNED = "layer_norm forward", "layer_norm backward"
+
+backends.register(
+    Operation(
+        kernel="layer_norm",
+        contract=functional.layer_norm,
+        reference=reference.layer_norm,
+        sharding=_SHARDING,
+        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+        tuned=_TUNED,
+        alternatives={
+            "torch (layer_norm)": Alternative(_layer_norm),
+            "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
+        },
+        signature=_signature,
+    )
+)
+backends.register(
+    Operation(
+        kernel="layer_norm",
+        contract=functional.rms_norm,
+        reference=reference.rms_norm,
+        sharding=_SHARDING,
+        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+        tuned=_TUNED,
+        alternatives={"torch (rms_norm)": Alternative(_rms_norm)},
+        signature=_signature,
+    )
+)
+backends.register(
+    Operation(
+        kernel="layer_norm",
+        contract=functional.dropout_add_layer_norm,
+        reference=reference.dropout_add_layer_norm,
+        sharding=_SHARDING_OF_SUMS,
+        workload=Workload(
+            _describe, _sum_arguments, _LIMITS, (_SIZES, dict(weight=True, bias=True))
+        ),
+        tuned=_TUNED,
+        alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
+        signature=_signature,
+        reference_backward=reference.dropout_add_layer_norm_backward,
+    )
+)
+backends.register(
+    Operation(
+        kernel="layer_norm",
+        contract=functional.dropout_add_rms_norm,
+        reference=reference.dropout_add_rms_norm,
+        sharding=_SHARDING_OF_SUMS,
+        workload=Workload(_describe, _rms_sum_arguments, _LIMITS, (_SIZES, dict(weight=True))),
+        tuned=_TUNED,
+        alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
+        signature=_signature,
+        reference_backward=reference.dropout_add_rms_norm_backward,
+    )
+)

@@ -61,7 +61,7 @@ _on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
 # The innermost `context_parallel` of the process, which knows the places of the rows of sequences.
-context: Any = None
+_context: Any = None
 
 
 def _check(name: str, source: str) -> str:
@@ -378,8 +378,8 @@ def run(op: str, **arguments: Any) -> Any:
     one of them is a DTensor, or the batch is a part of a larger one, `sharding` runs the shard.
     """
     state = _state
-    if state.first is not None or state.not_from_python or context or _DTENSOR in sys.modules:
-        first, part = _first(), context is not None and _is_part(arguments)
+    if state.first is not None or state.not_from_python or _context or _DTENSOR in sys.modules:
+        first, part = _first(), _context is not None and _is_part(arguments)
         if first is not None or part or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
             return _run_shard(op, arguments, first, part)
     if _autocasts():
@@ -487,9 +487,9 @@ def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> 
 
     with sequences_from(None):
         if part and "attention" in arguments:
-            return context.attention(**arguments, first=first)
+            return _context.attention(**arguments, first=first)
         if part:
-            return sharding.run_chunks(run, op, dict(arguments), first or 0, context)
+            return sharding.run_chunks(run, op, dict(arguments), first or 0, _context)
         return sharding.run(run, op, dict(arguments), first or 0)
 
 
@@ -537,6 +537,32 @@ def _begin_at(first: int | None) -> None:
         torch._C._stash_obj_in_tls(_FIRST, first)
 
 
+def shard_sequences(context: Any) -> Any:
+    """Let a `context_parallel` place the rows of sequences; None: they are not sharded. Return what
+    placed them before.
+    """
+    global _context
+    before, _context = _context, context
+    return before
+
+
+def sequences_are_sharded() -> bool:
+    """Return whether each process has a shard of the sequences: it is within `context_parallel`."""
+    return _context is not None
+
+
+def full_length(length: int) -> int:
+    """Return how many rows the sequences have of which each process has `length`."""
+    return length if _context is None else _context.size * length
+
+
+def rows_here(name: str, table: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the rows of a table of positions for the `length` tokens of this process, or the table
+    itself where sequences are not sharded.
+    """
+    return table if _context is None else _context.rows_of(name, table, length)
+
+
 def is_dtensor(x: torch.Tensor | None) -> bool:
     """Say whether x is a DTensor."""
     return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
@@ -546,7 +572,7 @@ def is_sharded(x: torch.Tensor) -> bool:
     """Say whether x is a DTensor, or a part of a larger batch or of its sequences, as
     `sequences_from` and `context_parallel` say.
     """
-    return _first() is not None or context is not None or is_dtensor(x)
+    return _first() is not None or _context is not None or is_dtensor(x)
 
 
 @functools.lru_cache(256)  # a reason can name a shape

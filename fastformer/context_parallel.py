@@ -120,8 +120,7 @@ class context_parallel:
         self._length: int | None = None
 
     def __enter__(self) -> context_parallel:
-        self._before.append(backends.context)
-        backends.context = self
+        self._before.append(backends.shard_sequences(self))
         return self
 
     def __exit__(
@@ -130,7 +129,7 @@ class context_parallel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        backends.context = self._before.pop()
+        backends.shard_sequences(self._before.pop())
 
     # ------------------------------------------------------------------------------ the layout
 

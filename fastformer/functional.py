@@ -195,8 +195,8 @@ def scaled_dot_product_attention(
         query, key, value = _with_heads(three, query=query, key=key, value=value)
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = _require_attention(query, key, value, scale, enable_gqa)
-    if backends.context is not None and shard is None:
-        scores = (*scores[:3], backends.context.size * scores[3])  # of all keys
+    if shard is None and backends.sequences_are_sharded():
+        scores = (*scores[:3], backends.full_length(scores[3]))  # of all keys
     if attn_mask is not None or bias is not None:
         attn_mask, bias = _mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)
@@ -609,7 +609,7 @@ def _require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
 
 
 def _refuse_context(name: str) -> None:
-    if backends.context is not None:
+    if backends.sequences_are_sharded():
         raise ValueError(
             f"{name} within context_parallel, which shards scaled_dot_product_attention alone; "
             f"expected it, or {name} outside of the context"
@@ -823,8 +823,10 @@ def _shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
             f"shard begins at query {given.query} and key {given.key}; "
             "expected multiples of 16, of which dropout draws its words"
         )
-    is_whole = given[:4] == (0,) * 4 and wholes == tuple(here) and backends.context is None
-    return None if is_whole else Shard(*given[:4], *wholes)
+    is_whole = given[:4] == (0,) * 4 and wholes == tuple(here)
+    if is_whole and not backends.sequences_are_sharded():
+        return None
+    return Shard(*given[:4], *wholes)
 
 
 def _packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:
@@ -1273,7 +1275,7 @@ def _row_shard(
             f"shard has runs of {run} rows in sequences of {sequence}; expected runs that are no "
             f"longer than a sequence, and that divide its {rows} rows"
         )
-    if p == 0 or (given[:2] == (0, 0) and not run and backends.context is None):
+    if p == 0 or (given[:2] == (0, 0) and not run and not backends.sequences_are_sharded()):
         return None
     if row % steps[0] or column % steps[1] or run % steps[0] or sequence % steps[0]:
         raise ValueError(
@@ -1364,8 +1366,8 @@ def embed(
     if tokens.dim() < 1:
         raise ValueError("tokens is a scalar; expected [..., S]")
     classes, width = weight.shape
-    if positional is not None and backends.context is not None and shard is None:
-        positional = backends.context.rows_of("positional", positional, tokens.shape[-1])
+    if positional is not None and shard is None:
+        positional = backends.rows_here("positional", positional, tokens.shape[-1])
     if positional is not None:
         require_floating(positional=positional)
         if positional.dtype not in (weight.dtype, torch.float32):

@@ -193,10 +193,10 @@ class PositionalEncoding(nn.Module):
         start is a tensor.
         """
         length, max_len = x.shape[1], self.pe.shape[1]
-        if backends.context is not None:
+        if backends.sequences_are_sharded():
             if isinstance(start, Tensor) or start:
                 raise ValueError(f"start is {start} within context_parallel; expected 0")
-            return backends.context.rows_of("pe", self.pe[0], length).unsqueeze(0)
+            return backends.rows_here("pe", self.pe[0], length).unsqueeze(0)
         if not isinstance(start, Tensor):
             require_size(0, start=start)
             if start + length > max_len:
@@ -401,8 +401,7 @@ class MultiHeadedAttention(AliasedModule):
         if mask is not None:
             require_tensor("mask", mask)
             require_device("mask", mask, "query", query)
-            keys = k.shape[2] if backends.context is None else backends.context.size * k.shape[2]
-            mask = self._over_heads(mask, (*q.shape[:3], keys))
+            mask = self._over_heads(mask, (*q.shape[:3], backends.full_length(k.shape[2])))
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
         out = functional.scaled_dot_product_attention(
@@ -423,7 +422,7 @@ class MultiHeadedAttention(AliasedModule):
             raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
         if isinstance(mask, Packing):
             raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
-        if backends.context is not None:
+        if backends.sequences_are_sharded():
             raise ValueError("cache is given within context_parallel; expected None")
         if options.pop("key_lengths") is not None:
             raise ValueError("key_lengths is given together with a cache; expected None")

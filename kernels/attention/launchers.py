@@ -269,7 +269,8 @@ class _Forward(_Plan):
     def may_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Tell whether `specialised_kernel` computes this call."""
         has, tile = self.has, self.tile
-        others = has.mask, has.bias, has.alibi, has.softcap, has.left, has.packed, has.dropout
+        known = dict.fromkeys(("right", "bottom_right", "lengths", "fold", "shard"), False)
+        others = has._replace(**known)
         tensors = query, key, value
         return (
             self.arch in ("sm_90", "interpreter")

@@ -4,6 +4,7 @@
 change in a copy of the checkout and runs this file there.
 """
 
+import functools
 import importlib
 import os
 import sys
@@ -72,12 +73,12 @@ CHANGE = {
         ("    key_grad: Any = False", "    parity: Any = False\n    key_grad: Any = False"),
         (
             "    if EDGE or has.mask > 0 or has.bias == 1:\n        ok = keys.ok\n",
-            "    if EDGE or has.mask > 0 or has.bias == 1 or has.parity:\n        ok = keys.ok\n"
-            "        if has.parity:\n            ok = ok & ((i + shift - j) & 1 == 0)\n",
+            "    if EDGE or has.mask > 0 or has.bias == 1 or has.parity:\n        ok = keys.ok\n",
         ),
         (
-            "            ok = ok & seen if EDGE or has.bias == 1 or TRANSPOSED",
-            "            ok = ok & seen if EDGE or has.bias == 1 or TRANSPOSED or has.parity",
+            '        s = tl.where(ok, s, float("-inf"))\n',
+            "        if has.parity:\n            ok = ok & ((i + shift - j) & 1 == 0)\n"
+            '        s = tl.where(ok, s, float("-inf"))\n',
         ),
     ],
     "kernels/attention/launchers.py": [
@@ -98,13 +99,17 @@ CHANGE = {
 }
 
 
+QUERIES, KEYS = 18, 131  # more than a tile of keys
+
+
 def formula(query, key, value, mask):
-    """softmax(q k^T / sqrt(D)) v in float64, over the keys that the mask keeps."""
+    """softmax(q k^T / sqrt(D)) v over the keys that the mask keeps."""
     scores = query @ key.mT / query.shape[-1] ** 0.5
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num() @ value
 
 
-def keeps(queries, keys, shift=0, is_causal=False):
+def keeps(queries=QUERIES, keys=KEYS, shift=0, is_causal=False):
+    """Return the mask [queries, keys] of parity."""
     i, j = torch.arange(queries).view(-1, 1) + shift, torch.arange(keys)
     even = (i - j) % 2 == 0
     return even & (j <= i) if is_causal else even
@@ -117,96 +122,125 @@ def gradients(function, tensors):
 
 
 def same(have, want, bound=1e-4):
+    """Require float32 results that are those in float64."""
     for x, y in zip(have, want, strict=True):
         assert (x.double() - y).abs().max() <= bound * y.abs().max()
 
 
-def main():
-    ff = importlib.import_module("fastformer")
-    op, generator = ff.scaled_dot_product_attention, torch.Generator().manual_seed(0)
+def made(queries, keys):
+    """Return query, key and value of two heads."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, n, 16, generator=generator) for n in (queries, keys, keys)]
 
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
 
-    inputs = normal(1, 2, 18, 16), normal(1, 2, 35, 16), normal(1, 2, 35, 16)
-    wide = [x.double() for x in inputs]
-    lengths, mask = torch.tensor([33]), torch.arange(35) % 3 > 0
-    row = torch.where(mask, 0.5, -torch.inf).view(1, 35)
+def both(ff):
+    for backend in ("triton", "reference"):
+        with ff.use_backend(backend):
+            yield
+
+
+def check_padded(ff):
+    """Beside each option that takes another path, with gradients; and few queries."""
+    op, inputs = ff.scaled_dot_product_attention, made(QUERIES, KEYS)
+    mask = torch.arange(KEYS) % 3 > 0
+    bias = torch.where(mask, 0.5, -torch.inf).view(1, KEYS)
+    odd = mask & keeps(shift=1)
     calls = [
-        ({}, keeps(18, 35)),
-        (dict(is_causal=True), keeps(18, 35, 0, True)),
-        (dict(key_lengths=lengths), keeps(18, 35) & (torch.arange(35) < 33)),
-        (dict(attn_mask=mask.view(1, 35)), keeps(18, 35) & mask),
-        (dict(bias=row), keeps(18, 35) & mask),
-        (dict(attn_mask=(mask & keeps(18, 35, 1))), keeps(18, 35) & mask & keeps(18, 35, 1)),
-        (dict(is_causal=True, causal_alignment="bottom_right"), keeps(18, 35, 17, True)),
+        ({}, keeps()),
+        (dict(is_causal=True), keeps(is_causal=True)),
+        (dict(key_lengths=torch.tensor([129])), keeps() & (torch.arange(KEYS) < 129)),
+        (dict(attn_mask=mask.view(1, KEYS)), keeps() & mask),
+        (dict(attn_mask=odd | (torch.arange(KEYS) < 9)), keeps() & (torch.arange(KEYS) < 9)),
+        (dict(bias=bias), keeps() & mask),
+        (
+            dict(is_causal=True, causal_alignment="bottom_right"),
+            keeps(shift=KEYS - QUERIES, is_causal=True),
+        ),
     ]
     for options, kept in calls:
-        want = gradients(lambda q, k, v: formula(q, k, v, kept), wide)  # noqa: B023
-        for backend in ("triton", "reference"):
-            with ff.use_backend(backend):
-                op(*inputs, **options)  # which may not share a plan with the next
-                have = gradients(lambda *x: op(*x, parity=True, **options), inputs)  # noqa: B023
-            same(have, want)
+        exact = functools.partial(formula, mask=kept)
+        want = gradients(exact, [x.double() for x in inputs])
+        for _ in both(ff):
+            op(*inputs, **options)  # which may not share a plan with the next
+            same(gradients(functools.partial(op, parity=True, **options), inputs), want)
+    few = made(1, 1024)
+    assert "the keys are split" in explained(ff, few)
+    for _ in both(ff):
+        same([op(*few, parity=True)], [formula(*(x.double() for x in few), keeps(1, 1024))])
 
-    # Shards of the queries, a packed batch, and DTensors are calls of the same kind.
-    want = formula(*wide, keeps(18, 35, 0, True))
-    shards = [
-        op(
-            inputs[0][:, :, a:b],
-            *inputs[1:],
-            is_causal=True,
-            parity=True,
-            shard=(0, 0, a, 0, 2, 18, 35),
-        )
-        for a, b in ((0, 7), (7, 18))
-    ]
-    same([torch.cat(shards, 2)], [want])
-    tokens = [x[0].transpose(0, 1) for x in inputs]
-    offsets = [torch.tensor([0, 8, n], dtype=torch.int32) for n in (18, 35)]
-    for alignment, shifts in (("top_left", (0, 0)), ("bottom_right", (0, 17))):
-        want = [
-            formula(*(x[:, :, s] for x, s in zip(wide, (rows, keys, keys))), keeps(n, m, shift))
-            for rows, keys, n, m, shift in (
-                (slice(0, 8), slice(0, 8), 8, 8, shifts[0]),
-                (slice(8, 18), slice(8, 35), 10, 27, shifts[1]),
+
+def explained(ff, inputs):
+    with ff.use_backend("triton"):
+        return ff.backends.explain("scaled_dot_product_attention", *inputs, parity=True).reason
+
+
+def check_shards(ff):
+    """Of the queries, each of which knows where it begins; and of the heads, as DTensors."""
+    op, (query, key, value) = ff.scaled_dot_product_attention, made(QUERIES, KEYS)
+    want = formula(query.double(), key.double(), value.double(), keeps(is_causal=True))
+    for _ in both(ff):
+        parts = [
+            op(
+                query[:, :, first:last],
+                key,
+                value,
+                is_causal=True,
+                parity=True,
+                shard=ff.Shard(query=first, heads=2, queries=QUERIES, keys=KEYS),
             )
+            for first, last in ((0, 7), (7, QUERIES))
         ]
-        for backend in ("triton", "reference"):
-            with ff.use_backend(backend):
-                have = ff.packed_attention(
-                    *tokens, *offsets, 10, 27, causal_alignment=alignment, parity=True
-                )
-            same([have.transpose(0, 1).unsqueeze(0)], [torch.cat(want, 2)])
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+        same([torch.cat(parts, 2)], [want])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh = DeviceMesh("cpu", [0])
-    shared = [distribute_tensor(x, mesh, [Shard(1)]) for x in inputs]
-    same([op(*shared, parity=True).full_tensor()], [formula(*wide, keeps(18, 35))])
+    shared = [distribute_tensor(x, mesh, [Shard(1)]) for x in (query, key, value)]
+    same([op(*shared, is_causal=True, parity=True).full_tensor()], [want])
     torch.distributed.destroy_process_group()
 
-    # The registered ops, the measurements, torch's ops and `explain` know it.
+
+def check_packed(ff):
+    """Each sequence counts from its own corner."""
+    lengths = (8, 8), (10, 27)
+    query, key, value = made(18, 35)
+    offsets = [torch.tensor([0, 8, n], dtype=torch.int32) for n in (18, 35)]
+    tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    for alignment in ("top_left", "bottom_right"):
+        rows, keys = (x.double().split(n, 2) for x, n in ((query, [8, 10]), (key, [8, 27])))
+        values = value.double().split([8, 27], 2)
+        shifts = [k - q if alignment == "bottom_right" else 0 for q, k in lengths]
+        masks = [keeps(*n, shift) for n, shift in zip(lengths, shifts)]
+        want = torch.cat(list(map(formula, rows, keys, values, masks)), 2)
+        for _ in both(ff):
+            have = ff.packed_attention(
+                *tokens, *offsets, 11, 27, causal_alignment=alignment, parity=True
+            )
+            same([have.transpose(0, 1).unsqueeze(0)], [want])
+
+
+def check_records(ff):
+    """The registered ops, the measurements, torch's op and `explain` know it."""
+    names = "scaled_dot_product_attention", "packed_attention", "paged_attention"
+    for name in names:
+        assert "bool parity" in str(getattr(torch.ops.fastformer, name).default._schema)
+    inputs = made(QUERIES, KEYS)
     description, cases, operation = (
         importlib.import_module(f"fastformer.{name}")
         for name in ("description", "cases", "operation")
     )
-    for name in (op.__name__, "packed_attention"):
-        assert "bool parity" in str(getattr(torch.ops.fastformer, name).default._schema)
-    plain, odd = (description.Attention(None, 0.0, False, 0.25, parity=x) for x in (False, True))
-    keys = [
-        cases.of(
-            op.__name__, dict(zip(("query", "key", "value"), inputs), attention=x, return_lse=False)
-        )
-        for x in (plain, odd)
-    ]
-    assert keys[1].key == keys[0].key + " parity"
-    record = operation.OPERATIONS[op.__name__]
-    arguments = [dict(zip(("query", "key", "value"), inputs), attention=x) for x in (plain, odd)]
-    assert record.signature(arguments[0]) is not None and record.signature(arguments[1]) is None
-    assert ff.explain(op.__name__, *inputs, parity=True).backend == "reference"
+    classes, signatures = [], []
+    for parity in (False, True):
+        attention = description.Attention(None, 0.0, False, 0.25, parity=parity)
+        call = dict(zip(("query", "key", "value"), inputs), attention=attention, return_lse=False)
+        classes.append(cases.of(names[0], call).key)
+        signatures.append(operation.OPERATIONS[names[0]].signature(call))
+    assert classes[1] == classes[0] + " parity"
+    assert signatures[0] is not None and signatures[1] is None
+    assert ff.backends.explain(names[0], *inputs, parity=True).backend == "reference"
 
 
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
-    main()
+    package = importlib.import_module("fastformer")
+    for check in (check_padded, check_shards, check_packed, check_records):
+        check(package)

@@ -145,7 +145,8 @@ class Run:
 
     Attributes:
         losses: the loss per token of each step.
-        tokens_per_second: the median over the reports, since the first may include a compilation.
+        tokens_per_second: the median over the reports, since the first may include a compilation;
+            nan if a checkpoint had trained every step.
         decoded: the decoded sequence with its start symbol; None if not every step was trained.
         decoding: tokens per second of greedy decoding, with a cache and without one; None of
             interpreted kernels, or if not every step was trained.
@@ -194,7 +195,7 @@ class OneProcess:
         return 0, []
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Save a checkpoint, if it is time; losses: of all steps so far."""
+        """Save a checkpoint, if it is time or the last step; losses: of all steps so far."""
 
     def part(self, batch: Batch) -> Batch:
         """Return what this process computes of a batch."""
@@ -264,11 +265,9 @@ def _trained(
         speeds: list[float] = []
 
         def parts() -> Iterator[Batch]:
-            for i, batch in enumerate(data):
-                if i > done:
-                    way.end_step(losses)
-                if i >= done:
-                    yield way.part(batch)
+            for batch in islice(data, done, None):
+                yield way.part(batch)
+                way.end_step(losses)  # the next batch is asked for when the step has ended
 
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
             loss = way.whole(compute(x, y, norm))
@@ -281,21 +280,24 @@ def _trained(
             write(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
 
         started = time.perf_counter()
-        with way.sequences():
-            run_epoch(
-                parts(),
-                placed,
-                recorded,
-                optimizer,
-                scheduler,
-                report=report,
-                report_every=1 if is_interpreted else max(1, settings.steps // 10),
-                progress=None if verbose else False,
-                description=f"  {backend}",
-            )
+        if done < settings.steps:
+            with way.sequences():
+                run_epoch(
+                    parts(),
+                    placed,
+                    recorded,
+                    optimizer,
+                    scheduler,
+                    report=report,
+                    report_every=1 if is_interpreted else max(1, settings.steps // 10),
+                    progress=None if verbose else False,
+                    description=f"  {backend}",
+                )
+        else:
+            write(f"  the checkpoint has all of the {done} steps")
         seconds = time.perf_counter() - started
 
-        speed, done = statistics.median(speeds), len(losses)
+        speed, done = statistics.median(speeds or [math.nan]), len(losses)
         model = way.gathered(placed, settings)
         write(
             f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"

@@ -19,6 +19,8 @@ import inspect
 import json
 import math
 import os
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -127,11 +129,12 @@ class Parallel(Alone):
     Args:
         way: one of `WAYS`.
         settings: of the copy task; its batch divides by the processes for "ddp" and "fsdp".
-        folder: of checkpoints, which are saved every `every` steps, and the last of which the
-            training begins with; None for none.
+        folder: of checkpoints, which are saved every `every` steps and after the last one. The
+            training begins with the newest that can be read. None saves none.
 
-    Raises ValueError, on all ranks, for an unknown way, a batch that does not divide, and settings
-    that differ between them or from those of the checkpoint.
+    Raises ValueError, on all ranks, for an unknown way, a batch that does not divide, settings that
+    differ between them or from those of the checkpoint, fewer steps than the checkpoint has, and
+    checkpoints none of which can be read.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Parallel(Alone):
         torch.manual_seed(settings.seed)
         same = {k: v for k, v in vars(settings).items() if k != "device"}
         require_same_ranks(settings=same, way=way)
+        self._steps = settings.steps
         self._settings = json.dumps({k: v for k, v in same.items() if k != "steps"})
         self.name = f", {way} on {self.size} processes"
         self._splits = way in ("ddp", "fsdp")  # the batch
@@ -227,17 +231,33 @@ class Parallel(Alone):
         if self._folder is None:
             return 0, []
         complete = self._folder.glob("step-*/.metadata")  # which is written last
-        steps = [int(path.parent.name.removeprefix("step-")) for path in complete]
-        done = max(steps, default=0)
-        require_same_ranks(checkpoint=done)
-        if not done:
+        names = [re.fullmatch("step-([1-9][0-9]*)", path.parent.name) for path in complete]
+        steps = sorted((int(name[1]) for name in names if name), reverse=True)
+        require_same_ranks(checkpoints=steps)
+        if not steps:
             return 0, []
+        from torch.distributed.checkpoint import CheckpointException
+
+        for done in steps:
+            path = self._folder / f"step-{done}"
+            try:
+                return done, self._load(path, done)
+            except CheckpointException as error:  # on all ranks, whichever could not read it
+                reason = next(iter(error.failures.values()))[0]
+                if self.rank == 0:
+                    told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
+                    warnings.warn(told, stacklevel=2)
+        raise ValueError(
+            f"no checkpoint in {self._folder} can be read; expected one that can, or another folder"
+        )
+
+    def _load(self, path: Path, done: int) -> list[Tensor]:
+        """Load a checkpoint of `done` steps, and return their losses."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        path = str(self._folder / f"step-{done}")
         saved = {"settings": ""}
-        dcp.load(saved, checkpoint_id=path)
+        dcp.load(saved, checkpoint_id=str(path))
         theirs = json.loads(saved["settings"])
         for name, ours in json.loads(self._settings).items():
             if theirs.get(name) != ours:
@@ -245,8 +265,14 @@ class Parallel(Alone):
                     f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
                     "folder"
                 )
+        if done > self._steps:
+            raise ValueError(
+                f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
+                "or another folder"
+            )
+        model, optimizer, scheduler = self._state
         state = self._collected(torch.zeros(done))
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=str(path))
         set_state_dict(
             model,
             optimizer,
@@ -256,10 +282,10 @@ class Parallel(Alone):
         scheduler.load_state_dict(state["scheduler"])
         for module, x in zip(self._generators(), state["random"]):
             module.set_rng_state(x)
-        return done, list(state["losses"].to(next(model.parameters()).device))
+        return list(state["losses"].to(next(model.parameters()).device))
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        if self._folder is None or len(losses) % self._every:
+        if self._folder is None or (len(losses) % self._every and len(losses) < self._steps):
             return
         import torch.distributed.checkpoint as dcp
 

@@ -4,7 +4,9 @@ import copy
 import math
 import os
 import re
+import shutil
 import time
+import warnings
 from dataclasses import replace
 
 import torch
@@ -422,9 +424,9 @@ def count_calls(of, name):
 
 def resumes(folder):
     """The run of `dies` goes on from its last checkpoint with the losses of an uninterrupted one:
-    by another way, on another number of processes, and at last on one.
+    by another way, on another number of processes, and at last on one. Each saves its last step.
     """
-    way, steps, trained = {4: ("tensor", 13, 5), 2: ("context", 17, 5), 1: ("ddp", 18, 2)}[
+    way, steps, trained = {4: ("tensor", 13, 5), 2: ("context", 17, 4), 1: ("ddp", 18, 1)}[
         torch.distributed.get_world_size()
     ]
     alone = train(small(steps), "reference", math.inf, False, Alone())
@@ -442,6 +444,58 @@ def resumes(folder):
     worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
     assert worst <= 1e-5, f"{way}: {worst:.1e}"
     assert run.decoded == alone.decoded
+
+
+def damaged_checkpoints(folder):
+    """The run goes on from the newest checkpoint that can be read, and says which cannot.
+    Checkpoints none of which can be read are refused, and one of more steps than the run has. Other
+    folders are left alone.
+    """
+    saved, rank = folder / "checkpoints", torch.distributed.get_rank()
+
+    def resumed(steps):
+        """Return the run, how many steps it trained, and which checkpoints it passed over."""
+        way = Parallel("fsdp", small(steps), saved, 4)
+        parts = count_calls(way, "part")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run = train(small(steps), "reference", math.inf, False, way)
+        said = " ".join(str(warning.message) for warning in told)
+        return run, len(parts), re.findall(r"step-(\d+) cannot be read and is passed over", said)
+
+    def change(function, *names):
+        torch.distributed.barrier()
+        if rank == 0:
+            for name in names:
+                function(saved / name)
+        torch.distributed.barrier()
+
+    def cut(file):
+        file.write_bytes(file.read_bytes()[:100])
+
+    alone = train(small(10), "reference", math.inf, False, Alone())
+    first, trained, _ = resumed(10)
+    assert trained == 10 and {x.name for x in saved.iterdir()} == {"step-4", "step-8", "step-10"}
+    change(lambda path: shutil.copytree(saved / "step-4", path), "step-old", "step-", "step-011")
+    again, trained, _ = resumed(10)
+    assert trained == 0 and (again.losses, again.decoded) == (first.losses, first.decoded)
+    for damaged in (["step-10/__1_0.distcp"], ["step-10/.metadata", "step-8/__0_0.distcp"]):
+        change(cut, *damaged)
+        run, trained, passed_over = resumed(10)
+        assert trained == {1: 2, 2: 6}[len(damaged)], trained
+        assert passed_over == (["10", "8"][: len(damaged)] if rank == 0 else [])
+        worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
+        assert worst <= 1e-5 and run.decoded == alone.decoded, worst
+    refusals = [(6, "steps is 6; expected at least the 10 that checkpoint .*step-10 has")]
+    refusals += [(10, "no checkpoint in .*checkpoints can be read; expected one that can")]
+    for steps, message in refusals:
+        try:
+            resumed(steps)
+        except ValueError as error:
+            assert re.search(message, str(error)), error
+        else:
+            raise AssertionError(f"no error: {message}")
+        change(cut, *(f"step-{n}/.metadata" for n in (4, 8, 10)))
 
 
 def bytes_sent(folder):

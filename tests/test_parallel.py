@@ -82,6 +82,11 @@ def test_death_and_resumption(tmp_path):
         run(tmp_path, world, "resumes")
 
 
+def test_damaged_checkpoints(tmp_path):
+    """The newest checkpoint that can be read is taken."""
+    run(tmp_path, 2, "damaged_checkpoints")
+
+
 def test_bytes_sent(tmp_path):
     """A training step of each way sends what it has to, and no more."""
     run(tmp_path, 2, "bytes_sent")

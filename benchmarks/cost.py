@@ -1,7 +1,7 @@
 """Models the cost of the main loops from their machine code. It needs no GPU.
 
     python -m benchmarks.cost                prints the ledger
-    python -m benchmarks.cost --only TEXT    only the cases of tests/compile_gate.py with TEXT in
+    python -m benchmarks.cost --only TEXT    only the cases of compile_gate.py with TEXT in
                                              their name
     python -m benchmarks.cost --write        writes the ledger to tests/cost_table.md
     python -m benchmarks.cost --peers        prints the same of FlexAttention and Liger; with
@@ -29,11 +29,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks import compile_gate
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import compile_gate
-
 TILE = 128 * 64
 TABLE = ROOT / "tests" / "cost_table.md"
 PEERS = ROOT / "tests" / "cost_peers.md"
@@ -115,7 +113,7 @@ UNITS = ("issue", "tensor", "special", "fma", "alu", "traffic", "memory")
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
-    """Yield the entries of a case that tests/compile_worker.py has compiled."""
+    """Yield the entries of a case that compile_worker.py has compiled."""
     case = compile_gate.CASES[name]
     chip = CHIPS[case["arch"]]
     for record in records:
@@ -325,7 +323,7 @@ def main() -> None:
         if options.only in name and case["arch"] in CHIPS
     }
     if not cases:
-        parser.error(f"no case of tests/compile_gate.py has {options.only!r} in its name")
+        parser.error(f"no case of benchmarks/compile_gate.py has {options.only!r} in its name")
 
     def progress(name: str, answer: dict[str, Any]) -> None:
         print(f"{answer.get('seconds', 0):5.1f} s  {name}", file=sys.stderr)

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import compile_gate
 import jinja2
 import torch
 from torch._inductor.kernel import flex
+
+from benchmarks import compile_gate
 
 Records = list[dict[str, Any]]
 LENGTH = 4096
@@ -192,7 +193,7 @@ def _of_rows(recorder: Any, n: int) -> Records:
 
 def compiled() -> Iterator[tuple[str, Records]]:
     """Yield the name of each case, which is entered in compile_gate.CASES, and its records."""
-    from compile_worker import TARGETS, Recorder
+    from benchmarks.compile_worker import TARGETS, Recorder
 
     recorder = Recorder()
     recorder.largest_argument = lambda args: 0  # type: ignore[method-assign]  # no gate asks

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-# The cases of tests/compile_gate.py that represent a first call.
+sys.path.insert(0, str(ROOT))
+# The cases of compile_gate.py that represent a first call.
 CASES = {
     "scaled_dot_product_attention": "sm_90 attention bf16 D=64 lengths, dropout",
     "layer_norm": "sm_90 layer_norm bf16 N=512",
@@ -74,11 +75,11 @@ def first_calls(backend: str) -> dict[str, float]:
 
 
 def compilations() -> dict[str, float]:
-    import compile_gate
-    import compile_worker
     import torch
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
+
+    from benchmarks import compile_gate, compile_worker
 
     stand_in, run = compile_worker.Driver(), JITFunction.run
     stand_in.target, row, _ = compile_worker.TARGETS["sm_90"]
@@ -89,13 +90,12 @@ def compilations() -> dict[str, float]:
         torch.nn.functional.linear(
             x, x.view(-1, 2), x.view(-1, 2)[:, 0]
         )  # initialises meta tensors
+    compile_worker.choose_as_on(row)
     seconds = {}
     for op, name in CASES.items():
         case = compile_gate.CASES[name]
-        module, call = compile_worker.CALLS[case["op"]]
-        module.architecture = lambda device: row
         started = time.perf_counter()
-        call(case, compile_worker.Recorder.__new__(compile_worker.Recorder))
+        compile_worker.CALLS[case["op"]](case, SimpleNamespace())
         seconds[op] = time.perf_counter() - started
     return seconds
 

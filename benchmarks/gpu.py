@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import archives, folder, journal, report, stand_in
+from benchmarks import archives, folder, journal, report, stand_in, versions
 from benchmarks.archives import Refused
 from benchmarks.journal import DEVICE_LOST
 from benchmarks.stand_in import device
@@ -434,9 +434,6 @@ def prepare(file: Path, parts: Sequence[Part], version: str | None) -> int:
 
 def _triton(version: str) -> Path:
     """Return the folder of that version, and install it if necessary."""
-    sys.path.append(str(ROOT / "tests"))
-    import versions
-
     try:
         return versions.install(version)
     except subprocess.CalledProcessError:

@@ -104,6 +104,24 @@ def test_kernels_know_torch_and_triton_only(path):
         assert not unknown, f"{path.name} imports {unknown}"
 
 
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda p: p.stem)
+def test_benchmarks_import_nothing_of_the_tests(path):
+    """The tests import from benchmarks/, so that no change of a test breaks a measurement. The
+    mutation score alone reads a list of the tests: the planted bugs.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.split(".")[0])
+    tests = {"tests", *(p.stem for p in (ROOT / "tests").glob("*.py"))}
+    assert found & tests <= ({"mutants"} if path.stem.startswith("mutation") else set())
+
+
 def private_names_of_others(path):
     """What a file imports or reads of another module though its name begins with an underscore."""
     tree, modules = ast.parse(path.read_text()), set()

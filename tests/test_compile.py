@@ -2,12 +2,11 @@
 
 from importlib import metadata
 
-import compile_gate
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import cost
+from benchmarks import compile_gate, cost
 
 
 def weighed(request):
@@ -45,7 +44,7 @@ def test_committed_table(answers):
         pytest.skip(f"the table is of Triton {version}")
     differences = compile_gate.differences(compile_gate.rows(answers), committed)
     assert not differences, "\n".join(
-        [*differences, "if that is meant: python tests/compile_gate.py --write"]
+        [*differences, "if that is meant: python -m benchmarks.compile_gate --write"]
     )
 
 

@@ -7,9 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-import compile_gate
-
-from benchmarks import cost, sass
+from benchmarks import compile_gate, cost, sass
 
 # A loop that starts behind the copies, and the wait behind EXIT that is none.
 CODE = """

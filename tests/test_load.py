@@ -534,7 +534,8 @@ def test_a_tensor_of_another_stream(device):
 COMPILER = """
 import hashlib, json, os, sys, warnings
 sys.path[:0] = sys.argv[1:]
-import compile_worker, torch, triton
+import torch, triton
+from benchmarks import compile_worker
 from fastformer.kernels import embedding
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -1,9 +1,9 @@
 """The compile gate: every shipped configuration, compiled for GPUs that need not be there.
 
-    python tests/compile_gate.py            prints the table
-    python tests/compile_gate.py --write    writes it to tests/compile_table.md
+    python -m benchmarks.compile_gate            prints the table
+    python -m benchmarks.compile_gate --write    writes it to tests/compile_table.md
 
-test_compile.py asserts on the same facts. Speed is not among them.
+tests/test_compile.py asserts on the same facts. Speed is not among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TABLE = HERE / "compile_table.md"
+TABLE = HERE.parent / "tests" / "compile_table.md"
 WORKERS = 2
 SECONDS = 300  # a case that takes longer is killed
 
@@ -401,9 +401,10 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
 HEADER = """\
 # What the compilers make of the kernels
 
-Triton {version}. Written by `python tests/compile_gate.py --write`, checked by `test_compile.py`.
-A kernel stands under the first case that launches it. Spill: bytes a thread, stores and loads
-together. Shared: bytes a block. Serialised: ptxas warns that it runs the wgmma one by one.
+Triton {version}. Written by `python -m benchmarks.compile_gate --write`, checked by
+`test_compile.py`. A kernel stands under the first case that launches it. Spill: bytes a thread,
+stores and loads together. Shared: bytes a block. Serialised: ptxas warns that it runs the wgmma one
+by one.
 
 | case | kernel | blocks, warps, stages | registers | spill | serialised | shared | instructions |
 |---|---|---|---|---|---|---|---|

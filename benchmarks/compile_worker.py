@@ -400,17 +400,22 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
-    target, row, limit = TARGETS[case["arch"]]
-    recorder.driver.target, recorder.records, recorder.large = target, [], set()
-    recorder.loops = case.get("loops", False)
-    call = CALLS[case["op"]]
+def choose_as_on(row: str) -> None:
+    """Make the launchers choose as on a GPU of this row of the configuration tables."""
     for name, module in sys.modules.items():  # whichever launchers read it
         if name.startswith("fastformer.kernels.") and hasattr(module, "architecture"):
             module.architecture = lambda device: row
         if name.startswith("fastformer.kernels.") and hasattr(module, "processors"):
             module.processors = lambda device: PROCESSORS
     launch.plans.clear()  # they are of the architecture before
+
+
+def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
+    target, row, limit = TARGETS[case["arch"]]
+    recorder.driver.target, recorder.records, recorder.large = target, [], set()
+    recorder.loops = case.get("loops", False)
+    call = CALLS[case["op"]]
+    choose_as_on(row)
     torch.version.hip = "stand-in" if target.backend == "hip" else None
     started = processor_seconds()
     try:

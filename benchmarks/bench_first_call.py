@@ -24,7 +24,7 @@ from benchmarks.first_call_worker import CASES
 WORKER = Path(__file__).with_name("first_call_worker.py")
 KERNELS = "triton" if torch.cuda.is_available() else "compile"
 PROVIDERS = ["reference, eager", f"{KERNELS}, cold", f"{KERNELS}, warm"]
-PROCESSES = 2  # for the reference, and for a warm cache
+PROCESSES = 2 if torch.cuda.is_available() else 1  # for the reference, and for a warm cache
 
 
 @functools.cache

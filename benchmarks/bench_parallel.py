@@ -1,10 +1,10 @@
 """Training steps of a decoder on several processes, and attention over sequences that they share:
 the time, the memory of a process, and the bytes that it sends beside the fewest that it can.
 
-torchrun starts the processes: 1, 2 and 4 on a CPU, over gloo, and as many as there are GPUs, over
-NCCL. The batch is the same however many they are, so that `tokens/s` shows how a way scales. A step
-is a forward and a backward, without the optimizer, which sends nothing. The figures are those of
-rank 0.
+torchrun starts the processes: 1 and 2 on a CPU (with --slow also 4), over gloo, and as many as
+there are GPUs, over NCCL. The batch is the same however many they are, so that `tokens/s` shows how
+a way scales. A step is a forward and a backward, without the optimizer, which sends nothing. The
+figures are those of rank 0.
 
 `sent_mib` is what the collectives of a step send if each sends as little as it can; gloo may send
 more. `least_mib` is, for n processes, P bytes of parameters, of which Q are those of the layers, L
@@ -83,6 +83,12 @@ def record(measure, group, provider, tokens, one, **sizes):
         least_mib=one["least"] / 2**20,
         **sizes,
     )
+
+
+@pytest.fixture(autouse=True)
+def enough_cores(request, processes):
+    if not GPU and processes > 2 and not request.config.getoption("slow"):
+        pytest.skip(f"{processes} processes on a CPU: needs --slow")
 
 
 @pytest.mark.parametrize("way", WAYS)

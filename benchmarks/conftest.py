@@ -1,6 +1,6 @@
 """What the benchmarks share: sizes, the measurement of a call, and the closing table.
 
-    pytest --benchmark-only                            all of it; on a CPU lengths up to 1024
+    pytest --benchmark-only                            all of it; on a CPU lengths up to 512
     pytest --benchmark-only --slow                     larger sizes on a CPU, slow peers on a GPU
     pytest --benchmark-only -k "attention and padding" some of it
     pytest --benchmark-only --benchmark-json=out.json  the figures with all that describes them
@@ -11,6 +11,7 @@ A group compares providers of the same work: `reference` and `triton` are this p
 op with its default backend, and comes first in its group. Others are measured in turn with it: on a
 GPU all of them, on a CPU those of this package. The time is the median over rounds; on a GPU the
 table shows the time on the device. The data are random, because a GPU runs faster on zeros.
+While it runs, each group has a line with a dot for each provider.
 `python -m benchmarks.report out.json --out FOLDER` makes tables and plots of the figures.
 """
 
@@ -35,13 +36,14 @@ HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
-LENGTHS = [2**n for n in range(7, 15)] if HAS_GPU else [128, 256, 512, 1024]
-SLOW_LENGTHS = [] if HAS_GPU else [2048, 4096]
+LENGTHS = [2**n for n in range(7, 15)] if HAS_GPU else [128, 256, 512]
+SLOW_LENGTHS = [] if HAS_GPU else [1024, 2048, 4096]
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)  # the tests take one
-TOKENS = 16384 if HAS_GPU else 1024  # in a batch, whatever the length: the batch size follows
+TOKENS = 16384 if HAS_GPU else 512  # in a batch, whatever the length: the batch size follows
 
-SECONDS, SHORTEST = 0.2 if HAS_GPU else 0.1, 1e-3  # for a measurement, and of one of its rounds
-ROUNDS, ROUNDS_IN_TURN, MOST_ROUNDS = 5, 7, 100  # at least; at least beside a peer; at most
+SECONDS, SHORTEST = 0.2 if HAS_GPU else 0.05, 1e-3  # for a measurement, and of one of its rounds
+ROUNDS, ROUNDS_IN_TURN = (5, 7) if HAS_GPU else (3, 5)  # at least; at least beside a peer
+MOST_ROUNDS = 100
 REPLAYS, LEAST_REPLAYS, REPLAY_SECONDS = 30, 5, 0.5  # on a GPU: at most, at least, in all
 L2_BYTES = 256 << 20  # more than the L2 cache of any GPU
 
@@ -50,8 +52,9 @@ if HAS_GPU:
     NOTES += ["left out: flex_attention, which compiles for each shape, without --slow"]
 else:
     NOTES += [
-        "left out: d_model = 1024, lengths above 1024, and above 256 of attention with a bias or a "
-        "window, all layers of BERT and GPT-2, without --slow; lengths above 4096 without a GPU",
+        "left out: d_model = 1024, lengths above 512, and above 256 of attention with a bias or a "
+        "window, all layers of BERT and GPT-2, and more than 2 processes, without --slow; lengths "
+        "above 4096 without a GPU",
     ]
 
 
@@ -160,8 +163,22 @@ def differentiated(mode):
     return make
 
 
+_shown = None  # the group of which a line stands on the terminal
+
+
+def _show(config, group):
+    """Begin a line with the name of a new group; the dots of its providers follow it."""
+    global _shown
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if group == _shown or reporter is None or reporter.verbosity > 0:
+        return
+    _shown = group
+    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        reporter.write(f"\n    {group} ", flush=True)
+
+
 @pytest.fixture
-def measure(benchmark, device):
+def measure(benchmark, device, request):
     """Time a call and record the figures in `extra_info`.
 
     Args:
@@ -190,6 +207,7 @@ def measure(benchmark, device):
         **shape,
     ):
         benchmark.group = group
+        _show(request.config, group)
         info = benchmark.extra_info
         info.update(
             _facts(device, torch.get_num_threads()), provider=provider, backend=backend or provider
@@ -203,7 +221,8 @@ def measure(benchmark, device):
             samples = _replayed(benchmark, samples)
         else:
             against = _torch_of(group, provider, call)
-            info["peak_mib"] = peak_bytes(call, device) / 2**20
+            if not on_host:
+                info["peak_mib"] = peak_bytes(call, device) / 2**20
             if device.type == "cuda" and not on_host:
                 samples = _device_samples(benchmark, info, call, against)
             else:

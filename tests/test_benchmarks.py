@@ -479,6 +479,62 @@ def test_pages_of_a_cache_are_what_it_holds(device):
     torch.testing.assert_close(attend(q, keys, values), want)
 
 
+# ----------------------------------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("backend", ["reference", "compile"])
+def test_every_first_call(backend):
+    pytest.importorskip("triton")
+    from benchmarks.first_call_worker import CASES
+
+    done = python("benchmarks/first_call_worker.py", backend)
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(done.stdout)
+    assert {*CASES, "import torch", "import fastformer"} <= set(seconds)
+    assert min(seconds.values()) > 0
+
+
+def test_every_host_cost():
+    pytest.importorskip("triton")
+    from benchmarks.bench_host_cost import LAUNCHED, LAUNCHERS
+
+    requests = [
+        json.dumps(dict(op=op, mode=mode, provider=provider, calls=1)) + "\n"
+        for op in LAUNCHED
+        for mode in ("forward", "forward+backward")
+        for provider in LAUNCHERS
+    ]
+    done = python("benchmarks/host_cost_worker.py", input="".join(requests))
+    assert done.returncode == 0, done.stderr
+    seconds = list(map(float, done.stdout.split()))
+    assert len(seconds) == len(requests) and min(seconds) > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_way_of_several_processes(processes, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("gloo processes on a CPU")
+    from benchmarks import bench_parallel, parallel_worker
+
+    small = parallel_worker.Settings(1, 16, 2, 2, 8, 16, 8, lengths=(16,), rounds=1)
+    monkeypatch.setattr(bench_parallel, "SETTINGS", small)
+    figures = bench_parallel.found.__wrapped__(processes)
+    alone = ("alone",) if processes == 1 else None
+    expected = [("step", way) for way in alone or parallel_worker.WAYS]
+    expected += [("attention", method) for method in alone or parallel_worker.METHODS]
+    assert [(one["what"], one["way"]) for one in figures] == expected
+    assert all(one["peak"] > 0 and len(one["samples"]) == 1 for one in figures)
+
+
+def test_each_group_is_named_while_it_runs():
+    done = python("-m", "pytest", "--benchmark-only", "-k", "test_embed and 128-forward-")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^    embed S=128 forward \.\.", done.stdout, re.M), done.stdout
+
+
+# ------------------------------------------------------------------------------ the parts for a GPU
+
+
 def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     """Collected as on a GPU: the sizes and so the ids are others there."""
     collect = "import sys, torch; torch.cuda.is_available = lambda: True; import pytest;"

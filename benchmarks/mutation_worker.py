@@ -29,7 +29,7 @@ def preload() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
-    for name in ("pytest", "triton.language", "torch._dynamo", "hypothesis.strategies"):
+    for name in ("pytest", "triton.language", "torch._dynamo"):
         with contextlib.suppress(ImportError):
             __import__(name)
 

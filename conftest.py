@@ -2,7 +2,9 @@
 and holds the shared fixtures.
 """
 
+import itertools
 import os
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Read when NumPy is loaded. A second thread would take the core of the other test process, and sum
@@ -23,6 +25,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run what takes long")
+    parser.addoption("--all", action="store_true", help="also run what is marked with_all")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -36,10 +39,77 @@ def pytest_ignore_collect(collection_path, config):
     return True if collection_path == ROOT / ("tests" if only else "benchmarks") else None
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs a GPU. Without --all, leave out the tests marked with_all; a test that is
+    named on the command line always runs.
+    """
+    sampled = defaultdict(list)
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("sample"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for group in sampled.values():
+        _leave_out_combinations(group)
+    if not config.getoption("all") and not any("::" in argument for argument in config.args):
+        left_out = [item for item in items if item.get_closest_marker("with_all")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("with_all")]
+
+
+def _leave_out_combinations(items):
+    """Give the mark with_all to the items of a test that are not needed for each value of each
+    parameter to occur. The values that have occurred least come first.
+    """
+    values = {item: [(name, id(x)) for name, x in item.callspec.params.items()] for item in items}
+    counts = Counter()
+    while any(not counts[value] for item in items for value in values[item]):
+        best = max(
+            items,
+            key=lambda item: (
+                sum(not counts[value] for value in values[item]),
+                -sum(counts[value] for value in values[item]),
+            ),
+        )
+        counts.update(values.pop(best))
+        items = [item for item in items if item is not best]
+    for item in items:
+        item.add_marker(pytest.mark.with_all)
+
+
+# The processor time of each test, its child processes included, is part of its report, which
+# pytest-xdist passes on.
+
+
+def _processor_seconds():
+    return sum(os.times()[:4])
+
+
+def pytest_runtest_logstart():
+    global _measured
+    _measured = _processor_seconds()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    global _measured
+    outcome = yield
+    now = _processor_seconds()
+    outcome.get_result().cpu_seconds, _measured = now - _measured, now
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the ten slowest files."""
+    files = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if hasattr(report, "cpu_seconds"):
+            files[report.nodeid.partition("::")[0]] += report.cpu_seconds
+    if len(files) > 1:
+        terminalreporter.section("slowest files")
+        for name, seconds in files.most_common(10):
+            terminalreporter.write_line(f"{seconds:7.1f} s of processor  {name}")
+        terminalreporter.write_line(f"{files.total():7.1f} s of processor  all files")
 
 
 @pytest.fixture(scope="session", autouse=True)

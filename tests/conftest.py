@@ -130,6 +130,12 @@ def launches_of_its_own():
         launch.plans.clear()
 
 
+def pytest_itemcollected(item):
+    """Plant bugs with --all alone: benchmarks/results has on record that the tests see them."""
+    if hasattr(item, "callspec") and item.callspec.params.get("bug") is not None:
+        item.add_marker(pytest.mark.with_all)
+
+
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
     """plant(module, function, old, new): the kernel function with a bug in it, for the rest of the

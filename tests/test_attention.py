@@ -126,6 +126,7 @@ def masked_rows(out):
     return out.detach().abs().sum(-1) == 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", list(masks("cpu")))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_mask(backend, device, against_oracle, case, dtype):
@@ -133,6 +134,7 @@ def test_every_mask(backend, device, against_oracle, case, dtype):
     against_oracle(functional.scaled_dot_product_attention, x, **masks(device)[case])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", list(biases("cpu")))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_bias(backend, device, against_oracle, case, dtype):
@@ -141,6 +143,7 @@ def test_every_bias(backend, device, against_oracle, case, dtype):
     against_oracle(functional.scaled_dot_product_attention, x, **options)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", list(bands("cpu")))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_band(backend, device, against_oracle, case, dtype):
@@ -148,6 +151,7 @@ def test_every_band(backend, device, against_oracle, case, dtype):
     against_oracle(functional.scaled_dot_product_attention, x, **bands(device)[case])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("blocks", [(16, 32), (32, 16)], ids=str)
 @pytest.mark.parametrize("case", list(bands("cpu")))
 def test_bands_in_tiles(device, against_oracle, tiles, blocks, case):
@@ -1361,6 +1365,7 @@ def results(function, leaves, weights):
     return [x.detach().float() for x in (*outputs, *grads)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("with_lse", [False, True], ids=["output", "and lse"])
 @pytest.mark.parametrize(
     "case", ["rows", "rows, constant", "keys", "hidden zeros", "alibi", "two tiles"]
@@ -1471,6 +1476,7 @@ WAYS += [("reference", 40, torch.float32), ("dropped", 5, torch.float32)]
 WAYS += [("dropped", 40, torch.float32)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("what", list(UNDEFINED))
 @pytest.mark.parametrize("way, s, dtype", WAYS, ids=str)
 def test_nan_that_a_query_sees(device, plant, tiles, dtype, what, s, way):

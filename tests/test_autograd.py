@@ -250,6 +250,7 @@ def test_double_backward(device, name):
         assert (have - want).norm() <= 1e-5 * want.norm() and want.norm() > 0
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", list(ARGUMENTS))
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_opcheck(device, name, which):
@@ -281,6 +282,7 @@ def test_opcheck(device, name, which):
     torch.library.opcheck(*recorded[which == "backward"])
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", SMALL)
 def test_compile_fullgraph(backend, device, name, dynamic):

@@ -62,6 +62,7 @@ def target_of(case, *shape, classes, device):
     )
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("case", list(CASES))
 def test_given_logits(backend, device, against_oracle, case, dtype):

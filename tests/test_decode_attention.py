@@ -105,6 +105,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(split, device, shape, dtype):

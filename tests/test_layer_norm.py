@@ -28,6 +28,7 @@ def inputs(*shape, n=None, dtype=torch.float32, device="cpu", weight=True, bias=
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("rows, n", [(1, 5), (3, 63), (37, 64), (600, 100), (2, 1000)])

@@ -40,6 +40,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("case", list(OPTIONS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_packed_attention(backend, device, against_oracle, case, dtype):

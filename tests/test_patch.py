@@ -132,6 +132,7 @@ def masks(device):
 MASKS = list(masks("cpu"))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_multihead_attention(variant, backend, device):
     """Every kind of mask beside every form of the module, with and without weights."""
@@ -415,6 +416,7 @@ def layer_options(name):
     return {"dim_feedforward": 24, "dropout": 0.0, "batch_first": True, **LAYERS[name]}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", LAYERS)
 def test_encoder_layer(name, backend, device):
     options = layer_options(name)
@@ -454,6 +456,7 @@ def encoder(device, layers=2, norm=True, dropout=0.0, **options):
     return randomized(made, device)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_encoder(norm, norm_first, backend, device):
@@ -700,6 +703,7 @@ TRANSFORMERS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformer_with_padding(name, backend, device):
     """nn.Transformer gives what torch gives, gradients too, whether the decoder sees the encoder's

@@ -133,6 +133,7 @@ def kernels(archive):
         return {name for name in packed.namelist() if name.endswith(".cubin")}
 
 
+@pytest.mark.with_all
 def test_a_run_with_every_trouble(environment, tmp_path, request):
     """--slow: all that a GPU would see, in half an hour."""
     everything = request.config.getoption("slow")

@@ -477,6 +477,7 @@ NAMED = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("op", OPS)
 def test_ops(op, backend):
     function = getattr(ff, op)

@@ -2,8 +2,9 @@
 eager PyTorch in the same dtype.
 
     python -m benchmarks.accuracy                            writes benchmarks/results/accuracy.csv
-                                                             and .md, in a minute or two on a CPU
-    python -m benchmarks.accuracy --op layer_norm --dtype float32        prints a part of it
+                                                             in a minute or two on a CPU
+    python -m benchmarks.accuracy --print                    prints the tables of these data
+    python -m benchmarks.accuracy --op layer_norm --dtype float32        computes and prints a part
     python -m benchmarks.accuracy --out FOLDER               writes it to another folder
 
 The oracle is the written-out reference in float64, from the same inputs rounded to the dtype.
@@ -586,7 +587,7 @@ FIGURES = ("max error", "error", "ratio", "of limit")
 
 
 def stem(device: torch.device) -> str:
-    """Return the name of the ledger's files for this device."""
+    """Return the name of the ledger's file for this device."""
     if device.type == "cpu":
         return "accuracy"
     return "accuracy-" + re.sub(r"\W+", "-", torch.cuda.get_device_name(device)).strip("-").lower()
@@ -639,15 +640,11 @@ def _cell(row: Row | None) -> str:
     return errors if row["provider"] == "eager" else f"{errors} ({row['ratio']:.2g})"
 
 
-def markdown(rows: Sequence[Row], where: dict[str, Any]) -> str:
-    kernels = "on " + where["gpu"] if where["gpu"] else "in its interpreter, on a CPU"
+def markdown(rows: Sequence[Row]) -> str:
     lines = [
         "# Accuracy ledger",
         "",
-        "Errors against the written-out formula in float64, of the same inputs: "
-        "`python -m benchmarks.accuracy` makes this file and the CSV beside it.",
-        f"torch {where['torch']}, triton {where['triton']} {kernels}; fastformer "
-        f"{where['fastformer']}, Python {where['python']}.",
+        "Errors against the written-out formula in float64, of the same inputs.",
         "",
         *(f"- {name}: {words}" for name, words in CONDITIONS.items()),
         "- eager: torch's own ops as they are usually put together; sdpa: "
@@ -680,23 +677,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", choices=sorted(EAGER), help="only this one")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only this one")
+    parser.add_argument("--print", action="store_true", help="print the committed data")
     parser.add_argument("--out", type=folder, help="the folder, benchmarks/results by default")
     arguments = parser.parse_args(argv)
+    if arguments.print:
+        known = read(RESULTS / "accuracy.csv")
+        print(markdown([*known.values()]), end="")
+        return 0
     device = prepare()
-    from fastformer.environment import describe
-
     cases = [case for case in CASES if not arguments.op or case.op in arguments.op]
     rows = ledger(cases, arguments.dtype or DTYPES, device, verbose=True)
     out = arguments.out
     if out is None and not (arguments.op or arguments.dtype):
         out = RESULTS
-    text = markdown(rows, describe(device))
     if out is None:
-        print(text, end="")
+        print(markdown(rows), end="")
     else:
         write_csv(rows, out / f"{stem(device)}.csv")
-        (out / f"{stem(device)}.md").write_text(text)
-        print(f"Wrote {out / stem(device)}.csv and .md")
+        print(f"Wrote {out / stem(device)}.csv")
     past = [row for row in rows if row["provider"] in OURS and not row["of limit"] <= 1]
     for row in past:
         print("PAST THE LIMIT:", *(row[n] for n in KEY), f"{row['of limit']:.2f}")

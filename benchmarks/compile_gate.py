@@ -1,7 +1,9 @@
 """The compile gate: every shipped configuration, compiled for GPUs that need not be there.
 
-    python -m benchmarks.compile_gate            prints the table
-    python -m benchmarks.compile_gate --write    writes it to tests/compile_table.md
+    python -m benchmarks.compile_gate            prints the table: compiles the cases whose sources have
+                                            changed and reads the others from the data
+    python -m benchmarks.compile_gate --all      compiles all cases
+    python -m benchmarks.compile_gate --write    also writes the data, benchmarks/results/compile.json
 
 tests/test_compile.py asserts on the same facts. Speed is not among them.
 """
@@ -9,6 +11,10 @@ tests/test_compile.py asserts on the same facts. Speed is not among them.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import hashlib
+import itertools
 import json
 import queue
 import subprocess
@@ -17,12 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-TABLE = HERE.parent / "tests" / "compile_table.md"
+ROOT = HERE.parent
+DATA = ROOT / "benchmarks" / "results" / "compile.json"
 WORKERS = 2
 SECONDS = 300  # a case that takes longer is killed
 
@@ -396,76 +404,175 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
     return {name: answers[name] for name in cases}
 
 
+# ----------------------------------------------------------------------------------- the sources
+
+# The ops of each kernel file or folder.
+FAMILIES = {
+    "attention": ("attention", "decode"),
+    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
+    "feed_forward": ("feed_forward", "geglu", "swiglu"),
+    "embedding": ("embed",),
+    "cross_entropy": ("cross_entropy",),
+}
+UNCOMPILED = ("interpreter.py", "registration.py")  # of which no kernel and no tile is made
+
+
+def digest(case: Case, model: str = "") -> str:
+    """Return a digest of a case, of the code that its kernels are compiled from and read by, and of
+    the code of a model that is made of them.
+    """
+    (own,) = (family for family, ops in FAMILIES.items() if case["op"] in ops)
+    files = [ROOT / "fastformer" / "description.py", ROOT / "benchmarks" / "sass.py"]
+    files.append(HERE / "compile_worker.py")
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        family = path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py")
+        if family == own or (family not in FAMILIES and path.name not in UNCOMPILED):
+            files.append(path)
+    text = json.dumps(case, sort_keys=True) + "".join(map(_code, files)) + model
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _code(path: Path) -> str:
+    """Return the source without what changes no kernel: comments, docstrings, where the file lies
+    and where the names come from.
+    """
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node
+        for node in tree.body
+        if not isinstance(node, (ast.Import, ast.ImportFrom))
+        and "__file__" not in ast.unparse(node)
+    ]
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [x for x in body if not _is_string(x)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@dataclass
+class Table:
+    """What is known of the compiled cases. A line of the file holds a case."""
+
+    triton: str
+    cases: dict[str, dict[str, Any]]  # by name: "digest" of the sources, "rows"
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        lines = (f"{json.dumps(name)}: {json.dumps(case)}" for name, case in self.cases.items())
+        start = f'{{"triton": {json.dumps(self.triton)}, "cases": {{\n'
+        path.write_text(start + ",\n".join(lines) + "\n}}\n")
+
+    def stale(self, digests: dict[str, str]) -> list[str]:
+        """Return the names of the cases that are not known of these sources and this Triton."""
+        if self.triton != metadata.version("triton"):
+            return list(digests)
+        return [n for n, of in digests.items() if self.cases.get(n, {}).get("digest") != of]
+
+    def updated(self, digests: dict[str, str], rows: dict[str, list[Any]]) -> Table:
+        """Return the table with these rows in place of the former ones of their cases."""
+        cases = {
+            name: {"digest": of, "rows": rows[name]} if name in rows else self.cases[name]
+            for name, of in digests.items()
+            if name in rows or name in self.cases
+        }
+        return Table(metadata.version("triton"), cases)
+
+
 # -------------------------------------------------------------------------------------- the table
+
+
+class Kernel(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    blocks: str  # their sizes, warps and stages
+    registers: int
+    spill: int  # bytes a thread, stores and loads together
+    serialised: str  # the wgmma that ptxas warns to run one by one
+    shared: int  # bytes a block
+    instructions: str
+
 
 HEADER = """\
 # What the compilers make of the kernels
 
-Triton {version}. Written by `python -m benchmarks.compile_gate --write`, checked by
-`test_compile.py`. A kernel stands under the first case that launches it. Spill: bytes a thread,
-stores and loads together. Shared: bytes a block. Serialised: ptxas warns that it runs the wgmma one
-by one.
+Triton {version}. Spill: bytes a thread, stores and loads together. Shared: bytes a block.
+Serialised: ptxas warns that it runs the wgmma one by one. A kernel stands under the first case that
+launches it.
 
 | case | kernel | blocks, warps, stages | registers | spill | serialised | shared | instructions |
 |---|---|---|---|---|---|---|---|
 """
-Rows = dict[tuple[str, str], list[str]]
 
 
-def rows(answers: dict[str, dict[str, Any]]) -> Rows:
-    """By case and kernel: the other columns."""
-    seen, table = set(), {}
+def rows(answers: dict[str, dict[str, Any]]) -> dict[str, list[Kernel]]:
+    """Return the kernels of each case, each kernel of an architecture under its first case."""
+    seen: set[tuple[str, str]] = set()
+    found: dict[str, list[Kernel]] = {}
     for name, answer in answers.items():
+        found[name] = []
         for r in answer.get("records", []):
             if (r["hash"], CASES[name]["arch"]) in seen:
                 continue
             seen.add((r["hash"], CASES[name]["arch"]))
+            blocks = "x".join(map(str, r["blocks"].values())) + f" w{r['warps']}"
+            blocks += f" s{r['stages']}" if r["stages"] else ""
+            serialised = " ".join(r["serialised"]) or "-"
             instructions = [r[kind] for kind in ("matrix", "asynchronous") if r[kind] != "-"]
-            blocks = "x".join(map(str, r["blocks"].values()))
-            table[name, r["kernel"]] = [
-                f"{blocks} w{r['warps']}" + (f" s{r['stages']}" if r["stages"] else ""),
-                str(r["registers"]),
-                str(r["spill"]),
-                " ".join(r["serialised"]) or "-",
-                str(r["shared"]),
-                ", ".join(instructions) or "-",
-            ]
-    return table
+            words = ", ".join(instructions) or "-"
+            row = (r["kernel"], blocks, r["registers"], r["spill"], serialised, r["shared"], words)
+            found[name].append(Kernel(*row))
+    return found
 
 
-def written(version: str, table: Rows) -> str:
-    lines = ("| " + " | ".join((*key, *row)) + " |\n" for key, row in table.items())
-    return HEADER.format(version=version) + "".join(lines)
+def known() -> dict[str, list[Kernel]]:
+    """Return the committed rows of each case."""
+    cases = Table.read(DATA).cases
+    return {name: [Kernel(*row) for row in case["rows"]] for name, case in cases.items()}
 
 
-def committed() -> tuple[str, Rows]:
-    """The Triton version and the rows of compile_table.md."""
-    text = TABLE.read_text()
-    lines = [line.strip("| ").split(" | ") for line in text.split("|---|\n")[1].splitlines()]
-    return text.split("Triton ")[1].split(". ")[0], {(a, b): row for a, b, *row in lines}
+def digests() -> dict[str, str]:
+    """Return the digest of each case, of the sources as they are."""
+    return {name: digest(case) for name, case in CASES.items()}
 
 
-def differences(new: Rows, old: Rows) -> list[str]:
-    """How cases, spills and serialisations of two tables differ, in words."""
-    missing = [f"{' '.join(key)}: not in compile_table.md" for key in new.keys() - old.keys()]
-    gone = [f"{' '.join(key)}: only in compile_table.md" for key in old.keys() - new.keys()]
-    changed = [
-        f"{' '.join(key)}: {column} {new[key][i]}, in compile_table.md {old[key][i]}"
-        for key in new.keys() & old.keys()
-        for i, column in ((2, "spill"), (3, "serialised"))
-        if new[key][i] != old[key][i]
+def differences(name: str, new: Iterable[Kernel], table: dict[str, list[Kernel]]) -> list[str]:
+    """Return how the spills and serialisations of a case differ from those of the table, in words.
+    A kernel that the table holds under another case of the architecture counts as known.
+    """
+
+    def facts(rows: Iterable[Kernel]) -> list[str]:
+        return [f"{k.name} {k.blocks}: spill {k.spill}, serialised {k.serialised}" for k in rows]
+
+    arch = CASES[name]["arch"]
+    others = (facts(rows) for n, rows in table.items() if n in CASES and CASES[n]["arch"] == arch)
+    now, known = facts(new), set(itertools.chain.from_iterable(others))
+    return [
+        *(f"{fact}: not in {DATA.name}" for fact in now if fact not in known),
+        *(f"{fact}: only in {DATA.name}" for fact in facts(table[name]) if fact not in now),
     ]
-    return sorted(missing + gone + changed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write tests/compile_table.md")
+    parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
+    parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="the cases whose name contains TEXT"
     )
     options = parser.parse_args()
-    cases = {name: case for name, case in CASES.items() if options.only in name}
+    table, now = Table.read(DATA), digests()
+    asked = now if options.all else table.stale(now)
+    cases = {name: CASES[name] for name in asked if options.only in name}
     started = time.time()
 
     def progress(name: str, answer: dict[str, Any]) -> None:
@@ -473,18 +580,21 @@ def main() -> None:
         print(seconds, name, file=sys.stderr)
 
     answers = compile_all(cases, progress)
-    table = rows(answers)
-    text = written(metadata.version("triton"), table)
-    print(text)
+    good = {name: answer for name, answer in answers.items() if "error" not in answer}
+    table = table.updated(now, rows(good))
+    print(HEADER.format(version=table.triton), end="")
+    for name, case in table.cases.items():
+        for row in case["rows"] if options.only in name else ():
+            print("| " + " | ".join(map(str, (name, *row))) + " |")
     wrong = [f"{name}: {problem}" for name in cases for problem in problems(name, answers[name])]
     print(*wrong, sep="\n")
     seconds = sum(answer.get("seconds", 0) for answer in answers.values())
     print(
-        f"{len(cases)} cases, {len(table)} kernels, {len(wrong)} problems, "
+        f"{len(cases)} of {len(CASES)} cases compiled, {len(wrong)} problems, "
         f"{seconds:.0f} s of processor"
     )
-    if options.write and not options.only:
-        TABLE.write_text(text)
+    if options.write:
+        table.write(DATA)
     sys.exit(bool(wrong))
 
 

@@ -1,11 +1,13 @@
 """Models the cost of the main loops from their machine code. It needs no GPU.
 
-    python -m benchmarks.cost                prints the ledger
-    python -m benchmarks.cost --only TEXT    only the cases of compile_gate.py with TEXT in
+    python -m benchmarks.cost                prints the ledger: compiles the cases whose sources
+                                             have changed and reads the others from the data
+    python -m benchmarks.cost --only TEXT    only the cases of benchmarks/compile_gate.py with TEXT in
                                              their name
-    python -m benchmarks.cost --write        writes the ledger to tests/cost_table.md
-    python -m benchmarks.cost --peers        prints the same of FlexAttention and Liger; with
-                                             --write, to tests/cost_peers.md
+    python -m benchmarks.cost --all          compiles all cases
+    python -m benchmarks.cost --write        also writes the data, benchmarks/results/cost.json
+    python -m benchmarks.cost --peers        prints the same of FlexAttention and Liger, from
+                                             cost_peers.json, which --write compiles them for
 
 The counts are facts, read from the machine code (benchmarks/sass.py). The times are predictions:
 the number of clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound
@@ -21,10 +23,11 @@ and BK over 64 in that loop.
 from __future__ import annotations
 
 import argparse
+import inspect
+import itertools
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,8 @@ from benchmarks import compile_gate
 
 ROOT = Path(__file__).resolve().parents[1]
 TILE = 128 * 64
-TABLE = ROOT / "tests" / "cost_table.md"
-PEERS = ROOT / "tests" / "cost_peers.md"
-Place = tuple[str, str, str, int]
-Slots = dict[Place, float]
+DATA = ROOT / "benchmarks" / "results" / "cost.json"
+PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
 
 # Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
 # the kernel.
@@ -89,7 +90,7 @@ class Entry:
     issue: float
     tensor: float
     special: float
-    exponentials: float  # instructions of a warp
+    exponentials: float | None  # instructions of a warp
     fma: float
     alu: float
     traffic: float  # of shared memory
@@ -200,21 +201,16 @@ def _entry(
     )  # fmt: skip
 
 
-def ledger(answers: dict[str, dict[str, Any]]) -> list[Entry]:
-    """Return the entries of all kernels, each under the first case that compiles it."""
-    seen, found = set(), []
+def ledger(answers: dict[str, dict[str, Any]]) -> dict[str, list[Entry]]:
+    """Return the entries of each case, each kernel under the first case that compiles it."""
+    seen: set[str] = set()
+    found = {}
     for name, answer in answers.items():
-        if compile_gate.CASES[name]["arch"] not in CHIPS:
-            continue
-        new = {r["hash"]: r for r in answer.get("records", []) if r["hash"] not in seen}
-        seen.update(new)
-        found += entries(name, new.values())
+        if compile_gate.CASES[name]["arch"] in CHIPS and "error" not in answer:
+            new = {r["hash"]: r for r in answer["records"] if r["hash"] not in seen}
+            seen.update(new)
+            found[name] = list(entries(name, new.values()))
     return found
-
-
-def peers(compiled: Iterable[tuple[str, list[dict[str, Any]]]]) -> list[Entry]:
-    """Return the entries of what benchmarks/cost_peers.py compiles."""
-    return [entry for name, records in compiled for entry in entries(name, records)]
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -234,7 +230,7 @@ kernels without products and of few queries) if that unit never waits.
 """  # noqa: E501
 
 
-def written(version: str, found: list[Entry]) -> str:
+def written(version: str, found: Iterable[Entry]) -> str:
     def cell(x: Any) -> str:
         return "-" if x is None else f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
@@ -249,45 +245,56 @@ def written(version: str, found: list[Entry]) -> str:
     return HEADER.format(version=version) + "".join(lines)
 
 
-def committed() -> tuple[str, Slots]:
-    """Return the Triton version and the issue slots of the committed ledger."""
-    text = TABLE.read_text()
-    lines = [line.strip("| ").split(" | ") for line in text.split("|---|\n")[1].splitlines()]
-    places = _numbered((case, kernel, part) for case, kernel, part, *_ in lines)
-    slots = {place: float(line[5]) for place, line in zip(places, lines)}
-    return text.split("Triton ")[1].split(". ")[0], slots
+def rows(found: Iterable[Entry]) -> list[list[Any]]:
+    """Return the entries of a case as the data hold them: with four digits, without its name."""
+
+    def short(x: Any) -> Any:
+        return float(f"{x:.4g}") if isinstance(x, float) else x
+
+    return [[short(x) for x in astuple(entry)[1:]] for entry in found]
 
 
-def issue_slots(found: list[Entry]) -> Slots:
-    """Return the issue slots of each entry by its case, kernel, part and number among these."""
-    places = _numbered((e.case, e.kernel, e.part) for e in found)
-    return {place: e.issue for place, e in zip(places, found)}
+def read(table: compile_gate.Table) -> dict[str, list[Entry]]:
+    """Return the entries that stand in the data."""
+    return {n: [Entry(n, *row) for row in case["rows"]] for n, case in table.cases.items()}
 
 
-def _numbered(places: Iterable[tuple[str, str, str]]) -> list[Place]:
-    seen: Counter[tuple[str, str, str]] = Counter()
-    numbered = []
-    for place in places:
-        numbered.append((*place, seen[place]))
-        seen[place] += 1
-    return numbered
+def digests() -> dict[str, str]:
+    """Return the digest of each case that the ledger holds, of the sources as they are."""
+    made_by = (Chip, Entry, entries, _parts, _in_flight, _entry)
+    model = "".join(map(inspect.getsource, made_by)) + repr(CHIPS)
+    cases = {n: case for n, case in compile_gate.CASES.items() if case["arch"] in CHIPS}
+    return {n: compile_gate.digest(case, model) for n, case in cases.items()}
 
 
-def grown(new: Slots, old: Slots) -> list[str]:
-    """Say in words where the issue slots of two ledgers differ by more than 3%, or entries do."""
-    found = [
-        f"{' '.join(map(str, place))}: not in {TABLE.name}" for place in new.keys() - old.keys()
-    ]
-    found += [
-        f"{' '.join(map(str, place))}: {new[place]:.0f} issue slots, "
-        f"in {TABLE.name} {old[place]:.0f}"
-        for place in new.keys() & old.keys()
-        if not old[place] / 1.03 - 0.5 <= new[place] <= old[place] * 1.03 + 0.5
-    ]
-    return sorted(found)
+def grown(new: Iterable[Entry], old: Iterable[Entry]) -> list[str]:
+    """Say in words where the issue slots of a case's kernels differ by more than 3% from those in
+    the data, or their loops do. What the data hold under an earlier case is not compared.
+    """
+    now, then = _by_kernel(new), _by_kernel(old)
+    found = []
+    for kernel, before in then.items():
+        after = now.get(kernel, [])
+        parts, known = ([e.part for e in loops] for loops in (after, before))
+        if parts != known:
+            found.append(f"{kernel}: loops {', '.join(parts)}; in {DATA.name} {', '.join(known)}")
+            continue
+        found += [
+            f"{kernel} {e.part}: {e.issue:.0f} issue slots, in {DATA.name} {was.issue:.0f}"
+            for e, was in zip(after, before)
+            if not was.issue / 1.03 - 0.5 <= e.issue <= was.issue * 1.03 + 0.5
+        ]
+    return found
 
 
-def waits(found: list[Entry]) -> list[str]:
+def _by_kernel(found: Iterable[Entry]) -> dict[str, list[Entry]]:
+    kernels: dict[str, list[Entry]] = {}
+    for entry in found:
+        kernels.setdefault(entry.kernel, []).append(entry)
+    return kernels
+
+
+def waits(found: Iterable[Entry]) -> list[str]:
     """Say in words which loops of 16-bit attention wait for all copies before they compute."""
     return [
         f"{e.case}, {e.kernel} {e.part}: waits for all copies"
@@ -304,38 +311,42 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument(
-        "--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, or {PEERS.name}"
-    )
+    parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
+    parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument("--peers", action="store_true", help="kernels of other packages instead")
     options = parser.parse_args()
     if options.peers:
-        from benchmarks import cost_peers
-
-        table = written(metadata.version("triton"), peers(cost_peers.compiled()))
-        PEERS.write_text(table) if options.write else print(table)
-        return
-    if options.write and options.only:
-        parser.error("--write is for all cases")
-    cases = {
-        name: {**case, "loops": True}
-        for name, case in compile_gate.CASES.items()
-        if options.only in name and case["arch"] in CHIPS
-    }
-    if not cases:
+        return _peers(options.write)
+    now, table = digests(), compile_gate.Table.read(DATA)
+    if not any(options.only in name for name in now):
         parser.error(f"no case of benchmarks/compile_gate.py has {options.only!r} in its name")
+    asked = now if options.all else table.stale(now)
+    cases = {n: {**compile_gate.CASES[n], "loops": True} for n in asked if options.only in n}
 
     def progress(name: str, answer: dict[str, Any]) -> None:
         print(f"{answer.get('seconds', 0):5.1f} s  {name}", file=sys.stderr)
 
     answers = compile_gate.compile_all(cases, progress)
-    table = written(metadata.version("triton"), ledger(answers))
+    found = ledger(answers)
+    table = table.updated(now, {name: rows(entries) for name, entries in found.items()})
+    known = read(table)
+    shown = (entry for name in known if options.only in name for entry in known[name])
+    print(written(table.triton, shown))
     if options.write:
-        TABLE.write_text(table)
-    else:
-        print(table)
+        table.write(DATA)
     errors = [f"{name}: {a['error']}" for name, a in answers.items() if "error" in a]
     raise SystemExit("\n".join(errors) or 0)
+
+
+def _peers(write: bool) -> None:
+    """Print the ledger of other packages' kernels; with `write`, compile them first."""
+    if write:
+        from benchmarks import cost_peers
+
+        cases = {n: {"rows": rows(entries(n, records))} for n, records in cost_peers.compiled()}
+        compile_gate.Table(metadata.version("triton"), cases).write(PEERS)
+    table = compile_gate.Table.read(PEERS)
+    print(written(table.triton, itertools.chain.from_iterable(read(table).values())))
 
 
 if __name__ == "__main__":

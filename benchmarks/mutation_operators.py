@@ -6,7 +6,7 @@ tile, which any run shows. No run can show
 
 - docstrings, annotations, messages, assertions (`raise AssertionError` too), hints to the compiler;
 - the width of an integer in a kernel beyond what it holds: `.to(tl.int32)`, `.to(tl.uint32)` and
-  whether the latter is a bitcast. (It shows in the machine code: tests/compile_table.md.)
+  whether the latter is a bitcast. (It shows in the machine code: benchmarks/compile_gate.py.)
 - a conversion that Triton's promotion repeats: `.to(ACC)` of a factor whose other factor has it, or
   of what is added to a sum that has that type; `tl.where(c, x, 0.0).to(x.dtype)`;
 - placeholders: strides of a tensor that is not there, `(0, 0, 0, 0)`, and PLACEHOLDERS;

@@ -2,9 +2,7 @@
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
     python -m benchmarks.report --readme                     the README's block of figures, made
-                                                             from benchmarks/results: gpu*.json,
-                                                             accuracy.csv, mutation.json; and from
-                                                             tests/compile_table.md
+                                                             from benchmarks/results
 
 It reads the files of `pytest --benchmark-only --benchmark-json=results.json` and of
 `python -m benchmarks.gpu`, and its journals (.jsonl). It measures nothing.
@@ -378,7 +376,8 @@ def accuracy_table() -> list[str]:
     lines = [
         "**Accuracy.** Each cell holds the largest relative error against float64, over the output "
         "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
-        "eager PyTorch overflows. [accuracy.md](benchmarks/results/accuracy.md) lists every case.",
+        "eager PyTorch overflows. `python -m benchmarks.accuracy --print` lists "
+        "every case.",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",
@@ -398,11 +397,11 @@ def accuracy_table() -> list[str]:
 
 def compile_table() -> list[str]:
     """Tabulate what the compiler makes of the shipped configurations for each architecture."""
-    text = (ROOT / "tests" / "compile_table.md").read_text()
-    kernels: dict[str, list[list[str]]] = {}
-    for line in text[text.index("|---") :].splitlines()[1:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        kernels.setdefault(cells[0].split()[0], []).append(cells)
+    cases = json.loads((RESULTS / "compile.json").read_text())["cases"]
+    kernels: dict[str, list[tuple[int, str]]] = {}
+    for name, case in cases.items():
+        for _, _, _, spill, serialised, *_ in case["rows"]:
+            kernels.setdefault(name.split()[0], []).append((spill, serialised))
     lines = [
         "**Compiled code.** The shipped configurations are compiled ahead of time: all of them for "
         "sm_90, and a selection for the other architectures. A kernel spills when its values do "
@@ -410,15 +409,15 @@ def compile_table() -> list[str]:
         "fourth column is the largest spill of a kernel, in bytes per thread, loads and stores "
         "together. The tensor-core instructions of Hopper (wgmma) do not overlap where the "
         "compiler serialises them. `other` stands for GPUs without a configuration of their own. "
-        "[compile_table.md](tests/compile_table.md) lists every kernel.",
+        "`python -m benchmarks.compile_gate` lists every kernel.",
         "",
         "| architecture | kernels | kernels that spill | largest spill | kernels with serialised "
         "wgmma |",
         "|---|---|---|---|---|",
     ]
     for name, mine in kernels.items():
-        spills = [int(cells[4]) for cells in mine if cells[4] != "0"]
-        serialised = sum(cells[5] != "-" for cells in mine)
+        spills = [spill for spill, _ in mine if spill]
+        serialised = sum(names != "-" for _, names in mine)
         cells = [name, len(mine), len(spills), max(spills, default=0), serialised]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines

@@ -1280,7 +1280,7 @@ DRAWN_FROM = (
 
 # Functions that `python -m benchmarks.mutation --draw` leaves alone, because what they decide is no
 # result: it is the time that a GPU takes, or what a GPU is called.
-_TILES = "the tiles alone: tests/compile_table.md holds those that are shipped"
+_TILES = "the tiles alone: benchmarks/compile_gate.py compiles those that are shipped"
 NOT_DRAWN = {
     "kernels/attention/configurations.py": {"configuration": _TILES, "rows": _TILES},
     "kernels/attention/launchers.py": {"_Plan.tiles": _TILES, "_Plan.case": _TILES},
@@ -1297,7 +1297,7 @@ NOT_DRAWN = {
     },
     "kernels/launch.py": {
         "architecture": "reads a GPU",
-        "dot_precision": "the interpreter has one: tests/compile_table.md shows the others",
+        "dot_precision": "the interpreter has one: benchmarks/compile_gate.py checks the others",
     },
 }
 

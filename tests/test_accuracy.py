@@ -109,4 +109,8 @@ def test_part_of_it_by_hand(accuracy, monkeypatch, tmp_path, capsys):
     assert accuracy.main([*arguments, "--out", str(tmp_path)]) == 0
     rows = accuracy.read(tmp_path / "accuracy.csv")
     assert {key[0] for key in rows} == {"embed"}
-    assert (tmp_path / "accuracy.md").read_text() == shown
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
+    capsys.readouterr()
+    assert accuracy.main(["--print"]) == 0
+    printed = capsys.readouterr().out  # of the data, which have three digits
+    assert "## embed" in printed and printed.count("\n") == shown.count("\n")

@@ -1,4 +1,8 @@
-"""Every shipped configuration compiles for its architecture, into what it should."""
+"""Every shipped configuration compiles for its architecture, into what it should.
+
+benchmarks/results holds what the compiler made of each case, with a digest of the sources. Without
+--all, only the cases whose sources have changed are compiled.
+"""
 
 from importlib import metadata
 
@@ -8,52 +12,72 @@ pytest.importorskip("triton")
 
 from benchmarks import compile_gate, cost
 
-
-def weighed(request):
-    """The cases whose loops are compared with the cost ledger: with --slow all that it has."""
-    archs = list(cost.CHIPS) if request.config.getoption("--slow") else ["sm_90"]
-    return {n for n, c in compile_gate.CASES.items() if c["arch"] in archs}
+TABLE = compile_gate.Table.read(compile_gate.DATA)
+LEDGER = compile_gate.Table.read(cost.DATA)
+CHANGED = {*TABLE.stale(compile_gate.digests()), *LEDGER.stale(cost.digests())}
+KNOWN, ENTRIES = compile_gate.known(), cost.read(LEDGER)
+WRITE = "if that is meant: python -m benchmarks.compile_gate --write; python -m benchmarks.cost --write"
+CASES = [
+    pytest.param(name, marks=[] if name in CHANGED else pytest.mark.with_all)
+    for name in compile_gate.CASES
+]
 
 
 @pytest.fixture(scope="module")
-def answers(request):
-    """Of the cases that this session asks about; the table is of all."""
-    asking = [item for item in request.session.items if item.module is request.module]
-    names = {item.callspec.params["name"] for item in asking if hasattr(item, "callspec")}
-    every = any(not hasattr(item, "callspec") for item in asking)
-    loops = weighed(request) if every else ()
-    return compile_gate.compile_all(
-        {
-            n: {**c, "loops": n in loops}
-            for n, c in compile_gate.CASES.items()
-            if every or n in names
-        }
-    )
+def worker():
+    worker = compile_gate.Worker()
+    yield worker
+    worker.close()
 
 
-@pytest.mark.parametrize("name", compile_gate.CASES)
-def test_case(answers, name):
-    problems = compile_gate.problems(name, answers[name])
-    assert not problems, "\n".join(problems)
+@pytest.mark.parametrize("name", CASES)
+def test_case(worker, name):
+    """It compiles without a problem and into what the table says; no loop of 16-bit attention waits
+    for all of its copies, and none has grown by 3%.
+    """
+    case = compile_gate.CASES[name]
+    answer = worker.ask({**case, "loops": case["arch"] in cost.CHIPS})
+    found = compile_gate.problems(name, answer)
+    entries = cost.ledger({name: answer}).get(name, [])
+    found += cost.waits(entries)
+    assert not found, "\n".join(found)
+    if TABLE.triton != metadata.version("triton"):
+        pytest.skip(f"the table is of Triton {TABLE.triton}")
+    found = compile_gate.differences(name, compile_gate.rows({name: answer})[name], KNOWN)
+    found += cost.grown(entries, ENTRIES.get(name, []))
+    assert not found, "\n".join([*found, WRITE])
 
 
-def test_committed_table(answers):
-    """compile_table.md is what the compiler says now: a changed kernel shows in a diff."""
-    version, committed = compile_gate.committed()
-    if version != metadata.version("triton"):
-        pytest.skip(f"the table is of Triton {version}")
-    differences = compile_gate.differences(compile_gate.rows(answers), committed)
-    assert not differences, "\n".join(
-        [*differences, "if that is meant: python -m benchmarks.compile_gate --write"]
-    )
+def test_the_data_are_of_these_sources():
+    """Else each run compiles the changed cases again."""
+    if TABLE.triton != metadata.version("triton"):
+        pytest.skip(f"the table is of Triton {TABLE.triton}")
+    assert not CHANGED, WRITE
+    assert [*KNOWN] == [*compile_gate.CASES] and [*ENTRIES] == [*cost.digests()]
 
 
-def test_cost_ledger(answers, request):
-    """No loop of 16-bit attention waits for all of its copies, and none has grown by 3%."""
-    found = cost.ledger({n: answers[n] for n in answers if n in weighed(request)})
-    assert not cost.waits(found)
-    version, committed = cost.committed()
-    if version != metadata.version("triton"):
-        pytest.skip(f"the ledger is of Triton {version}")
-    grown = cost.grown(cost.issue_slots(found), committed)
-    assert not grown, "\n".join([*grown, "if that is meant: python -m benchmarks.cost --write"])
+def test_what_makes_a_case_stale(monkeypatch):
+    """A change of its own kernels or of those of all, and no comment, docstring or import."""
+    norm = compile_gate.CASES["sm_90 layer_norm bf16 N=512"]
+    loss = compile_gate.CASES["sm_90 cross_entropy bf16 V=512"]
+    code, before = compile_gate._code, (compile_gate.digest(norm), compile_gate.digest(loss))
+
+    def changed(*names):
+        monkeypatch.setattr(
+            compile_gate, "_code", lambda path: code(path) + "x = 1" * (path.name in names)
+        )
+        return compile_gate.digest(norm) != before[0], compile_gate.digest(loss) != before[1]
+
+    assert changed() == (False, False)
+    assert changed("layer_norm.py") == (True, False)
+    assert changed("common.py") == changed("compile_worker.py") == (True, True)
+    assert changed("forward.py", "interpreter.py") == (False, False)
+
+
+def test_what_is_code(tmp_path):
+    texts = ["import a\nx = 1\n", '"""Of x."""\nfrom b import a  # a\nx = 1\n', "import a\nx = 2\n"]
+    paths = [tmp_path / f"{n}.py" for n in range(3)]
+    for path, text in zip(paths, texts):
+        path.write_text(text)
+    first, second, third = map(compile_gate._code, paths)
+    assert first == second != third

@@ -524,18 +524,18 @@ def _rounding(x: Tensor) -> float:
 def _of_limit(row: Row, eager: float, largest: float) -> float:
     """Return the share of the error that the numerics policy allows; 1 is all of it.
 
-    float32: a relative error of 1e-5. float16, bfloat16: the largest error is twice that of eager
-    PyTorch (three times in a gradient), and one rounding of the largest element. Ill-conditioned
-    float32 may have either, and attention ROUNDED_LOGITS.
+    Ill-conditioned float32 may have the error that float16 may have beside eager PyTorch as well,
+    and attention ROUNDED_LOGITS.
     """
-    eps = torch.finfo(DTYPES[row["dtype"]]).eps
-    factor = 2 if row["quantity"] == "output" else 3
-    beside_eager = row["max error"] / (factor * eager + eps / 2 * largest)
-    if row["dtype"] != "float32":
+    from fastformer import numerics
+
+    dtype, gradient = DTYPES[row["dtype"]], row["quantity"] != "output"
+    beside_eager = row["max error"] / numerics.largest_error(dtype, eager, largest, gradient)
+    if dtype not in numerics.RELATIVE:
         return beside_eager
     if row["condition"] == "benign":
-        return row["error"] / 1e-5
-    fixed = ROUNDED_LOGITS if "attention" in row["op"] else 1e-5
+        return row["error"] / numerics.RELATIVE[dtype]
+    fixed = ROUNDED_LOGITS if "attention" in row["op"] else numerics.RELATIVE[dtype]
     return min(row["error"] / fixed, beside_eager)
 
 

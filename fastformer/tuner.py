@@ -29,6 +29,7 @@ from fastformer import (
     cases,
     checks,
     environment,
+    numerics,
     tuning,
 )
 from fastformer.cases import Case
@@ -48,8 +49,7 @@ def disagreement(
     """Return where results break the numerics policy, or None.
 
     want: the reference in float64. peer: the reference in the dtype of the call. The first
-    `outputs` are outputs and the others gradients, which may have three times the error of the
-    peer, where an output may have twice.
+    `outputs` are outputs and the others gradients.
     """
     for i, (x, exact, eager) in enumerate(zip(have, want, peer, strict=True)):
         name = f"output {i}" if i < outputs else f"gradient {i - outputs}"
@@ -57,15 +57,10 @@ def disagreement(
             return (
                 f"{name} is {x.dtype} {list(x.shape)}; expected {eager.dtype} {list(exact.shape)}"
             )
-        error, other = (x.double() - exact).abs(), (eager.double() - exact).abs()
-        if x.dtype == torch.float32:
-            size = exact.norm().clamp_min(1e-30)
-            found, bound = error.norm() / size, max(1e-5, float(2 * other.norm() / size))
-        else:
-            most = exact.abs().max() * torch.finfo(x.dtype).eps / 2
-            found, bound = error.max(), float((2 if i < outputs else 3) * other.max() + most)
-        if not found <= bound:
-            return f"{name} disagrees with the reference: {found:.1e}, and at most {bound:.1e} may"
+        other = (eager.double() - exact).abs()
+        error = float(other.max()) if other.numel() else 0.0
+        if problem := numerics.disagreement(x, exact, error, i >= outputs):
+            return f"{name} disagrees with the reference: it {problem}"
     return None
 
 

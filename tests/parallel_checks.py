@@ -41,6 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import benchmarks.parallel_worker as measured
 import fastformer as ff
+from fastformer import numerics
 from fastformer.copy_task import Settings, train
 from fastformer.parallel_copy_task import WAYS, Alone, Parallel
 
@@ -52,7 +53,7 @@ def close(name, ours, whole, size=0.0):
     the small difference of large terms.
     """
     assert ours.shape == whole.shape and whole.dtype == torch.float64, name
-    bound = 1e-10 if ours.dtype == torch.float64 else 1e-5
+    bound = 1e-10 if ours.dtype == torch.float64 else numerics.RELATIVE[ours.dtype]
     error = float((ours.double() - whole).norm())
     assert error <= bound * max(float(whole.norm()), size), f"{name} differs by {error:.1e}"
 

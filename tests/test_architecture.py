@@ -35,7 +35,7 @@ LAYERS = [
     {"backends"},
     {"autograd", "cases", "kernels", "sharding", "tuning"},
     {"checks", "operation", "environment"},
-    {"description", "eager"},
+    {"description", "eager", "numerics"},
     {"_version"},
 ]
 

@@ -260,6 +260,8 @@ def test_the_policy():
     single = [exact[0].float()]
     assert tuner.disagreement(single, exact, single, 1) is None
     assert "disagrees" in tuner.disagreement([single[0] * 1.0001], exact, single, 1)
+    eager = [single[0] * 1.00002]  # whose own error is past the policy, and excuses none
+    assert "disagrees" in tuner.disagreement(eager, exact, eager, 1)
     nan = [single[0] * float("nan")]
     assert "disagrees" in tuner.disagreement(nan, exact, single, 1)
     assert "is torch.float32 [100]; expected torch.float16" in tuner.disagreement(

@@ -4,6 +4,7 @@
     python -m benchmarks.mutation --only '^attention.*int32'        only these; keeps the others
     python -m benchmarks.mutation --resume               keeps the good verdicts
     python -m benchmarks.mutation --draw 300 --seed 7    draws 300; the same command resumes
+    python -m benchmarks.mutation --draw 200 --seed 7 --of api      from the modules that users call
 
 A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
 tests that cover the file, quick ones first, and stops at the first failure. A test kills a mutant
@@ -17,8 +18,14 @@ kernels, their launchers, the autograd function, the dispatch and the packing. T
 all of them first, and the other tests try those that live. The same command resumes the draw, and
 tries the survivors again; the score of a draw counts the first trial only.
 
-Each mutant updates benchmarks/results/mutation.json and .md (mutation_draw for a draw). The exit
-status is 1 if a mutant is left that is not known to be equivalent.
+`--of api` draws from the modules that users call instead. The share of a file is its share of the
+lines of code. A first run of the tests without a mutant records which of them execute which lines.
+A mutant is tried by the tests that execute its statement, the quickest test of each test function
+first, up to a minute and a half of them. A mutant that no test executes survives at once.
+
+Each mutant updates benchmarks/results/mutation.json and .md (mutation_draw for a draw,
+mutation_draw_api for one of the modules). The exit status is 1 if a mutant is left that is not
+known to be equivalent.
 """
 
 from __future__ import annotations
@@ -46,10 +53,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import folder
-from benchmarks.mutation_operators import Change, changes, draw
+from benchmarks.mutation_lines import Executed, code_lines, statement_lines
+from benchmarks.mutation_operators import Change, changes, draw, draw_by_weight
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+REPORTS = {"kernels": "mutation_draw", "api": "mutation_draw_api"}
 COPIED = ("fastformer", "kernels", "tests", "benchmarks", "conftest.py", "pyproject.toml")
 QUICK = "test_a_planted_bug_is_caught[None]"
 FREQUENT = 6  # tests that have killed most of a file: they come first
@@ -60,6 +69,7 @@ from mutants import (
     DRAWN_EQUIVALENT,
     DRAWN_FROM,
     EQUIVALENT,
+    EXECUTED_BY,
     FUZZED,
     MORE,
     NOT_DRAWN,
@@ -163,7 +173,7 @@ class Drawn(Mutant):
         ]
 
     def digest(self) -> str:
-        whole = f"{self.change} in {sources()}"
+        whole = f"{self.change} in {sources(drawn_of(self.file()))}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
@@ -204,14 +214,19 @@ MUTANTS = [
 
 
 @functools.cache
-def sources() -> str:
+def sources(of: str) -> str:
     """Return a digest of the files that mutants are drawn from."""
-    return _digest(ROOT / file for file in DRAWN_FROM)
+    return _digest(ROOT / file for file in DRAWN_FROM[of])
 
 
-def commit() -> str:
+def drawn_of(file: str) -> str:
+    """Return what a file belongs to: "kernels" or "api"."""
+    return next(of for of, files in DRAWN_FROM.items() if file in files)
+
+
+def commit(of: str) -> str:
     """Return the last commit of these files."""
-    words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM]
+    words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM[of]]
     return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 
@@ -221,18 +236,24 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 @functools.cache
-def candidates() -> list[Change]:
+def candidates(of: str = "kernels") -> list[Change]:
     """Return all changes that can be drawn, in the order of the files, without duplicates."""
-    found = [c for file in DRAWN_FROM for c in changes(file, (ROOT / file).read_text())]
+    found = [c for file in DRAWN_FROM[of] for c in changes(file, (ROOT / file).read_text())]
     once = {(c.file, c.start, c.end, c.new): c for c in reversed(found)}
     return [c for c in reversed(once.values()) if c.function not in NOT_DRAWN.get(c.file, ())]
 
 
-def drawn(n: int, seed: int) -> list[Drawn]:
-    texts = {file: (ROOT / file).read_text() for file in DRAWN_FROM}
+def drawn(n: int, seed: int, of: str = "kernels") -> list[Drawn]:
+    """Draw n mutants: of the kernels each operator as often, of the modules each line."""
+    texts = {file: (ROOT / file).read_text() for file in DRAWN_FROM[of]}
+    if of == "kernels":
+        chosen = draw(candidates(of), n, seed)
+    else:
+        weights = {file: len(code_lines(text)) for file, text in texts.items()}
+        chosen = draw_by_weight(candidates(of), weights, n, seed)
     return [
         Drawn(kernel_of(c.file), _place(c, texts[c.file]), c.function, c.old, c.new, c)
-        for c in draw(candidates(), n, seed)
+        for c in chosen
     ]
 
 
@@ -353,6 +374,7 @@ class Trials:
         checkout = self._free.get()
         planted, file = mutant.planted(), checkout.folder / mutant.file()
         original, started = file.read_text(), time.monotonic()
+        status, output = 0, ""
         try:
             file.write_text(planted)
             for tests in stages:
@@ -391,6 +413,22 @@ class Trials:
         if not self.passes(test):
             raise RuntimeError(f"{test} fails without any mutant")
         return "killed", test
+
+    def record(self, tests: Sequence[str], files: Sequence[str], folder: Path) -> None:
+        """Record the lines of the files that the tests execute, unless the folder has them."""
+        if folder.exists():
+            return
+        scratch = Path(self._scratch.name) / "lines"
+        there = {"LINES_OF": ":".join(files), "LINES_IN": str(scratch)}
+        words = ["-p", "benchmarks.mutation_lines", "-q", "-n", str(self.workers)]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *words, "-k", "not triton and not planted", *tests],
+            cwd=self._clean.folder, env={**self._clean.environment(), **there}, check=True,
+        )  # fmt: skip
+        shutil.copytree(scratch, folder)
+
+    def know_to_pass(self, tests: Iterable[str]) -> None:
+        self._passes.update({(test,): True for test in tests})
 
     def passes(self, *tests: str) -> bool:
         """Whether the tests pass on the unchanged kernels, within the limit."""
@@ -479,6 +517,12 @@ def _same(verdict: Verdict) -> bool:
     return verdict.verdict == "survived" and verdict.good()
 
 
+DRAWN = {
+    "kernels": "kernels, launchers, autograd and dispatch",
+    "api": "modules that users call, in proportion to their lines,",
+}
+
+
 @dataclass
 class Draw:
     """A draw of mutants, and their verdicts."""
@@ -490,6 +534,7 @@ class Draw:
     tests: str  # a digest of the tests at the start
     verdicts: list[Verdict]
     commit: str = ""  # that holds these sources
+    of: str = "kernels"
 
     def save(self, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -524,7 +569,7 @@ class Draw:
         tried, seen = len(self.verdicts), found["killed"] + found["killed since"]
         return (
             f"Of {self.candidates:,} changes that operators over the syntax tree make in the "
-            f"kernels, launchers, autograd and dispatch {self.size} were drawn (seed {self.seed}) "
+            f"{DRAWN[self.of]} {self.size} were drawn (seed {self.seed}) "
             f"and {tried} tried: the tests saw {found['killed']} at first "
             f"({found['killed'] / max(1, tried):.1%}), and see {seen} with those written since "
             f"({seen / max(1, tried):.1%}); {found['equivalent']} change no result, "
@@ -537,7 +582,8 @@ class Draw:
             "# Mutation score of a draw",
             "",
             self.line(),
-            f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}` makes this "
+            f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}"
+            f"{' --of api' * (self.of == 'api')}` makes this "
             f"file of the sources of commit {self.commit} (their digest: {self.sources}).",
             "",
         ]
@@ -573,18 +619,22 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     A survivor of an earlier run that is not known to be equivalent is tried again. A mutant that
     only tests newer than its verdict kill counts as killed since, and not as killed at first.
     """
-    stem = arguments.out / "mutation_draw"
+    of, stem = arguments.of, arguments.out / REPORTS[arguments.of]
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    mutants = [m for m in drawn(arguments.draw, seed) if re.search(arguments.only, str(m))]
+    mutants = [m for m in drawn(arguments.draw, seed, of) if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
     now = _digest((ROOT / "tests").glob("*.py"))
-    made = Draw(arguments.draw, seed, len(candidates()), sources(), now, [], commit())
+    made = Draw(arguments.draw, seed, len(candidates(of)), sources(of), now, [], commit(of), of)
     known = Draw.load(stem)
     if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
         made = known
     fate = {(v.kernel, v.name): v for v in made.verdicts}
     print(f"seed {seed}, {len(mutants)} of {made.candidates} candidates")
     trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()
+    if of == "api":
+        trials.record([f"tests/{test}" for test in EXECUTED_BY], DRAWN_FROM[of], arguments.lines)
+        executed = Executed(arguments.lines)
+        trials.know_to_pass(executed.passed)
 
     def verdict_of(mutant: Mutant) -> str:
         known = fate.get((mutant.kernel, mutant.name))
@@ -612,11 +662,18 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     def each(verdict: str, quick: bool, others: bool) -> None:
         """Try the mutants of this verdict, or without one, with the quick or the other tests."""
 
-        def attempt_of(mutant: Mutant) -> None:
-            first = [mutant.quick()] if quick and mutant.quick() else []
-            whole = others or (quick and not first)
-            stages = [*first, *mutant.others()] if whole else first
-            attempt(mutant, stages or [arguments.tests], whole)
+        def attempt_of(mutant: Drawn) -> None:
+            if arguments.tests:
+                attempt(mutant, [arguments.tests], False)
+            elif of == "api":
+                lines = statement_lines((ROOT / mutant.file()).read_text(), mutant.change.line)
+                tests = executed.tests(mutant.file(), lines)
+                stages = [tests[:FREQUENT], tests[FREQUENT:]]  # the first take the fewest imports
+                attempt(mutant, [stage for stage in stages if stage], True)
+            else:
+                first = [mutant.quick()] if quick and mutant.quick() else []
+                whole = others or (quick and not first)
+                attempt(mutant, [*first, *mutant.others()] if whole else first, whole)
 
         chosen = [m for m in mutants if verdict_of(m) == verdict and m not in explained]
         with ThreadPoolExecutor(arguments.workers) as pool:
@@ -653,14 +710,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="keep the good verdicts")
     parser.add_argument("--draw", type=int, metavar="N", help="draw N mutants and try them")
+    parser.add_argument("--of", choices=DRAWN_FROM, default="kernels", help="what to draw from")
     parser.add_argument("--seed", type=int, help="the seed of the draw; random by default")
     parser.add_argument(
         "--tests", nargs="+", help="for a draw: only these tests for the mutants that live"
     )
     parser.add_argument("--quick", action="store_true", help="for a draw: only the quick tests")
+    parser.add_argument(
+        "--lines", type=Path, help="for --of api: the folder of the lines that the tests execute"
+    )
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
+    arguments.lines = arguments.lines or ROOT / ".cache" / f"lines-{sources('api')}"
     if arguments.workers < 1:
         parser.error(f"workers is {arguments.workers}; expected 1 or more")
     try:

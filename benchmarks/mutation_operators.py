@@ -440,6 +440,19 @@ def draw(candidates: Sequence[Change], n: int, seed: int) -> list[Change]:
     return [change for _, change in zip(range(n), _in_turn(list(kinds.values())))]
 
 
+def draw_by_weight(
+    candidates: Sequence[Change], weights: dict[str, int], n: int, seed: int
+) -> list[Change]:
+    """n of them, from each file a share by its weight, and there as `draw` has it."""
+    total, chosen, before = sum(weights.values()), [], 0
+    for place, (file, weight) in enumerate(weights.items()):
+        share = (before + weight) * n // total - before * n // total
+        before += weight
+        mine = [change for change in candidates if change.file == file]
+        chosen += draw(mine, share, seed + place)
+    return chosen
+
+
 def _in_turn(piles: list[list[Change]]) -> Iterator[Change]:
     while piles:
         for pile in piles:

@@ -2,7 +2,11 @@
 
 import ast
 import builtins
+import json
+import os
+import subprocess
 import symtable
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +36,13 @@ def test_every_mutant_can_be_planted(mutation):
     covered = {m.kernel for m in mutation.MUTANTS}
     assert covered <= set(mutation.COVERED_BY)
     assert set(mutation.COVERED_BY) == set(mutation.FUZZED)
-    assert set(mutation.COVERED_BY) == {mutation.kernel_of(f) for f in mutation.DRAWN_FROM}
+    assert set(mutation.COVERED_BY) == {
+        mutation.kernel_of(f) for f in mutation.DRAWN_FROM["kernels"]
+    }
     files = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").rglob("*.py")}
     files -= {"kernels/interpreter.py", *(f for f in files if f.endswith("__init__.py"))}
-    assert {f for f in mutation.DRAWN_FROM if f.startswith("kernels/")} == files
+    kernels = mutation.DRAWN_FROM["kernels"]
+    assert {f for f in kernels if f.startswith("kernels/")} == files
     assert covered >= {mutation.kernel_of(f) for f in files} - {"registration"}
     for names in mutation.COVERED_BY.values():
         assert all((ROOT / "tests" / name).exists() for name in names)
@@ -68,9 +75,94 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
     )
     assert {m.change.operator for m in chosen} == {c.operator for c in mutation.candidates()}
     assert len({m.kernel for m in chosen}) > 6
-    originals = {f: ast.dump(ast.parse((ROOT / f).read_text())) for f in mutation.DRAWN_FROM}
     for mutant in chosen:
-        assert ast.dump(ast.parse(mutant.planted())) != originals[mutant.file()], mutant
+        original = (ROOT / mutant.file()).read_text()
+        assert ast.dump(ast.parse(mutant.planted())) != ast.dump(ast.parse(original)), mutant
+
+
+def test_a_draw_of_the_modules_is_weighted_by_lines(mutation):
+    """A file's share of the draw is its share of the lines of code, whatever it has of changes."""
+    files = mutation.DRAWN_FROM["api"]
+    for name in mutation.EXECUTED_BY:
+        assert (ROOT / "tests" / name).exists()
+    lines = {f: len(mutation.code_lines((ROOT / f).read_text())) for f in files}
+    chosen = mutation.drawn(300, seed=1, of="api")
+    assert chosen == mutation.drawn(300, seed=1, of="api") != mutation.drawn(300, seed=2, of="api")
+    assert len({(m.kernel, m.name) for m in chosen}) == 300
+    for file in files:
+        share = 300 * lines[file] / sum(lines.values())
+        assert abs(sum(m.file() == file for m in chosen) - share) <= 1
+    for mutant in chosen:
+        original = (ROOT / mutant.file()).read_text()
+        assert ast.dump(ast.parse(mutant.planted())) != ast.dump(ast.parse(original)), mutant
+
+
+SOURCE = '''"""Text."""
+import os
+
+class A:
+    x: int = (
+        3
+    )
+
+    def f(self, y=1):
+        """Text."""
+        if y and (
+            y > 2
+        ):
+            return g(
+                y,
+            )
+        return 0
+'''
+
+
+@pytest.mark.parametrize(
+    "line, first, last",
+    [(6, 4, 17), (9, 9, 17), (11, 11, 13), (12, 11, 13), (15, 14, 16), (17, 17, 17)],
+)
+def test_lines_of_a_statement(mutation, line, first, last):
+    assert list(mutation.statement_lines(SOURCE, line)) == [*range(first, last + 1)]
+    assert mutation.code_lines(SOURCE) == {2, 4, 5, 6, 9, 11, 12, 14, 15, 17}
+
+
+def test_lines_are_recorded(mutation, tmp_path):
+    """Of each test those that it executes, in a process that it starts as well."""
+    (tmp_path / "a.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    (tmp_path / "test_a.py").write_text(
+        "import subprocess, sys, a\n"
+        "def test_here():\n    a.f(0)\n"
+        "def test_there():\n"
+        "    subprocess.run([sys.executable, '-c', 'import a; a.f(1)'], check=True)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutation_lines", "test_a.py"],
+        cwd=tmp_path, check=True,
+        env={
+            **os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "LINES_OF": "a.py",
+            "LINES_IN": str(tmp_path / "lines"),
+        },
+    )  # fmt: skip
+    executed = mutation.Executed(tmp_path / "lines")
+    assert executed.tests("a.py", range(4, 5)) == ["test_a.py::test_here"]
+    assert executed.tests("a.py", range(3, 4)) == ["test_a.py::test_there"]
+    assert {*executed.tests("a.py", range(2, 3))} == {
+        "test_a.py::test_here",
+        "test_a.py::test_there",
+    }
+    assert executed.tests("a.py", range(5, 6)) == []
+
+
+def test_the_quickest_test_of_each_function_comes_first(mutation, monkeypatch, tmp_path):
+    costs = {"a[1]": 1.0, "a[2]": 2.0, "b[1]": 5.0, "b[2]": 50.0, "c": 3.0, "d": 0.5}
+    texts = [
+        json.dumps({"test": test, "seconds": cost, "lines": [["x.py", 2 if test == "d" else 1]]})
+        for test, cost in costs.items()
+    ]
+    (tmp_path / "1").write_text("\n".join(texts))
+    monkeypatch.setattr(sys.modules[mutation.Executed.__module__], "ENOUGH", 12.0)
+    executed = mutation.Executed(tmp_path)
+    assert executed.tests("x.py", range(1, 2)) == ["a[1]", "c", "b[1]", "a[2]"]
 
 
 OPERATORS = [
@@ -154,7 +246,7 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     def run(self, tests, limit):
         changed = any(
             (ROOT / file).read_text() != (self.folder / file).read_text()
-            for file in mutation.DRAWN_FROM
+            for file in mutation.DRAWN_FROM["kernels"]
         )
         status = answers["quick" if "quick" in tests else "others"] if changed else 0
         return status, "FAILED tests/test_a.py::test_b - E\n" if status else ""
@@ -181,6 +273,37 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     assert found.counts(found.verdicts) == {"killed since": 2}
     assert found.line() in (tmp_path / "mutation_draw.md").read_text()
     assert "saw 0 at first (0.0%)" in capsys.readouterr().out
+
+
+def test_a_draw_of_the_modules(mutation, monkeypatch, tmp_path, capsys):
+    """The tests that execute a statement try it; where there are none, it survives at once."""
+    files, ran = mutation.DRAWN_FROM["api"], []
+
+    def run(self, tests, limit):
+        if all((ROOT / f).read_text() == (self.folder / f).read_text() for f in files):
+            return 0, ""
+        ran.append(tests)
+        return 1, f"FAILED {tests[0]} - E\n"
+
+    monkeypatch.setattr(mutation.Checkout, "pytest", run)
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+    lines = [[f, n] for f in files if "cache" not in f for n in range(1, 3000)]
+    (tmp_path / "lines").mkdir()
+    found = {"test": "tests/test_a.py::test_b", "seconds": 1.0, "lines": lines}
+    (tmp_path / "lines" / "1").write_text(json.dumps(found))
+    words = ["--draw", "20", "--seed", "3", "--of", "api", "--out", str(tmp_path)]
+    words += ["--lines", str(tmp_path / "lines"), "--workers", "1"]
+    assert mutation.main(words) == 1
+    draw = mutation.Draw.load(tmp_path / "mutation_draw_api")
+    assert {v.verdict for v in draw.verdicts if v.kernel == "cache"} == {"survived"}
+    assert {v.verdict for v in draw.verdicts if v.kernel != "cache"} == {"killed"}
+    assert ran == [["tests/test_a.py::test_b"]] * sum(v.kernel != "cache" for v in draw.verdicts)
+    assert mutation.main([*words, "--tests", "tests/test_new.py"]) == 0
+    draw = mutation.Draw.load(tmp_path / "mutation_draw_api")
+    assert {v.first for v in draw.verdicts if v.kernel == "cache"} == {"survived"}
+    assert draw.line() in (tmp_path / "mutation_draw_api.md").read_text()
+    assert "--draw 20 --seed 3 --of api` makes" in (tmp_path / "mutation_draw_api.md").read_text()
+    assert ran[-1] == ["tests/test_new.py"]
 
 
 def test_every_verdict_is_there(mutation):
@@ -239,7 +362,7 @@ def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
     def run(self, tests, limit):
         changed = {
             file
-            for file in mutation.DRAWN_FROM
+            for file in mutation.DRAWN_FROM["kernels"]
             if (ROOT / file).read_text() != (self.folder / file).read_text()
         }
         if not changed:

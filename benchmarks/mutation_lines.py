@@ -157,15 +157,14 @@ def statement_lines(source: str, line: int) -> range:
             scope = node
     if node is scope or isinstance(scope, ast.ClassDef):
         return range(scope.lineno, scope.end_lineno + 1)
-    first = min((s.lineno for s in _statements(node)), default=node.end_lineno + 1)
+    first: int = min((s.lineno for s in _statements(node)), default=node.end_lineno + 1)
     return range(node.lineno, max(first, node.lineno + 1))
 
 
 def _statements(node: ast.AST) -> list[Any]:
     """Return the statements in a compound statement, in each of its branches."""
-    children = ast.iter_child_nodes(node)
     found: list[Any] = []
-    for child in children:
+    for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             found.append(child)
         elif isinstance(child, (ast.ExceptHandler, ast.match_case)):

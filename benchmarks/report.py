@@ -436,10 +436,11 @@ def mutation_line() -> str:
         f"{len(verdicts) - killed - left} change no result and {left} go unseen "
         "([mutation.md](benchmarks/results/mutation.md))."
     )
-    drawn = mutation.Draw.load(RESULTS / "mutation_draw")
-    if drawn is None:
-        return line
-    return f"{line} {drawn.line()[:-1]} ([mutation_draw.md](benchmarks/results/mutation_draw.md))."
+    for name in mutation.REPORTS.values():
+        drawn = mutation.Draw.load(RESULTS / name)
+        if drawn is not None:
+            line += f" {drawn.line()[:-1]} ([{name}.md](benchmarks/results/{name}.md))."
+    return line
 
 
 def speed_block(results: Results) -> str:

@@ -457,3 +457,22 @@ def context_refusals(folder):
         with own:
             pass
     assert not ff.backends.sequences_are_sharded()
+
+
+def context_edges(folder):
+    """A window that ends at the edge of a chunk shows the key beside it; and each process takes the
+    dropout seed of the first one.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = ff.context_parallel(init_device_mesh("cpu", (world,)), method="ring")
+    torch.manual_seed(4)
+    tensors = [torch.randn(1, 1, 32 * world, 4, dtype=torch.float64) for _ in range(3)]
+    parts = [own.shard(x, 2) for x in tensors]
+    dropout = dict(dropout_p=0.5)
+    calls = [({"window": (1, 0)},) * 2, ({"window": (0, 1)},) * 2]
+    calls.append(({**dropout, "dropout_seed": 0}, {**dropout, "dropout_seed": rank}))
+    for whole, here in calls:
+        want = ff.scaled_dot_product_attention(*tensors, **whole)
+        with own:
+            have = ff.scaled_dot_product_attention(*parts, **here)
+        torch.testing.assert_close(have, own.shard(want, 2))

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from context_checks import (  # noqa: F401
     context,
     context_copy_task,
+    context_edges,
     context_model,
     context_no_keys,
     context_one_row,

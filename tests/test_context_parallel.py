@@ -107,3 +107,7 @@ def test_parts_of_the_keys_are_merged(backend, name, large):
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"no process group; .*init_process_group"):
         ff.context_parallel(None)
+
+
+def test_edges_of_chunks_and_the_seed_of_the_first_process(tmp_path):
+    run(tmp_path, 2, "context_edges")

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -106,11 +106,6 @@ class Executed:
                 self._seconds[found["test"]] += found.get("seconds", 0.0)
                 for file, line in found["lines"]:
                     self._tests[file, line].add(found["test"])
-
-    @property
-    def passed(self) -> Iterable[str]:
-        """The tests, which all have passed: else the run that records them fails."""
-        return self._seconds
 
     def tests(self, file: str, lines: range) -> list[str]:
         """Return tests that execute one of the lines, in the order in which to run them: the

@@ -9,7 +9,7 @@ from policy import check_output
 
 import fastformer as ff
 from fastformer import DecoderCache, KVCache, PagedKVCache
-from fastformer.cache import MemoryCache
+from fastformer.cache import LayerCache, MemoryCache
 
 B, G, S, D, DV = 3, 2, 24, 16, 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -759,3 +759,12 @@ def test_wrong_steps_of_torchs_decoder_are_named():
         replaced.layers[0].self_attn.add_zero_attn = True
         with pytest.raises(RuntimeError, match="decoder cannot take a cache: self_attn appends"):
             step(replaced, tgt, memory, cache)
+
+
+def test_the_cache_of_a_layer_attends_without_dropout_by_default():
+    key, value = entries(3)
+    layer = LayerCache(S, None, None)
+    layer.append(key, value)
+    query = torch.randn(B, G, 1, D)
+    want = ff.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(layer.attend(query), want)

@@ -762,3 +762,18 @@ def test_bad_options_are_named(function, options, error, message):
     model = make_model(10, 10, 1, 8, 8, 2)
     with pytest.raises(error, match=message):
         function(model, ids, None, 3, **{"start_symbol": 1, **options})
+
+
+def test_of_tokens_of_one_score_the_first_are_kept():
+    vocabulary = 100  # of few, torch's sort leaves equal ones in their order by itself
+    src = torch.zeros(20, 1, dtype=torch.long)
+    tokens = sample(Loaded([1 / vocabulary] * vocabulary), src, None, 9, 1, top_k=2, seed=0)
+    assert set(tokens[:, 1:].unique().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_prompts_of_another_integer_type(cache):
+    model, options = language_model(), dict(end_symbol=7, pad_symbol=0, cache=cache)
+    found = greedy_decode(model, PROMPTS.int(), PROMPTS != 0, 12, **options)
+    assert found.dtype == torch.int32
+    assert torch.equal(found.long(), greedy_decode(model, PROMPTS, PROMPTS != 0, 12, **options))

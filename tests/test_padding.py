@@ -453,3 +453,10 @@ def test_appended_keys_lie_past_any_length(appended, device):
     x, hidden = torch.randn(4, 6, 16, device=device), ~VISIBLE.to(device)
     ff.accelerate(model)
     check_lengths(lambda: model(x, src_key_padding_mask=hidden), [False], device)
+
+
+def test_a_packed_input_has_two_dimensions():
+    m = ff.MultiHeadedAttention(2, 16)
+    tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
+    with pytest.raises(ValueError, match=r"query has shape \[6, 16, 1\]; expected \[tokens, d_mod"):
+        m(tokens.unsqueeze(2), tokens, tokens, packing)

@@ -569,15 +569,18 @@ def _plain(
     rows get a mask that changes nothing.
     """
     rows, columns = query.shape[2], key.shape[2]
-    if columns >= 16 and not (is_causal and rows < 16):
+    exported = torch.compiler.is_exporting()  # a comparison would bound the sizes of the program
+    if not exported and columns >= 16 and not (is_causal and rows < 16):
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
     if eager(query):
         mask = _short_mask(rows, columns, is_causal, query.dtype)
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
         return None if is_causal and not _finite(out) else out
-    if is_causal:
+    if is_causal and not exported:
         return None
     mask = query.new_zeros(()).expand(rows, columns)
+    if is_causal:
+        mask = torch.ones_like(mask, dtype=torch.bool).tril()
     return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
 
 
@@ -778,12 +781,12 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
     assert cu_seqlens_q is not None and cu_seqlens_k is not None
     max_q, max_k = attention.max_q, attention.max_k
     rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
-    batch = cu_seqlens_q.shape[0] - 1
+    queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
+    batch = queries.shape[0]
     q, k, v = (
         x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
     )
-    queries, keys = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     mask = None
     if attention.is_causal or attention.window is not None:  # a diagonal for each sequence
         shift: int | Tensor = 0
@@ -801,11 +804,22 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
     return out.transpose(1, 2)[rows]
 
 
+def _lengths(cu_seqlens: Tensor) -> Tensor:
+    """Return the tokens of each sequence, [B].
+
+    An exported program gets one more sequence, an empty one: torch would take a tensor with one
+    element less than cu_seqlens as a sign that B is at least 2.
+    """
+    if torch.compiler.is_exporting():
+        return (cu_seqlens.roll(-1) - cu_seqlens).clamp(min=0)
+    return cu_seqlens.diff()
+
+
 def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (sequence, position in it) of each token of a packed x [tokens, ..]."""
-    sequences = torch.arange(cu_seqlens.shape[0] - 1, device=x.device)
-    b = sequences.repeat_interleave(cu_seqlens.diff(), output_size=x.shape[0])
-    return b, torch.arange(x.shape[0], device=x.device) - cu_seqlens[b]
+    tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+    b = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    return b, (tokens - cu_seqlens[b]).long()
 
 
 def paged_attention(
@@ -1050,7 +1064,7 @@ def feed_forward(
     if dropout_p == 0:
         return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
     assert dropout_seed is not None
-    rows = input.shape[:-1].numel()
+    rows = math.prod(input.shape[:-1])  # numel() would be a constant of an exported program
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
     drop = _of_runs(_dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
     if (
@@ -1082,7 +1096,7 @@ def _gated(
     hidden = ACTIVATIONS[activation](z) * v
     if dropout_p > 0:
         assert dropout_seed is not None
-        rows, width = input.shape[:-1].numel(), w_2.shape[1]
+        rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
         drop = _of_runs(_dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
         hidden = hidden.masked_fill(drop.view(hidden.shape), 0.0) * _dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)

@@ -451,7 +451,7 @@ def _stack(
     of the cache, if there is one. The lengths of masked keys are computed once for all layers.
     """
     stream = ResidualStream(x)
-    batch = len(x)
+    batch = x.shape[0]  # len(x) would be a constant of an exported program
     seen = context if cache is not None else tuple(with_lengths(one, batch) for one in context)
     for i, layer in enumerate(layers):
         own = () if cache is None else (cache.layer(i),)

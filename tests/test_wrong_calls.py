@@ -604,41 +604,6 @@ def test_a_flag_and_a_seed_in_a_graph():
         torch.testing.assert_close(compiled(x, seed), call(x, seed))
 
 
-class Loss(nn.Module):
-    def forward(self, x, y):
-        return ff.cross_entropy(x, y)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = ff.MultiHeadedAttention(H, D).eval()
-
-    def forward(self, x, mask):
-        return self.attention(x, x, x, mask)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_checks_leave_the_sizes_of_an_export_open(strict):
-    """What is refused at one size is no bound on the others."""
-    b, t = torch.export.Dim("b"), torch.export.Dim("t")
-    for module, arguments, sizes in (
-        (Loss(), (floats(B, S, V), ids(B, S)), {"x": {0: b, 1: t}, "y": {0: b, 1: t}}),
-        (
-            Attention(),
-            (floats(B, S, D), torch.ones(B, 1, S)),
-            {"x": {0: b, 1: t}, "mask": {0: b, 2: t}},
-        ),
-        (
-            Attention(),
-            (floats(B, S, D), torch.ones(S, S)),
-            {"x": {0: b, 1: t}, "mask": {0: t, 1: t}},
-        ),
-    ):
-        program = torch.export.export(module, arguments, dynamic_shapes=sizes, strict=strict)
-        torch.testing.assert_close(program.module()(*arguments), module(*arguments))
-
-
 def test_padding_idx_from_the_end(backend, device):
     """As in torch: -1 is the last token."""
     weight = floats(V, D).to(device).requires_grad_()

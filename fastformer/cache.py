@@ -795,7 +795,7 @@ class DecoderCache:
     @property
     def longest(self) -> int:
         """Positions of the longest row, as `KVCache.longest`."""
-        return max((own.longest for own in self._own()), default=0)
+        return max([0, *(own.longest for own in self._own())])  # dynamo knows no default=
 
     @property
     def lengths(self) -> Tensor | None:

@@ -768,3 +768,15 @@ def test_the_cache_of_a_layer_attends_without_dropout_by_default():
     query = torch.randn(B, G, 1, D)
     want = ff.scaled_dot_product_attention(query, key, value)
     torch.testing.assert_close(layer.attend(query), want)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@torch.no_grad()
+def test_a_compiled_step(page_size):
+    """One graph, from the first step on and after others."""
+    torch._dynamo.reset()
+    model = ff.make_decoder(11, N=1, d_model=8, d_ff=12, h=2).eval()
+    tokens, cache = torch.randint(1, 11, (2, 5)), DecoderCache(8, page_size=page_size)
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    steps = [step(part, None, cache) for part in tokens.split([3, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), atol=1e-5, rtol=1e-4)

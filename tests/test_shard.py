@@ -444,6 +444,7 @@ def test_second_derivatives_of_shards(device):
         ((0, 1, 0, 0, 0, 0, 0), r"heads 1 .. 2 of 2; expected all of its 2 heads"),
         ((0, 0, 0, 16, 0, 0, 20), r"keys 16 .. 31 of 20"),
         ((0, 0, 8, 0, 0, 64, 0), r"begins at query 8 and key 0; expected multiples of 16"),
+        ((0, 0, 0, 8, 0, 0, 64), r"begins at query 0 and key 8; expected multiples of 16"),
     ],
 )
 def test_wrong_shards(shard, words):

@@ -5,6 +5,7 @@ it.
 import itertools
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -135,6 +136,7 @@ BAD = {
     "a choice without a time": (changed(choice="x"), "was not timed"),
     "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "classes are broken"),
     "a time of zero": (changed(us={"64 32 4 1": 0}), "is not positive"),
+    "an infinite time": (changed(us={"64 32 4 1": math.inf}), "is not positive"),
     "no reasons": (changed(dropped=None), "classes are broken"),
     "nothing": ({"format": 1, "machines": []}, "measured on nothing"),
     **{

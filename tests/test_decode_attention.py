@@ -661,3 +661,13 @@ def test_compiled(backend, device):
     tensors = {n: x.nan_to_num() if x.is_floating_point() else x for n, x in tensors.items()}
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**tensors), step(**tensors))
+
+
+def test_a_left_window_over_several_blocks_of_grouped_rows(split):
+    """The first key of a block is that of its first query, of which each has several rows."""
+    tensors = qkv(1, 16, 1, 16, 700)
+    options = dict(window=(40, None), causal_alignment="bottom_right", enable_gqa=True)
+    with torch.no_grad():
+        have = ff.scaled_dot_product_attention(**tensors, **options)
+    assert split
+    near([have], ff.scaled_dot_product_attention, tensors, options, torch.float32)

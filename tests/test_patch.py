@@ -1020,6 +1020,18 @@ def test_a_skipped_part_keeps_its_layer_going(device):
     assert "OwnForward that was not replaced" in str(report)
 
 
+def test_layers_with_other_heads_do_not_share_their_masks(device):
+    model = encoder(device)
+    model.layers[1] = randomized(
+        nn.TransformerEncoderLayer(E, 2 * H, 24, 0.0, batch_first=True), device
+    )
+    x = torch.randn(N, S, E, device=device)
+    want = copy.deepcopy(model)(x)
+    report = ff.accelerate(model)
+    torch.testing.assert_close(model(x), want, atol=1e-5, rtol=1e-5)
+    assert "layers.1 has another form of self_attn than layers.0" in str(report)
+
+
 def test_names_that_collide():
     """An attribute of the user's that is called like one of ours; a class that forbids deriving."""
 

@@ -701,11 +701,10 @@ def scaled_dot_product_attention(
         return out
     scores = scores if query.dtype == torch.float64 else scores.float()
     peak, log_sum = _log_sum_exp(scores)
-    if empty is not None:  # such a row sees its sink alone
-        empty, sinks = empty.squeeze(-1), attention.sinks
-        sink = peak.new_full((1, 1), float("-inf")) if sinks is None else sinks.view(-1, 1)
-        least = sink.detach().masked_fill(sink.isinf(), 0.0).to(peak.dtype)
-        peak, log_sum = torch.where(empty, least, peak), torch.where(empty, sink - least, log_sum)
+    if empty is not None:  # such a row has its sink alone
+        sinks = attention.sinks
+        nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
+        log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
     return (out, peak, log_sum) if apart else (out, peak + log_sum)
 
 

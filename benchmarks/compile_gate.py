@@ -204,7 +204,7 @@ for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dro
 for _d in (64, 128):
     for _keys in (64, 128):
         for _mask in ("plain", "causal"):
-            _row = f"specialised 128 {_keys}"
+            _row = f"warp-specialised 128 {_keys}"
             CASES[f"sm_90 attention bf16 D={_d} {_mask}, {_row}"] = {
                 **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
                 "choices": {"attention forward": _row},

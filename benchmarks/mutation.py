@@ -43,6 +43,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -130,11 +131,13 @@ class Mutant:
         return "".join(lines[:first]) + body + "".join(lines[last:])
 
     def digest(self) -> str:
-        """Return a digest of the changed function, or of a change outside of functions."""
+        """Return a digest of the changed function without comments and docstrings, or of a change
+        outside of functions.
+        """
         source, body = self.planted(), self.new
         if self.function:
             first, last = _lines(source, self.function) or (0, 0)
-            body = "".join(source.splitlines(True)[first:last])
+            body = _code("".join(source.splitlines(True)[first:last]))
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def quick(self) -> list[str]:
@@ -192,6 +195,18 @@ def _lines(source: str, function: str) -> tuple[int, int] | None:
             return None
         (scope,) = found
     return scope.lineno - 1, scope.end_lineno
+
+
+def _code(function: str) -> str:
+    """Return the source of a function in one form, without comments and docstrings."""
+    tree = ast.parse(textwrap.dedent(function))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and ast.get_docstring(node) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
 
 
 @functools.cache

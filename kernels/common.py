@@ -1,4 +1,4 @@
-"""What the kernels share on the device: constants, and dropout."""
+"""What the kernels share on the device: constants and dropout."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Dropout(NamedTuple):
 
     threshold: Any
     inv_keep: Any
-    shard: Any = None  # `RowShard`: where the rows lie in the whole; None where they are the whole
+    shard: Any = None  # `RowShard`: the offsets of these rows within a larger, sharded call
 
 
-class Plane(NamedTuple):
-    """What a plane draws its words with, see `dropout_plane`: a key, and a shift of counters."""
+class DropoutStream(NamedTuple):
+    """The dropout words of one (batch, head): a Philox key, and a word to XOR counters with."""
 
     key: Any
     shift: Any
 
 
 class Draw(NamedTuple):
-    """What a kernel of rows draws from once it has read the seed."""
+    """What a kernel that owns rows needs for dropout: the seed, and `Dropout`."""
 
     seed: Any
     dropout: Any
@@ -42,8 +42,8 @@ class Draw(NamedTuple):
 
 @triton.jit
 def philox(key, c0, c1):
-    """Return the two words of Philox2x32 for a key and a counter of two words: Salmon et al. 2011,
-    "Parallel Random Numbers: As Easy as 1, 2, 3".
+    """Return the two words of Philox2x32 for a key and a counter (c0, c1) (Salmon et al. 2011,
+    "Parallel Random Numbers: As Easy as 1, 2, 3").
     """
     for _ in tl.static_range(PHILOX_ROUNDS):
         high = tl.umulhi(c0, PHILOX_FACTOR)
@@ -53,41 +53,41 @@ def philox(key, c0, c1):
 
 
 @triton.jit
-def dropout_plane(seed, plane):
-    """Return the low and the high word of output number `plane` of SplitMix64 (Steele et al. 2014,
-    "Fast Splittable Pseudorandom Number Generators") that starts at the seed.
+def dropout_stream(seed, batch_head):
+    """Return the stream of (batch, head) number `batch_head`: the two words of that output of
+    SplitMix64 from the seed (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators").
     """
-    steps = tl.mul(plane.to(tl.uint64) + 1, SPLITMIX_STEP, sanitize_overflow=False)
+    steps = tl.mul(batch_head.to(tl.uint64) + 1, SPLITMIX_STEP, sanitize_overflow=False)
     z = tl.add(seed.to(tl.uint64, bitcast=True), steps, sanitize_overflow=False)
     z = tl.mul(z ^ (z >> 30), SPLITMIX_A, sanitize_overflow=False)
     z = tl.mul(z ^ (z >> 27), SPLITMIX_B, sanitize_overflow=False)
     z = z ^ (z >> 31)
-    return Plane(z.to(tl.uint32), (z >> 32).to(tl.uint32))
+    return DropoutStream(z.to(tl.uint32), (z >> 32).to(tl.uint32))
 
 
 @triton.jit
-def rows_of_whole(i, first, run, sequence):
-    """Return which rows of the whole the rows i of a shard are, as `RowShard` says."""
+def global_rows(i, first, run, sequence):
+    """Return the rows of the full tensor that the rows i of a `RowShard` are."""
     return first + i // run * sequence + i % run
 
 
 @triton.jit
-def dropout_keep(plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, shard=None):
-    """Return which elements of a plane dropout keeps, of the [BM, BN] tile at row i0 and column j0,
-    which are multiples of 16, and so is all of a `RowShard`.
+def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, shard=None):
+    """Return which elements dropout keeps in the [BM, BN] tile at row i0 and column j0. These, and
+    all numbers of a `RowShard`, are multiples of 16.
 
-    Counter (i', j' ^ shift) with x' = x // 16 * 8 + x % 8 serves rows i, i + 8 and columns j, j + 8
-    by the first and the second word for the rows, and the low and the high half of each for the
-    columns: the four elements that one thread holds in a tensor-core accumulator, and in its
-    transpose, so that nothing moves between threads. The low 16 bits of the threshold are zero.
+    Counter (i', j' ^ shift), where x' = x // 16 * 8 + x % 8, gives two words: the first one for row
+    i, the second one for row i + 8; the low half of a word for column j, the high half for column
+    j + 8. One thread holds these four elements in a tensor-core accumulator, and in its transpose,
+    so that no word moves between threads. The low 16 bits of the threshold are zero.
     """
     i = i0 // 2 + tl.arange(0, BM // 2)
     if shard is not None:
-        i = rows_of_whole(i, shard.row // 2, shard.run // 2, shard.sequence // 2)
+        i = global_rows(i, shard.row // 2, shard.run // 2, shard.sequence // 2)
         j0 += shard.column
     i = i[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
-    w0, w1 = philox(plane.key, i, j ^ plane.shift)
+    w0, w1 = philox(stream.key, i, j ^ stream.shift)
     words = tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))  # [BM/2, BN/2, row, column]
     words = words.reshape(BM // 16, 8, BN // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
     return words.reshape(BM, BN) >= threshold.to(tl.uint32, bitcast=True)
@@ -96,7 +96,7 @@ def dropout_keep(plane, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, s
 @triton.jit
 def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.constexpr):
     """Return which elements dropout keeps of rows [BM] and columns o .. o + BLOCK - 1. Word j % 4
-    of counter (j // 4, row low, row high, 1) decides on column j.
+    of counter (j // 4, low word of the row, high word of the row, 1) decides on column j.
     """
     j = (o // 4 + tl.arange(0, BLOCK // 4))[None, :].to(tl.uint32)
     low = rows[:, None].to(tl.uint32)
@@ -108,8 +108,8 @@ def row_dropout_keep(seed, rows, o, threshold, BM: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def read_seed(SEED, DROPOUT: tl.constexpr):
-    """Read the seed, an int64 [1], if there is dropout. (A function of Triton 3.6 cannot return a
-    group in which something is None: so each kernel makes its `Draw`.)
+    """Load the seed, an int64 [1], if there is dropout. Each kernel makes its own `Draw`, because a
+    function of Triton 3.6 cannot return a named tuple that holds None.
     """
     if DROPOUT:
         return tl.load(SEED)
@@ -122,7 +122,7 @@ def drop_rows(x, rows, o, draw):
     """Apply dropout to a tile x [BM, BLOCK] of rows [BM] and columns o .. o + BLOCK - 1."""
     threshold, inv_keep, shard = draw.dropout
     if shard is not None:
-        rows = rows_of_whole(rows, shard.row, shard.run, shard.sequence)
+        rows = global_rows(rows, shard.row, shard.run, shard.sequence)
         o += shard.column
     keep = row_dropout_keep(draw.seed, rows, o, threshold, x.shape[0], x.shape[1])
     return tl.where(keep, x * inv_keep, 0.0)
@@ -132,10 +132,10 @@ INTERPRETED = not isinstance(dropout_keep, JITFunction)
 
 
 def dropout_arguments(p: float, shard: Any = None) -> Dropout:
-    """Return the int32 with the 32 bits of the threshold, and the factor on what is kept, for p, a
-    multiple of 2^-16: words below p 2^32 are dropped.
+    """Return `Dropout` for p, a multiple of 2^-16: the threshold p 2^32 as the int32 with its bits,
+    below which a word drops its element, and the factor of the kept elements.
 
-    At p = 1 the threshold does not fit, and the factor 0 drops everything.
+    At p = 1 the threshold does not fit into 32 bits, and the factor 0 drops everything.
     """
     threshold = min(round(p * 2**16) << 16, 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold

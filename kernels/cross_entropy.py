@@ -58,7 +58,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
-from .tuned import Question, choose, named
+from .tuned import TuningKey, choose, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -377,10 +377,10 @@ class Smoothing(NamedTuple):
         """Return the classes at a time, and the warps: those measured, or the shipped ones."""
         name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
         shipped = configuration(self.v, architecture(x.device))
-        question = Question(
+        tuning_key = TuningKey(
             f"cross_entropy {kernel}", name, shipped, functools.partial(blocks, self.v)
         )
-        return choose(x.device, question)
+        return choose(x.device, tuning_key)
 
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
         """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
@@ -579,8 +579,8 @@ def _chunk(x: Tensor, v: int) -> int:
     chunk = plans.get(key)
     if chunk is None:
         name = named(x.dtype, rows=len(x), features=x.shape[1], classes=v)
-        question = Question(key[0], name, (CHUNK,), lambda: [(rows,) for rows in CHUNKS])
-        [chunk] = choose(x.device, question)
+        tuning_key = TuningKey(key[0], name, (CHUNK,), lambda: [(rows,) for rows in CHUNKS])
+        [chunk] = choose(x.device, tuning_key)
         remembered(key, chunk)
     return chunk
 

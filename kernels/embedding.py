@@ -43,7 +43,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
-from .tuned import Question, choose, flags, named
+from .tuned import TuningKey, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -165,10 +165,10 @@ def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, *
     case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
-    question = Question(
+    tuning_key = TuningKey(
         f"embed {kernel.fn.__name__.strip('_')}", name, shipped, functools.partial(others, size.N)
     )
-    tiles = choose(x.device, question)
+    tiles = choose(x.device, tuning_key)
     arguments = dict(
         size=size,
         dropout=dropout_arguments(*dropout),

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fastformer.description import RowShard, row_shard
 
-from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_plane
+from .common import INTERPRETED, dropout_arguments, dropout_keep, dropout_stream
 from .launch import (
     Launch,
     accumulator,
@@ -52,7 +52,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
-from .tuned import Question, choose, flags, named
+from .tuned import TuningKey, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -228,9 +228,9 @@ def _store(pointers, ok, x):
 @triton.jit
 def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
     """Return which elements [BM, BN] of a tile dropout keeps."""
-    plane = dropout_plane(tl.load(SEED), tl.program_id(0) * 0)
+    stream = dropout_stream(tl.load(SEED), tl.program_id(0) * 0)
     threshold = dropout.threshold
-    return dropout_keep(plane, i0, j0, threshold, tile.rows, tile.columns, dropout.shard)
+    return dropout_keep(stream, i0, j0, threshold, tile.rows, tile.columns, dropout.shard)
 
 
 @triton.jit
@@ -392,8 +392,8 @@ def _elementwise(
     if launch is None:
         case = f"{named(x.dtype, rows=size.M, columns=size.N)} {kind}" + " dropout" * (p > 0)
         name = "feed_forward " + kernel.fn.__name__.strip("_")
-        question = Question(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
-        tile = choose(x.device, question)
+        tuning_key = TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
+        tile = choose(x.device, tuning_key)
         wide = 2 * tile.rows * size.N >= 2**31
         compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
         arguments = dict(
@@ -460,7 +460,7 @@ class _First:
         name = f"{sizes} {activation} {flags(case, *_ALWAYS)}"
         shipped = configuration(architecture(x.device), x.dtype)
         options = functools.partial(ways, x.dtype, relu_alone)
-        return choose(x.device, Question("feed_forward first", name, shipped, options))
+        return choose(x.device, TuningKey("feed_forward first", name, shipped, options))
 
     def __call__(
         self,

@@ -124,7 +124,7 @@ class Launch:
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
 
 
-class DescriptorLaunch(Launch):
+class TMALaunch(Launch):
     """A launch of a kernel that makes tensor descriptors, for which Triton asks for memory: of an
     allocator that is set in the caller's context, and so in a copy of it. The first pointer is a
     group of tensors.

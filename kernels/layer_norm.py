@@ -54,7 +54,7 @@ from .launch import (
     unsupported_dtype,
 )
 from .registration import register
-from .tuned import Question, choose, flags, named
+from .tuned import TuningKey, choose, flags, named
 
 __all__ = ["INTERPRETED", "supports"]
 
@@ -496,7 +496,7 @@ def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
     shipped = configuration(n, architecture(x.device))
     name = f"{named(x.dtype, rows=x.numel() // n, features=n)} {flags(case, 'one', 'acc')}"
     options = functools.partial(others, shipped, kernel == "backward")
-    return choose(x.device, Question(f"layer_norm {kernel}", name, shipped, options))
+    return choose(x.device, TuningKey(f"layer_norm {kernel}", name, shipped, options))
 
 
 class _Forward:

@@ -1,7 +1,9 @@
-"""What a measurement on this GPU has chosen, in place of what the tables of configurations say.
+"""The options that a measurement on this GPU has chosen instead of those of the configuration
+tables.
 
-A launcher asks `choose` when it makes a plan, once for each signature of its calls. fastformer
-gives the measurements in `source`; the tuner listens to what is asked, and forces the answers.
+A launcher calls `choose` when it makes a plan, once for each signature of its calls. fastformer
+sets `source` to the measurements; the tuner records the keys that launchers ask for, and forces
+options.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from .launch import next_power_of_2, plans
 _log = logging.getLogger("fastformer")
 
 
-class Question(NamedTuple):
-    """Which of its options a kernel takes for a class of calls.
+class TuningKey(NamedTuple):
+    """A choice that a measurement can make: the option of a kernel for a class of calls.
 
-    kernel: its name, as "attention forward".
+    kernel: its name, for example "attention forward".
     case: the class: dtype, sizes rounded up to powers of two, and what the call is compiled for.
-    shipped: what the tables say, a row of tiles or the name of a way.
-    options: makes the options, the shipped one among them or not.
+    shipped: the option of the tables: a row of tiles, or a name.
+    options: returns the options to measure, with or without the shipped one.
     """
 
     kernel: str
@@ -41,7 +43,7 @@ def _nothing(device: torch.device) -> Mapping[tuple[str, str], str]:
 # The labels of the chosen options of a device, by kernel and class.
 source: Callable[[torch.device], Mapping[tuple[str, str], str]] = _nothing
 _forced: Mapping[str, Any] = {}
-_asked: list[Question] | None = None
+_asked: list[TuningKey] | None = None
 
 
 def label(option: Any) -> str:
@@ -62,11 +64,11 @@ def flags(case: NamedTuple, *without: str) -> str:
     return " ".join(name if x is True else f"{name}={x}" for name, x in fields)
 
 
-def choose(device: torch.device, question: Question) -> Any:
+def choose(device: torch.device, key: TuningKey) -> Any:
     """Return the option that was measured to be the fastest, or else the shipped one."""
-    kernel, case, shipped, options = question
+    kernel, case, shipped, options = key
     if _asked is not None:
-        _asked.append(question)
+        _asked.append(key)
         return _forced.get(kernel, shipped)
     chosen = source(device).get((kernel, case), label(shipped))
     if chosen == label(shipped):
@@ -84,13 +86,13 @@ def _ignore(chosen: str, kernel: str) -> None:
 
 
 @contextlib.contextmanager
-def forced(options: Mapping[str, Any]) -> Iterator[list[Question]]:
+def forced(options: Mapping[str, Any]) -> Iterator[list[TuningKey]]:
     """A context without measurements: kernels take these options, by kernel, and the others their
     shipped ones. It gives the list of the questions that are asked in it.
     """
     global _asked, _forced
     before = _asked, _forced
-    asked: list[Question] = []
+    asked: list[TuningKey] = []
     _asked, _forced = asked, options
     plans.clear()
     try:

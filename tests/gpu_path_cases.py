@@ -263,7 +263,7 @@ class Specialised(dict):
     """Measurements that chose the specialised forward for every class of calls."""
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        return "specialised 128 64" if key[0] == "attention forward" else default
+        return "warp-specialised 128 64" if key[0] == "attention forward" else default
 
 
 def specialised(**given: Any) -> Tensor:
@@ -276,7 +276,7 @@ def specialised(**given: Any) -> Tensor:
         tuned.source = before
     if torch.is_grad_enabled() and output.dtype == BF16:
         plans = [getattr(plan, "forward", None) for plan in launch.plans.values()]
-        assert any(isinstance(plan, launch.DescriptorLaunch) for plan in plans)
+        assert any(isinstance(plan, launch.TMALaunch) for plan in plans)
     return output
 
 

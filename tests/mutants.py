@@ -43,12 +43,12 @@ PLANTED = {
             "shift - band.left + tile.columns, 0)",
         ),
         "whole tiles beyond the band": (
-            "whole_tiles",
+            "unmasked_tiles",
             "clamp(i0 + shift + band.right + 1",
             "clamp(i0 + tile.columns",
         ),
         "cut tiles taken for whole": (
-            "whole_tiles",
+            "unmasked_tiles",
             "i0 + tile.rows - 1 + shift - band.left",
             "i0 + shift - band.left",
         ),
@@ -106,8 +106,8 @@ PLANTED = {
         ),
         "dropout of another plane": (
             "locate_head",
-            "dropout_plane(call.seed, plane)",
-            "dropout_plane(call.seed, plane + 1)",
+            "dropout_stream(call.seed, batch_head)",
+            "dropout_stream(call.seed, batch_head + 1)",
         ),
         "dropped elements kept": ("forward_tiles", "head.call.factors.inv_keep * 0.0", "p"),
         "gradient dropped elsewhere": ("_score_gradient", "head, i0, n0,", "head, i0 + 16, n0,"),
@@ -149,7 +149,11 @@ PLANTED = {
             "b * strides.bias_batch + h * strides.bias_head",
             "b * strides.bias_batch",
         ),
-        "key bias of another head": ("backward_dkdv_kernel", "plane, b, h, 0,", "plane, b, g, 0,"),
+        "key bias of another head": (
+            "backward_dkdv_kernel",
+            "batch_head, b, h, 0,",
+            "batch_head, b, g, 0,",
+        ),
         "bias gradient of one batch": (
             "backward_dbias_kernel",
             "own_b + member // over.heads",
@@ -355,13 +359,13 @@ MORE = {
         "int32 rows": ("_spans_int32", ">= 2**31", ">= 2**62"),
         "int32 batches": (
             "locate_rows",
-            "b = (plane // sizes.heads).to(tl.int64)",
-            "b = plane // sizes.heads",
+            "b = (batch_head // sizes.heads).to(tl.int64)",
+            "b = batch_head // sizes.heads",
         ),
         "int32 heads": (
             "locate_rows",
-            "h = (plane % sizes.heads).to(tl.int64)",
-            "h = plane % sizes.heads",
+            "h = (batch_head % sizes.heads).to(tl.int64)",
+            "h = batch_head % sizes.heads",
         ),
         "int32 gradient rows": (
             "_Backward.__init__",
@@ -407,8 +411,8 @@ MORE = {
         ),
         "first tile of a part": ("_part", " + tl.minimum(s, tiles % parts)", ""),
         "last tile of a part": ("_part", "(s < tiles % parts)", "(s <= tiles % parts)"),
-        "query of a row": ("split_kernel", "i = r // cut.heads", "i = r % sizes.queries"),
-        "head of a row": ("split_kernel", "h = first + r % cut.heads", "h = first + 0 * r"),
+        "query of a row": ("split_kernel", "i = r // split.heads", "i = r % sizes.queries"),
+        "head of a row": ("split_kernel", "h = first + r % split.heads", "h = first + 0 * r"),
         "key-value head of a tile": (
             "split_kernel",
             "g = first // sizes.group",
@@ -427,7 +431,7 @@ MORE = {
             "end = tl.minimum(start + tile.rows - 1,",
             "end = tl.minimum(start,",
         ),
-        "keys of all queries before": ("split_kernel", "i0 = start // cut.heads", "i0 = end - 1"),
+        "keys of all queries before": ("split_kernel", "i0 = start // split.heads", "i0 = end - 1"),
         "masked values of a part": (
             "split_kernel",
             "MASKED: tl.constexpr = has.mask == 1 or",
@@ -534,78 +538,78 @@ MORE = {
             "if EDGE or has.mask > 0:",
         ),
         "specialised: no mask": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "if MASK:\n            s = ",
             "if False:\n            s = ",
         ),
         "specialised: the key past the last": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "j[None, :] <= (last",
             "j[None, :] < (last",
         ),
         "specialised: the length": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "last = i * 0 + (length - 1)",
             "last = i * 0 + (length + 1)",
         ),
         "specialised: the bound to the right": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "last = tl.minimum(i + (sequence.shift + band.right), last)",
             "last = tl.minimum(i + sequence.shift, last)",
         ),
         "specialised: the shift": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "last = tl.minimum(i + (sequence.shift + band.right), last)",
             "last = tl.minimum(i + band.right, last)",
         ),
         "specialised: the last tile": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "hi = tl.minimum(hi, i0 + tile.rows + sequence",
             "hi = tl.minimum(hi, i0 + sequence",
         ),
         "specialised: rows that see nothing": (
-            "specialised_kernel",
-            "if MASK:  # rows",
-            "if False:  # rows",
+            "warp_specialised_kernel",
+            "if MASK:  # a row",
+            "if False:  # a row",
         ),
         "specialised: no rescaling of the output": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "acc = acc * rescale[:, None]",
             "acc = acc",
         ),
         "specialised: no rescaling of the sum": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "l = l * rescale + tl.sum(p, 1)",
             "l = l + tl.sum(p, 1)",
         ),
         "specialised: stale maximum": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "        m = m_new\n",
             "        m = m\n",
         ),
         "specialised: the factor of the sink": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             " * LOG2E) / scale",
             " * LOG2E)",
         ),
-        "specialised: no weight of the sink": ("specialised_kernel", "l += 1.0", "l += 0.0"),
+        "specialised: no weight of the sink": ("warp_specialised_kernel", "l += 1.0", "l += 0.0"),
         "specialised: 0 / 0 of a hidden row": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "tl.where(empty, 1.0, l)",
             "l",
         ),
         "specialised: the lse of the row after": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "tl.store(LSE + row + i, lse",
             "tl.store(LSE + row + i0, lse",
         ),
         "specialised: rows of the values": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "length, strides.value_row",
             "length, strides.key_row",
         ),
         "specialised: head of the output": (
-            "specialised_kernel",
+            "warp_specialised_kernel",
             "h * output_strides.head",
             "h * output_strides.row",
         ),
@@ -621,10 +625,14 @@ MORE = {
         ),
         "a hidden value reaches the output": (
             "_forward_keys",
-            "if MASKED and tile.again:",
+            "if MASKED and tile.recompute_masked:",
             "if False:",
         ),
-        "a hidden key reaches dq": ("backward_dq_kernel", "if MASKED and tile.again:", "if False:"),
+        "a hidden key reaches dq": (
+            "backward_dq_kernel",
+            "if MASKED and tile.recompute_masked:",
+            "if False:",
+        ),
         "a hidden key is read again": ("_dq_tiles", "keys.ok if SKIP else inside", "inside"),
         "a hidden value is read again": (
             "forward_tiles",
@@ -643,7 +651,7 @@ MORE = {
         ),
         "masked keys of wide heads": (
             "backward_dq_kernel",
-            "MASKED and not tile.again",
+            "MASKED and not tile.recompute_masked",
             "False",
         ),
         "maximum without the factor": ("forward_kernel", "m = m * call.scale", "m = m"),
@@ -661,23 +669,24 @@ MORE = {
         ),
         "cut tiles of dk taken for whole": (
             "_queries_of_keys",
-            "inner = tl.maximum(n0 + tile.columns - 1",
-            "inner = tl.maximum(n0",
+            "unmasked_begin = tl.maximum(n0 + tile.columns - 1",
+            "unmasked_begin = tl.maximum(n0",
         ),
         "cut tiles of dk taken for whole at the left": (
             "_queries_of_keys",
-            "full = tl.maximum(n0 -",
-            "full = tl.maximum(n0 + tile.rows -",
+            "unmasked_end = tl.maximum(n0 -",
+            "unmasked_end = tl.maximum(n0 + tile.rows -",
         ),
         "keys past the length in a whole tile of dk": (
             "_queries_of_keys",
-            "tl.where(n0 + tile.columns > sequence.length, hi, clamp(inner, lo, hi))",
-            "clamp(inner, lo, hi)",
+            "tl.where(\n        n0 + tile.columns > sequence.length, hi, "
+            "clamp(unmasked_begin, lo, hi)\n    )",
+            "clamp(unmasked_begin, lo, hi)",
         ),
         "a hidden key under a softcap": ("scores", "tl.where(ok, tanh, 0.0)", "tanh"),
         "cut tile taken for whole at the end": (
-            "whole_tiles",
-            "full = full // tile.columns * tile.columns",
+            "unmasked_tiles",
+            "unmasked_end = unmasked_end // tile.columns * tile.columns",
             "full = full",
         ),
         "tiles that begin anywhere": (
@@ -791,8 +800,8 @@ MORE = {
         ),
         "a length past the keys": (
             "locate_sequence",
-            "length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, length)",
-            "length = tl.load(extras.lengths + b).to(tl.int32)",
+            "length = clamp(tl.load(optional.lengths + b).to(tl.int32), 0, length)",
+            "length = tl.load(optional.lengths + b).to(tl.int32)",
         ),
         "the same order of causal rows": (
             "locate_rows",
@@ -806,7 +815,7 @@ MORE = {
         ),
         "the next sequence's packed keys": (
             "locate_sequence",
-            "k1 = clamp(tl.load(extras.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)",
+            "k1 = clamp(tl.load(optional.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)",
             "k1 = sizes.key_rows",
         ),
         "packed batch stride": ("_Plan.strides", "0 if self.packed else batch", "batch"),
@@ -1104,7 +1113,7 @@ MORE = {
             "PHILOX_ROUNDS = tl.constexpr(6)",
         ),
         "counter of the rows": ("dropout_keep", "i0 // 2 + tl.arange", "i0 + tl.arange"),
-        "shift of the counters": ("dropout_keep", "j ^ plane.shift", "j"),
+        "shift of the counters": ("dropout_keep", "j ^ stream.shift", "j"),
         "words of the tile": (
             "dropout_keep",
             "tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))",
@@ -1113,8 +1122,12 @@ MORE = {
         "one half of a word for two columns": ("dropout_keep", "w0 << 16, w1 << 16", "w0, w1"),
         "the same key in all rounds": ("philox", "tl.add(key, PHILOX_STEP", "tl.add(key, 0"),
         "low words alone": ("philox", "high ^ key ^ c1", "high ^ key"),
-        "number of a plane": ("dropout_plane", "plane.to(tl.uint64) + 1", "plane.to(tl.uint64)"),
-        "bits of the plane not mixed": ("dropout_plane", "z ^ (z >> 27)", "z"),
+        "number of a plane": (
+            "dropout_stream",
+            "batch_head.to(tl.uint64) + 1",
+            "batch_head.to(tl.uint64)",
+        ),
+        "bits of the plane not mixed": ("dropout_stream", "z ^ (z >> 27)", "z"),
         "dropout inverted": (
             "dropout_keep",
             ">= threshold.to(tl.uint32, bitcast=True)",
@@ -1205,8 +1218,8 @@ SHARDED = {
 }
 MORE["attention"] |= SHARDED
 SHARDED_ROWS = {
-    "rows of a shard not moved": ("rows_of_whole", "first + i //", "i //"),
-    "runs of a shard not moved": ("rows_of_whole", "i // run * sequence", "i // run * run"),
+    "rows of a shard not moved": ("global_rows", "first + i //", "i //"),
+    "runs of a shard not moved": ("global_rows", "i // run * sequence", "i // run * run"),
     "columns of a shard's rows not moved": ("drop_rows", "o += shard.column", "o += 0"),
     "columns of a shard's tile not moved": ("dropout_keep", "j0 += shard.column", "j0 += 0"),
 }
@@ -1265,7 +1278,7 @@ DRAWN_FROM = {
         "kernels/attention/forward.py",
         "kernels/attention/launchers.py",
         "kernels/attention/scores.py",
-        "kernels/attention/specialised.py",
+        "kernels/attention/warp_specialised.py",
         "kernels/common.py",
         "kernels/cross_entropy.py",
         "kernels/embedding.py",

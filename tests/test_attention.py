@@ -577,9 +577,12 @@ def test_specialised_forward(device, against_oracle, case, dtype):
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         return torch.cat([out, lse.to(out.dtype)[..., None]], -1)
 
-    with tuned.forced({"attention forward": "specialised 128 64"}) as asked, use_backend("triton"):
+    with (
+        tuned.forced({"attention forward": "warp-specialised 128 64"}) as asked,
+        use_backend("triton"),
+    ):
         against_oracle(call, x)
-        assert all(q.case.endswith("descriptors") for q in asked if q.kernel == "attention forward")
+        assert all(q.case.endswith("TMA") for q in asked if q.kernel == "attention forward")
         x["value"][:, :, -1] = float("nan")  # past the length it is not read
         if "key_lengths" in options:
             assert call(**x).isfinite().all()
@@ -593,7 +596,7 @@ def test_calls_that_may_specialise():
         flat = torch.empty(4, 2, 8, d + stride, dtype=torch.bfloat16).flatten()[shift:]
         x = flat[: 3 * 2 * 8 * (d + stride)].view(3, 2, 8, d + stride)[..., :d]
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
-        return launchers._Forward(x, x, x, Attention(**given)).specialises
+        return launchers._Forward(x, x, x, Attention(**given)).warp_specialises
 
     mask, row = torch.ones(3, 1, 8, 8, dtype=torch.bool), torch.zeros(3, 1, 8, 8)
     for allowed in (
@@ -621,7 +624,7 @@ def test_calls_that_may_specialise():
         dict(stride=4),
     ):
         assert not may(**refused), refused
-    assert not launchers._Decode.specialises and not launchers._Backward.specialises
+    assert not launchers._Decode.warp_specialises and not launchers._Backward.warp_specialises
 
 
 @pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK), (1, 1, SQ, 1), (1, H, SQ, SK)])
@@ -875,12 +878,12 @@ def features(device):
         ),
         "mask of keys": (dict(attn_mask=mask[:1]), dict(mask=1)),
         "mask": (dict(attn_mask=mask), dict(mask=2)),
-        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1, fold=False)),
-        "bias": (dict(bias=mask.float()), dict(bias=2, fold=False)),
-        "alibi": (dict(alibi_slopes=two), dict(alibi=True, fold=False)),
-        "softcap": (dict(softcap=2.0), dict(softcap=True, fold=False)),
-        "negative scale": (dict(scale=-1.0), dict(fold=False)),
-        "no scale": (dict(scale=0.0), dict(fold=False)),
+        "bias of keys": (dict(bias=mask[:1].float()), dict(bias=1, fold_scale=False)),
+        "bias": (dict(bias=mask.float()), dict(bias=2, fold_scale=False)),
+        "alibi": (dict(alibi_slopes=two), dict(alibi=True, fold_scale=False)),
+        "softcap": (dict(softcap=2.0), dict(softcap=True, fold_scale=False)),
+        "negative scale": (dict(scale=-1.0), dict(fold_scale=False)),
+        "no scale": (dict(scale=0.0), dict(fold_scale=False)),
         "lengths": (dict(key_lengths=lengths), dict(lengths=True)),
         "dropout": (dict(dropout_p=0.5, **seed), dict(dropout=True)),
         "shard": (
@@ -912,7 +915,7 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     options, expected = features(device)[name]
     off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
     off |= dict(mask=0, bias=0, page=0, packed=False, dropout=False, sink=False, key_grad=False)
-    off |= dict(fold=True, shard=False)
+    off |= dict(fold_scale=True, shard=False)
     x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):
         functional.scaled_dot_product_attention(**x, **options).sum().backward()

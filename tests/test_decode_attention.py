@@ -406,7 +406,7 @@ def test_heads_share_their_tiles(split, device):
         dict(bias=of_heads.float().expand(2, 4, 3, 300).contiguous()),
     ):
         ff.scaled_dot_product_attention(**tensors, **options, enable_gqa=True)
-        rows.append((split[-1].tile_rows, split[-1].planes))
+        rows.append((split[-1].tile_rows, split[-1].batch_heads))
     assert rows == [(6, 4), (6, 4), (3, 8), (6, 4), (3, 8), (6, 4)]
 
 
@@ -476,7 +476,7 @@ def test_copies_ahead(split, device, pages):
         tensors = qkv(1, 2, 1, 2, 700, device=device)
         mask = torch.rand(1, 1, 1, 700, device=device) > 0.5
         ff.scaled_dot_product_attention(**tensors, enable_gqa=True, attn_mask=mask)
-    assert split[0].ahead == (2 if pages else 0) and not split[0].tile.again
+    assert split[0].ahead == (2 if pages else 0) and not split[0].tile.recompute_masked
 
 
 @pytest.mark.parametrize("page", [16, 64, 256])

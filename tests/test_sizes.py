@@ -13,7 +13,7 @@ from fastformer.description import Attention, pack
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from fastformer.kernels.attention.scores import Has, Sequence, Sizes, first_row
+from fastformer.kernels.attention.scores import Features, Sequence, Sizes, first_row
 from fastformer.kernels.launch import constants
 
 GPU = torch.cuda.is_available()
@@ -285,16 +285,16 @@ def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
 
 
 @triton.jit
-def _places(OUT, plane, h, sequence, sizes, has: tl.constexpr, has_packed: tl.constexpr):
-    tl.store(OUT, first_row(plane, h, sequence, sizes, has))
-    tl.store(OUT + 1, first_row(plane, h, sequence, sizes, has_packed))
+def _places(OUT, batch_head, h, sequence, sizes, has: tl.constexpr, has_packed: tl.constexpr):
+    tl.store(OUT, first_row(batch_head, h, sequence, sizes, has))
+    tl.store(OUT + 1, first_row(batch_head, h, sequence, sizes, has_packed))
 
 
 def test_statistics_past_int32(device):
     """Where the rows of a head begin in the log-sum-exps, by batch or among the packed tokens."""
     places = torch.zeros(2, dtype=torch.int64, device=device)
     sequence, sizes = Sequence(7, 0, 2**20, 0, 0), Sizes(1, 1, 2**20, 0, 2**20, 0)
-    has = Has(*[False] * len(Has._fields))
+    has = Features(*[False] * len(Features._fields))
     packings = constants(has), constants(has._replace(packed=True))
     _places[(1,)](places, 2**20 + 1, 2**13 + 1, sequence, sizes, *packings)
     expected = torch.tensor([(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7], device=device)
@@ -338,32 +338,32 @@ def test_planes_past_int32(places, monkeypatch):
     """
     from fastformer.kernels.attention import launchers as attention
 
-    planes, length = 2**12 + 1, 2**19
+    batch_heads, length = 2**12 + 1, 2**19
     memory = torch.zeros(8)
-    x = memory.expand(planes, 1, length, 8)
+    x = memory.expand(batch_heads, 1, length, 8)
     monkeypatch.setattr(attention, "_heads_like", lambda like, *_: like)
     monkeypatch.setattr(attention, "_outputs", lambda *_: (x, x[..., 0], x[..., :2]))
     tensors, saved = (x, x, x, x), (memory, memory)
     for of_keys in (False, True):
         k = x if of_keys else x[:, :, :16]
-        bias = memory[0].expand((1, 1, 1, length) if of_keys else (planes, 1, length, 16))
+        bias = memory[0].expand((1, 1, 1, length) if of_keys else (batch_heads, 1, length, 16))
         described = Attention(None, 0.0, True, 1.0, bias)  # causal: a query sees few keys
-        call, extras = (x, k, k, described), attention._extras(x, described)
-        attention._Forward(*call).forward(tensors[:3], *[memory] * 4, extras)
+        call, optional = (x, k, k, described), attention._optional_inputs(x, described)
+        attention._Forward(*call).forward(tensors[:3], *[memory] * 4, optional)
         launch = attention._Backward(x, x, x, (True, False, False, True, False), *call).launch
         launch["delta"](x, x, *[memory] * 4)
-        launch["dq"](tensors, memory, *saved, extras)
+        launch["dq"](tensors, memory, *saved, optional)
         if of_keys:
-            launch["dkdv"](tensors, *[memory] * 3, *saved, extras)
+            launch["dkdv"](tensors, *[memory] * 3, *saved, optional)
         else:
-            launch["dbias"](tensors, memory, *saved, extras)
+            launch["dbias"](tensors, memory, *saved, optional)
     assert len(places) == 8
-    base, head = memory.data_ptr(), (planes - 1) * length
+    base, head = memory.data_ptr(), (batch_heads - 1) * length
     for reads, writes in places:
         assert min(reads + writes) >= base and max(reads + writes) >= base + 4 * head
     of_pairs, of_keys = (max(places[n][1]) for n in (3, 7))
-    assert of_pairs == base + 4 * (16 * planes * length - 1)
-    assert of_keys == base + 4 * (planes * length - 1)
+    assert of_pairs == base + 4 * (16 * batch_heads * length - 1)
+    assert of_keys == base + 4 * (batch_heads * length - 1)
 
 
 def test_rows_of_a_bias_past_int32(places):
@@ -375,7 +375,9 @@ def test_rows_of_a_bias_past_int32(places):
     q, k = memory.expand(1, 1, rows, 8), memory.expand(1, 1, keys, 8)
     described = Attention(None, 0.0, False, 1.0, memory[0].expand(1, 1, rows, keys))
     plan = attention._Backward(q, None, q, (False,) * 3 + (True, False), q, k, k, described)
-    plan.launch["dbias"]((q, k, k, q), memory, memory, memory, attention._extras(q, described))
+    plan.launch["dbias"](
+        (q, k, k, q), memory, memory, memory, attention._optional_inputs(q, described)
+    )
     ((_, writes),) = places
     ends = memory.data_ptr() + 4 * torch.tensor([keys - len(writes) // rows, rows * keys - 1])
     assert [min(writes), max(writes)] == ends.tolist()

@@ -288,7 +288,7 @@ def one_row(monkeypatch):
     from fastformer.kernels.attention.configurations import Tiles
 
     monkeypatch.setattr(launchers, "rows", lambda *_: [Tiles(16, 32, 4, 1)])
-    monkeypatch.setattr(launchers, "SPECIALISED", {})
+    monkeypatch.setattr(launchers, "WARP_SPECIALISED", {})
 
 
 def all_of(case, timer=by_itself, only=lambda candidate: True):
@@ -352,8 +352,8 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, monkeypatch):
 
     one = case(OP, "float32", FEW, lengths=True)
     done = all_of(one, launches, lambda c: not c.baseline)
-    assert [kind for kind, _ in done] == ["attention decode", "attention few queries", OP]
-    (key,) = (key for key in done if key[0] == "attention few queries")
+    assert [kind for kind, _ in done] == ["attention decode", "attention split-KV", OP]
+    (key,) = (key for key in done if key[0] == "attention split-KV")
     assert done[key].choice == "forward" and done[key].us == {"split": 2e6, "forward": 1e6}
 
     given = one.arguments(CPU)
@@ -372,7 +372,7 @@ def test_keys_in_pages_have_a_class_of_their_own(one_row):
     done = all_of(one, flat)
     assert [kind for kind, _ in done] == ["attention decode", "paged_attention"]
     (tiles,) = (key for kind, key in done if kind == "attention decode")
-    assert tiles.endswith("lengths fold page=32")
+    assert tiles.endswith("lengths fold_scale page=32")
 
 
 def test_the_best_tiles_of_a_kernel_are_measured(one_row):
@@ -462,7 +462,7 @@ def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_ro
 
     found = tuning.measurements(CPU)
     (entry,) = (e for (kind, _), e in found.items() if kind == "attention forward")
-    assert entry.choice.startswith("specialised 128 ") and len(entry.us) > 3
+    assert entry.choice.startswith("warp-specialised 128 ") and len(entry.us) > 3
     with backends.observe(), backends.use_backend("triton"):
         said = ff.explain(OP, **one.arguments(CPU))
     assert said.reason.startswith("measured: ") and said.reason.endswith(" x the reference")

@@ -27,13 +27,14 @@ from .scores import (
     scores,
     shifted,
     store_rows,
-    whole_tiles,
+    unmasked_tiles,
 )
 
 
 class _Statistics(NamedTuple):
-    """Of rows of S: P = 2^(s - peak + offset), and dS = P (dP - delta). [BM] each; peak may be 0,
-    and the offset is -inf, so that P is zero, for rows that see nothing.
+    """What the backward knows of rows of S, [BM] each: P = 2^(s - peak + offset) and
+    dS = P (dP - delta). Without a bias and ALiBi peak is 0 and the offset is -lse. The offset is
+    -inf, so that P is 0, for rows that see no key.
     """
 
     peak: Any
@@ -46,13 +47,13 @@ class _OwnKeys(NamedTuple):
 
     k: Any  # [BN, BD]
     v: Any  # [BN, BDV]
-    start: Any  # the first of them, n0
+    start: Any  # the first key, n0
     columns: Any  # [BN]
     keys: Any  # `Keys`, [BN, 1] each
 
 
 class _HeadRows(NamedTuple):
-    """Pointers to what a program of dK and dV reads of the queries of one head."""
+    """Pointers to the first query of one head, its gradient and its statistics."""
 
     query: Any
     grad_output: Any
@@ -68,7 +69,7 @@ class _Pointers(NamedTuple):
 
 
 class Over(NamedTuple):
-    """How many batches and heads share a bias."""
+    """How many sequences and heads share a bias."""
 
     batches: Any
     heads: Any
@@ -113,19 +114,20 @@ def delta_kernel(
     Sq,
     tile: tl.constexpr,
     HAS_DLSE: tl.constexpr,
-    APART: tl.constexpr,
+    SEPARATE_MAX: tl.constexpr,
 ):
-    """Compute delta_i = do_i . o_i - dlse_i from O and DO [B, H, Sq, DV] and, unless APART, OFFSET,
-    -lse in base 2. For a row that sees nothing they are 0 and -inf. DLSE, LSE, DELTA and OFFSET are
-    [B, H, Sq].
+    """One program computes BM queries of one (batch, head); a packed batch is one sequence of Tq
+    queries.
 
-    One program owns BM queries of one (batch, head); a packed batch is one batch of Tq queries.
+    It writes DELTA_i = do_i . o_i - dlse_i from O and DO [B, H, Sq, DV] and, unless SEPARATE_MAX,
+    OFFSET = -lse in base 2. For a row that sees no key these are 0 and -inf. DLSE, LSE, DELTA and
+    OFFSET are [B, H, Sq].
     """
     blocks = tl.cdiv(Sq, tile.rows)
-    plane = tl.program_id(0) // blocks
+    batch_head = tl.program_id(0) // blocks
     i0 = tl.program_id(0) % blocks * tile.rows
-    b = (plane // H).to(tl.int64)
-    h = (plane % H).to(tl.int64)
+    b = (batch_head // H).to(tl.int64)
+    h = (batch_head % H).to(tl.int64)
     first = i0.to(tl.int64)
     i = i0 + tl.arange(0, tile.rows)
     r = tl.arange(0, tile.rows)
@@ -137,13 +139,13 @@ def delta_kernel(
     do_base = DO + b * grad_strides.batch + h * grad_strides.head + first * grad_strides.row
     do = load_rows(do_base, r, grad_strides.row, ok, tile.value_dim, tile.value_block, True)
     delta = tl.sum(o.to(tile.acc) * do.to(tile.acc), 1)
-    row = plane.to(tl.int64) * Sq
+    row = batch_head.to(tl.int64) * Sq
     if HAS_DLSE:
         delta -= tl.load(DLSE + row + i, mask=ok, other=0.0)
     lse = tl.load(LSE + row + i, mask=ok, other=0.0)
     empty = lse == float("-inf")
     tl.store(DELTA + row + i, tl.where(empty, 0.0, delta), mask=ok)
-    if not APART:
+    if not SEPARATE_MAX:
         tl.store(OFFSET + row + i, tl.where(empty, float("-inf"), lse * -LOG2E), mask=ok)
 
 
@@ -152,16 +154,17 @@ def delta_kernel(
 
 @triton.jit
 def _first_statistics(OFFSET, DELTA, row, has: tl.constexpr):
-    """Point to the statistics of a row. Beside a bias or ALiBi, OFFSET holds pairs, the maximum and
-    minus the log-sum; else minus lse alone.
+    """Return pointers to the statistics of a row. With a bias or ALiBi, OFFSET holds pairs
+    (maximum, minus log-sum); else it holds -lse.
     """
     return _Pointers(OFFSET + (row * 2 if has.bias > 0 or has.alibi else row), DELTA + row)
 
 
 @triton.jit
 def _row_statistics(pointers, i, queries, has: tl.constexpr):
-    """Load the statistics of the rows i, in base 2. For a row past the end delta is 0, and P is
-    that of the last row or, beside a bias or ALiBi, which may be large there, 0.
+    """Load the statistics of the rows i, in base 2. A row past the end has delta 0. Its P is that
+    of the last row, which needs no mask, and 0 with a bias or ALiBi, whose terms could overflow
+    there.
     """
     ok = i < queries
     delta = tl.load(pointers.delta + i, mask=ok, other=0.0)
@@ -176,36 +179,37 @@ def _row_statistics(pointers, i, queries, has: tl.constexpr):
 
 @triton.jit
 def _queries_of_keys(n0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
-    """Bound the queries lo <= i < hi that may see any of the keys n0 .. n0 + BN - 1 by length and
-    band, and those, inner <= i < full, of the tiles whose queries all see all of the keys. All are
-    multiples of BM, or hi.
+    """Return (lo, unmasked_begin, unmasked_end, hi), all multiples of BM or hi. By length and band
+    no query outside of lo <= i < hi sees a key of n0 .. n0 + BN - 1, and each query of
+    unmasked_begin <= i < unmasked_end sees all of these keys.
     """
     shift = sequence.shift
     lo = 0
-    inner = 0
+    unmasked_begin = 0
     if has.right:
         lo = tl.maximum(n0 - shift - band.right, 0) // tile.rows * tile.rows
-        inner = tl.maximum(n0 + tile.columns - 1 - shift - band.right, 0)
-        inner = tl.cdiv(inner, tile.rows) * tile.rows
+        unmasked_begin = tl.maximum(n0 + tile.columns - 1 - shift - band.right, 0)
+        unmasked_begin = tl.cdiv(unmasked_begin, tile.rows) * tile.rows
     hi = sequence.queries
     if has.left:
         hi = tl.minimum(hi, n0 + tile.columns - shift + band.left)
     hi = tl.where(n0 < sequence.length, tl.maximum(lo, hi), lo)
-    inner = tl.where(n0 + tile.columns > sequence.length, hi, clamp(inner, lo, hi))
-    full = hi
+    unmasked_begin = tl.where(
+        n0 + tile.columns > sequence.length, hi, clamp(unmasked_begin, lo, hi)
+    )
+    unmasked_end = hi
     if has.left:
-        full = tl.maximum(n0 - shift + band.left + 1, 0) // tile.rows * tile.rows
-        full = clamp(full, inner, hi)
-    return lo, inner, full, hi
+        unmasked_end = tl.maximum(n0 - shift + band.left + 1, 0) // tile.rows * tile.rows
+        unmasked_end = clamp(unmasked_end, unmasked_begin, hi)
+    return lo, unmasked_begin, unmasked_end, hi
 
 
 @triton.jit
 def _dkdv_tiles(
     state, span, own, rows, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Add what the queries lo <= i < hi, (lo, hi) = span, of a head give to dK [BN, BD],
-    dV [BN, BDV] and sum_i dS [BN], the `state`. A row past the end gives zero, because its dO and
-    delta are zero.
+    """Add the queries lo <= i < hi of a head, where (lo, hi) = span, to the `state`: dK [BN, BD],
+    dV [BN, BDV] and sum_i dS [BN]. A row past the end adds zero, because its dO and delta are zero.
     """
     dk, dv, dbias = state
     lo, hi = span
@@ -234,7 +238,8 @@ def _dkdv_tiles(
         if has.dropout:
             keep = tl.trans(kept(head, i0, own.start, tile, has))
             zero = 0.0
-            if has.bias != 1 and tile.dim_block <= 64:  # as in the forward; elsewhere it spills
+            # A zero that the compiler cannot know, as in the forward. Elsewhere it makes it spill.
+            if has.bias != 1 and tile.dim_block <= 64:
                 zero = inv_keep * 0.0
             z = tl.where(keep, p, zero)
             dp = tl.where(keep, dp, 0.0) * inv_keep
@@ -250,13 +255,15 @@ def _dkdv_tiles(
 
 @triton.jit
 def _dkdv_of_head(state, bounds, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
-    """Add to the `state` what all queries of a head give; `_queries_of_keys` gives the bounds."""
-    lo, inner, full, hi = bounds
+    """Add all queries of a head to the `state`; `bounds` are those of `_queries_of_keys`."""
+    lo, unmasked_begin, unmasked_end, hi = bounds
     if tile.split:
-        state = _dkdv_tiles(state, (inner, full), own, rows, head, tile, has, False)
-        state = _dkdv_tiles(state, (lo, inner), own, rows, head, tile, has, True)
+        state = _dkdv_tiles(
+            state, (unmasked_begin, unmasked_end), own, rows, head, tile, has, False
+        )
+        state = _dkdv_tiles(state, (lo, unmasked_begin), own, rows, head, tile, has, True)
         if has.left:
-            state = _dkdv_tiles(state, (full, hi), own, rows, head, tile, has, True)
+            state = _dkdv_tiles(state, (unmasked_end, hi), own, rows, head, tile, has, True)
         return state
     else:
         return _dkdv_tiles(state, (lo, hi), own, rows, head, tile, has, True)
@@ -270,7 +277,7 @@ def backward_dkdv_kernel(
     DBIAS,
     OFFSET,
     DELTA,
-    extras,
+    optional,
     dk_strides,
     dv_strides,
     do_strides,
@@ -281,11 +288,12 @@ def backward_dkdv_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DK [B, G, Sk, D] and DV [B, G, Sk, DV] from DELTA [B, H, Sq] and OFFSET, [B, H, Sq],
-    or [B, H, Sq, 2] with the maximum apart.
+    """One program computes BN keys of one (batch, key-value head): their rows of DK [B, G, Sk, D]
+    and DV [B, G, Sk, DV]. It loops over the queries of the heads that share them, in the transpose
+    S^T = k q^T, so that dK and dV accumulate without a transpose of P.
 
-    One program owns BN keys of one (batch, key-value head) and walks the queries of its heads, in
-    S^T = k q^T. With `has.key_grad` it also writes DBIAS, sum_i dS of each head, [B, H, Sk].
+    DELTA is [B, H, Sq], and OFFSET is [B, H, Sq] or, with a maximum of its own, [B, H, Sq, 2]. With
+    `has.key_grad` it also writes DBIAS = sum_i dS of each head, [B, H, Sk].
     """
     blocks = tl.cdiv(sizes.keys, tile.columns)
     pair = tl.program_id(0) // blocks
@@ -293,7 +301,7 @@ def backward_dkdv_kernel(
     groups = sizes.heads // sizes.group
     b = (pair // groups).to(tl.int64)
     g = (pair % groups).to(tl.int64)
-    sequence = locate_sequence(extras, sizes, b, has)
+    sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     keys = sizes.keys
     if has.packed:
@@ -313,32 +321,32 @@ def backward_dkdv_kernel(
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
     v_base += first * strides.value_row
     v = load_rows(v_base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
-    call = prepare_call(extras, strides, sizes, band, factors, has)
+    call = prepare_call(optional, strides, sizes, band, factors, has)
     bounds = _queries_of_keys(n0, sequence, band, tile, has)
 
     dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
     dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
     for member in tl.range(0, sizes.group):
         h = g * sizes.group + member
-        plane = (b * sizes.heads + h).to(tl.int32)
+        batch_head = (b * sizes.heads + h).to(tl.int32)
         q_base = inputs.query + b * strides.query_batch + h * strides.query_head
         q_base += sequence.first_query * strides.query_row
         do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
         do_base += sequence.first_query * do_strides.row
-        head = locate_head(call, sequence, plane, b, h, 0, tile, has)
+        head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
         own_keys = key_row(head, columns, inside, tile, has, True)
         seen = v
-        if has.mask == 1 or has.bias == 1:  # 0 * NaN: a masked value may hold anything
+        if has.mask == 1 or has.bias == 1:  # a masked value may be NaN, and 0 * NaN is NaN
             ok, stride = own_keys.ok, strides.value_row
             seen = load_rows(v_base, c, stride, ok, tile.value_dim, tile.value_block, True)
         own = _OwnKeys(k, seen, n0, columns, in_columns(own_keys, has))
-        row = first_row(plane, h, sequence, sizes, has)
+        row = first_row(batch_head, h, sequence, sizes, has)
         statistics = _first_statistics(OFFSET, DELTA, row, has)
         rows = _HeadRows(q_base, do_base, do_strides.row, statistics)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
         dk, dv, dbias = _dkdv_of_head(state, bounds, own, rows, head, tile, has)
         if has.key_grad:
-            tl.store(DBIAS + plane.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
+            tl.store(DBIAS + batch_head.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
     dk = dk * factors.scale
     if has.dropout:
         dv = dv * factors.inv_keep
@@ -356,7 +364,7 @@ def backward_dkdv_kernel(
 def _probabilities(
     s, at, keys, statistics, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Compute P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN] and
+    """Return P and the tanh of the softcap, [BM, BN] each, from s = q . k. `keys` are [BN] and
     `statistics` [BM].
     """
     at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
@@ -368,7 +376,7 @@ def _probabilities(
 
 @triton.jit
 def _score_gradient(p, dp, delta, corner, head, tile: tl.constexpr, has: tl.constexpr):
-    """Compute dS of the tile at (i0, n0) = corner from P and dp = do . v: [BM, BN]."""
+    """Return dS = P (dP - delta) [BM, BN] of the tile at (i0, n0) = corner, from P and do . v."""
     if has.dropout:
         i0, n0 = corner
         dp = tl.where(kept(head, i0, n0, tile, has), dp, 0.0) * head.call.factors.inv_keep
@@ -386,12 +394,12 @@ def _dq_tiles(
     EDGE: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Add what the key tiles lo, lo + BN, .. < hi, (lo, hi) = span, give to dQ [BM, BD]. With SKIP
-    masked keys and values count as zero.
+    """Add the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span, to dQ [BM, BD]. With SKIP
+    masked keys and values are not loaded and count as zero.
     """
     lo, hi = span
     strides = head.call.strides
-    STAGES: tl.constexpr = 1 if SKIP and tile.again else None
+    STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     GUARD: tl.constexpr = EDGE or SKIP
     for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
         n0 = tl.multiple_of(n0, tile.columns)
@@ -423,7 +431,7 @@ def backward_dq_kernel(
     DQ,
     OFFSET,
     DELTA,
-    extras,
+    optional,
     dq_strides,
     do_strides,
     strides,
@@ -433,11 +441,11 @@ def backward_dq_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DQ [B, H, Sq, D] from DELTA [B, H, Sq] and OFFSET, [B, H, Sq], or [B, H, Sq, 2] with
-    the maximum apart. One program owns BM queries of one (batch, head) and walks the keys.
+    """One program computes BM queries of one (batch, head): their rows of DQ [B, H, Sq, D]. DELTA
+    is [B, H, Sq], and OFFSET is [B, H, Sq] or, with a maximum of its own, [B, H, Sq, 2].
     """
-    plane, i0, b, h, g = locate_rows(sizes, tile)
-    sequence = locate_sequence(extras, sizes, b, has)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
     if has.packed:
         if i0 >= queries:
@@ -454,26 +462,26 @@ def backward_dq_kernel(
     q = load_rows(base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
     base = inputs.grad_output + b * do_strides.batch + h * do_strides.head + first * do_strides.row
     do = load_rows(base, r, do_strides.row, None, tile.value_dim, tile.value_block, False)
-    row = first_row(plane, h, sequence, sizes, has)
+    row = first_row(batch_head, h, sequence, sizes, has)
     pointers = _first_statistics(OFFSET, DELTA, row, has)
     statistics = _row_statistics(pointers, i, queries, has)
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
-    call = prepare_call(extras, strides, sizes, band, factors, has)
-    head = locate_head(call, sequence, plane, b, h, first, tile, has)
+    call = prepare_call(optional, strides, sizes, band, factors, has)
+    head = locate_head(call, sequence, batch_head, b, h, first, tile, has)
     own = _OwnQueries(q, do, i0, i, r, statistics, k_base, v_base)
 
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
-    SKIP: tl.constexpr = MASKED and not tile.again
+    SKIP: tl.constexpr = MASKED and not tile.recompute_masked
     start = tl.zeros([tile.rows, tile.dim_block], tile.acc)
     dq = start
     i1 = i0 + tile.rows
     lo, hi = keys_of_rows(i0, i1, sequence.length, sequence.shift, band, tile, has)
-    inner, full = whole_tiles(i0, sequence, band, tile, has)
+    unmasked_begin, unmasked_end = unmasked_tiles(i0, sequence, band, tile, has)
     if has.left:
-        dq = _dq_tiles(dq, (lo, tl.minimum(inner, hi)), own, head, tile, has, True, SKIP)
-    dq = _dq_tiles(dq, (inner, full), own, head, tile, has, False, SKIP)
-    dq = _dq_tiles(dq, (full, hi), own, head, tile, has, True, SKIP)
-    if MASKED and tile.again:  # a masked key or value may hold anything: 0 * NaN
+        dq = _dq_tiles(dq, (lo, tl.minimum(unmasked_begin, hi)), own, head, tile, has, True, SKIP)
+    dq = _dq_tiles(dq, (unmasked_begin, unmasked_end), own, head, tile, has, False, SKIP)
+    dq = _dq_tiles(dq, (unmasked_end, hi), own, head, tile, has, True, SKIP)
+    if MASKED and tile.recompute_masked:  # a masked key or value may be NaN, and 0 * NaN is NaN
         total = tl.sum(dq)
         if total != total:
             dq = _dq_tiles(start, (lo, hi), own, head, tile, has, True, True)
@@ -487,10 +495,11 @@ def backward_dq_kernel(
 
 @triton.jit
 def _product(x, y, D: tl.constexpr, BD: tl.constexpr, tile: tl.constexpr):
-    """Multiply rows x by rows y of matrices [.., D]; zero where `y.ok` is False.
+    """Return the products of the rows x and the rows y of matrices [.., D]; 0 where `y.ok` is
+    False.
 
-    128 elements of a row are multiplied at a time, 32 in float32, whose tf32 parts would fill the
-    registers.
+    It multiplies 128 elements of a row at a time, and 32 in float32, where the three tf32 parts of
+    each operand would fill the registers.
     """
     SINGLE: tl.constexpr = x.base.dtype.element_ty == tl.float32
     WIDTH: tl.constexpr = min(BD, 32 if SINGLE else 128)
@@ -508,7 +517,7 @@ def backward_dbias_kernel(
     DBIAS,
     OFFSET,
     DELTA,
-    extras,
+    optional,
     dbias_strides,
     over,
     do_strides,
@@ -519,10 +528,9 @@ def backward_dbias_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute DBIAS, [B or 1, H or 1, Sq, Sk], from DELTA [B, H, Sq] and OFFSET [B, H, Sq, 2].
-
-    One program owns BM x BN of it and walks the `over.batches` batches and `over.heads` heads that
-    share it, 1 or all of them.
+    """One program computes a tile BM x BN of DBIAS [B or 1, H or 1, Sq, Sk]: the sum of dS over the
+    `over.batches` sequences and `over.heads` heads that share it. DELTA is [B, H, Sq] and OFFSET
+    [B, H, Sq, 2].
     """
     across = tl.cdiv(sizes.keys, tile.columns)
     blocks = across * tl.cdiv(sizes.queries, tile.rows)
@@ -542,9 +550,9 @@ def backward_dbias_kernel(
     if tile.wide:
         r, c, rows = r.to(tl.int64), c.to(tl.int64), j.to(tl.int64)
     ok = i < sizes.queries
-    call = prepare_call(extras, strides, sizes, band, factors, has)
+    call = prepare_call(optional, strides, sizes, band, factors, has)
     members = over.batches * over.heads
-    if not has.bottom_right:  # outside of the band, whatever the length: zeros
+    if not has.bottom_right:  # a tile outside of the band, whatever the length, is zero
         shift = moved(sizes, has)
         lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, band, tile, has)
         members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
@@ -554,8 +562,8 @@ def backward_dbias_kernel(
         b = own_b + member // over.heads
         h = own_h + member % over.heads
         g = h // sizes.group
-        plane = (b * sizes.heads + h).to(tl.int32)
-        sequence = locate_sequence(extras, sizes, b, has)
+        batch_head = (b * sizes.heads + h).to(tl.int32)
+        sequence = locate_sequence(optional, sizes, b, has)
         inside = j < sequence.length
         q_base = inputs.query + b * strides.query_batch + h * strides.query_head
         q_base += first * strides.query_row
@@ -571,12 +579,12 @@ def backward_dbias_kernel(
         do = _Rows(do_base, r, do_strides.row, ok)
         v = _Rows(v_base, c, strides.value_row, inside)
         dp = _product(do, v, tile.value_dim, tile.value_block, tile)
-        row = first_row(plane, h, sequence, sizes, has)
+        row = first_row(batch_head, h, sequence, sizes, has)
         pointers = _first_statistics(OFFSET, DELTA, row, has)
         statistics = _row_statistics(pointers, i, sizes.queries, has)
-        head = locate_head(call, sequence, plane, b, h, first, tile, has)
+        head = locate_head(call, sequence, batch_head, b, h, first, tile, has)
         keys = key_row(head, rows, inside, tile, has, True)
-        if has.mask == 1:  # 0 * NaN: a masked value may hold anything
+        if has.mask == 1:  # a masked value may be NaN, and 0 * NaN is NaN
             dp = tl.where(keys.ok[None, :], dp, 0.0)
         p, _ = _probabilities(s, Indices(i, rows, r), keys, statistics, head, tile, has, True)
         dbias += _score_gradient(p, dp, statistics.delta, (i0, n0), head, tile, has)

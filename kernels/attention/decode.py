@@ -1,14 +1,16 @@
-"""The kernels of few queries to many keys (Dao et al. 2023, "Flash-Decoding for long-context
+"""Split-KV attention: few queries to many keys (Dao et al. 2023, "Flash-Decoding for long-context
 inference").
 
-One program for each head would leave most of a GPU idle. So the keys of a head are cut into parts,
-with a program for each, and a second kernel merges what these have found: of each part s the
-weighted sum of its values, the sum l_s of the weights, and their maximum m_s,
-    l = sum_s 2^(m_s - m) l_s        o = sum_s 2^(m_s - m) o_s / l        m = max_s m_s
-in one order. The query heads of a key-value head stand in one tile, so that each key is read once
-for all of them: row r of the tile is query r // heads of head r % heads.
+With few queries, one program for each head would leave most of a GPU idle. So `split_kernel`
+divides the keys of a head into parts, with one program each, which writes for its part s the
+weighted sum o_s of the values, the sum l_s of the weights and the maximum m_s of the scores.
+`merge_kernel` then computes
+    m = max_s m_s        l = sum_s 2^(m_s - m) l_s        o = sum_s 2^(m_s - m) o_s / l
+always in the same order, so that the result is deterministic. The query heads that share a
+key-value head share a tile, so that each key is read once: row r of the tile is query r // heads of
+head r % heads.
 
-The keys may lie in pages, which are found through a table.
+The keys may lie in the pages of a cache, which a table lists for each sequence.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ class PagedInputs(NamedTuple):
     table: Any
 
 
-class Cut(NamedTuple):
-    """How the work is cut."""
+class Split(NamedTuple):
+    """How the work is divided among programs."""
 
-    heads: Any  # query heads of one tile, which have the same keys
-    parts: Any  # of the keys
+    heads: Any  # query heads of one tile, which share their keys
+    parts: Any  # parts of the keys, with one program each
 
 
 class Paging(NamedTuple):
-    """How the pages lie."""
+    """The sizes and strides of the pages."""
 
     pages: Any  # how many there are
     blocks: Any  # entries of the table for a sequence
-    key_page: Any  # strides
-    value_page: Any
+    key_page: Any  # the stride from one page of keys to the next
+    value_page: Any  # and of values
 
 
 class Pages(NamedTuple):
@@ -68,8 +70,8 @@ class Pages(NamedTuple):
 
 @triton.jit
 def _part(lo, hi, s, parts, tile: tl.constexpr):
-    """Bound part s of the keys lo <= j < hi: whole tiles, as many for each part, or one less; none
-    where hi is not above lo.
+    """Return (begin, end) of part s of the keys lo <= j < hi. A part holds complete tiles, and the
+    numbers of tiles of two parts differ by at most one. If hi <= lo all parts are empty.
     """
     tiles = tl.cdiv(hi - lo, tile.columns)
     first = s * (tiles // parts) + tl.minimum(s, tiles % parts)
@@ -82,33 +84,33 @@ def split_kernel(
     inputs,
     SUMS,
     WEIGHTS,
-    extras,
+    optional,
     strides,
     sizes,
     band,
     factors,
-    cut,
+    split,
     paging,
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute SUMS [B, H, Sq, parts, DV], the weighted sums of the values of each part of the keys,
-    and WEIGHTS [B, H, Sq, parts, 2], the sums of the weights and the maxima of the scores. One
-    program owns BM rows of one part. Where no weight is, its sum is not written.
+    """One program computes BM rows of one part of the keys: SUMS [B, H, Sq, parts, DV], the
+    weighted sums of the values, and WEIGHTS [B, H, Sq, parts, 2], the sums of the weights and the
+    maxima of the scores. A row that sees no key of the part leaves its SUMS unwritten.
     """
-    blocks = tl.cdiv(sizes.queries * cut.heads, tile.rows)
+    blocks = tl.cdiv(sizes.queries * split.heads, tile.rows)
     start = tl.program_id(0) % blocks * tile.rows
-    s = tl.program_id(0) // blocks % cut.parts
-    plane = tl.program_id(0) // blocks // cut.parts
-    b = (plane // (sizes.heads // cut.heads)).to(tl.int64)
-    first = (plane % (sizes.heads // cut.heads) * cut.heads).to(tl.int64)
+    s = tl.program_id(0) // blocks % split.parts
+    batch_head = tl.program_id(0) // blocks // split.parts
+    b = (batch_head // (sizes.heads // split.heads)).to(tl.int64)
+    first = (batch_head % (sizes.heads // split.heads) * split.heads).to(tl.int64)
     g = first // sizes.group
-    sequence = locate_sequence(extras, sizes, b, has)
+    sequence = locate_sequence(optional, sizes, b, has)
     r = start + tl.arange(0, tile.rows)
-    ok = r < sizes.queries * cut.heads
-    r = tl.minimum(r, sizes.queries * cut.heads - 1)  # past the end: the last row
-    i = r // cut.heads
-    h = first + r % cut.heads
+    ok = r < sizes.queries * split.heads
+    r = tl.minimum(r, sizes.queries * split.heads - 1)  # past the end: the last row
+    i = r // split.heads
+    h = first + r % split.heads
 
     base = inputs.query + b * strides.query_batch
     places = h * strides.query_head + i * strides.query_row.to(tl.int64)
@@ -116,9 +118,9 @@ def split_kernel(
     k_base = inputs.key + b * strides.key_batch + g * strides.key_head
     v_base = inputs.value + b * strides.value_batch + g * strides.value_head
     pages = Pages(inputs.table + b * paging.blocks, paging)
-    call = prepare_call(extras, strides, sizes, band, factors, has)
-    head = locate_head(call, sequence, plane, b, first, 0, tile, has)
-    rows = locate_head(call, sequence, plane, b, h[:, None], 0, tile, has)
+    call = prepare_call(optional, strides, sizes, band, factors, has)
+    head = locate_head(call, sequence, batch_head, b, first, 0, tile, has)
+    rows = locate_head(call, sequence, batch_head, b, h[:, None], 0, tile, has)
     mask = rows.mask if has.mask == 2 else head.mask
     bias = rows.bias if has.bias == 2 else head.bias
     head = Head(head.draws, mask, bias, rows.slope, sequence, call)
@@ -127,15 +129,15 @@ def split_kernel(
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)
     m = tl.full([tile.rows], float("-inf"), tile.acc)
-    end = tl.minimum(start + tile.rows - 1, sizes.queries * cut.heads - 1) // cut.heads + 1
-    i0 = start // cut.heads
+    end = tl.minimum(start + tile.rows - 1, sizes.queries * split.heads - 1) // split.heads + 1
+    i0 = start // split.heads
     lo, hi = keys_of_rows(i0, end, sequence.length, sequence.shift, band, tile, has)
-    span = _part(lo, hi, s, cut.parts, tile)
+    span = _part(lo, hi, s, split.parts, tile)
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     acc, l, m = forward_tiles((acc, l, m), span, work, head, tile, has, True, MASKED)
-    if has.fold:
+    if has.fold_scale:
         m = m * call.scale
-    place = ((b * sizes.heads + h) * sizes.queries + i) * cut.parts + s
+    place = ((b * sizes.heads + h) * sizes.queries + i) * split.parts + s
     store_rows(SUMS, place, tile.value_dim, ok & (l != 0.0), acc, tile.value_dim, tile.value_block)
     tl.store(WEIGHTS + place * 2, l, mask=ok)
     tl.store(WEIGHTS + place * 2 + 1, m, mask=ok)
@@ -155,8 +157,8 @@ def merge_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute O [B, H, Sq, DV], LSE and STATISTICS, as the forward kernel does, from what
-    `split_kernel` has found. One program owns a row, and reads BM parts at a time.
+    """One program merges the parts of one row, BM parts at a time: it computes the row of O
+    [B, H, Sq, DV], LSE and STATISTICS that the forward kernel would.
     """
     row = tl.program_id(0).to(tl.int64)
     i = row % sizes.queries

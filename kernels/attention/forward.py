@@ -26,12 +26,12 @@ from .scores import (
     shifted,
     store_rows,
     store_sums,
-    whole_tiles,
+    unmasked_tiles,
 )
 
 
 class Work(NamedTuple):
-    """What a program works on that carries the online softmax."""
+    """The queries of a program, and where its keys begin."""
 
     q: Any  # [BM, BD]
     start: Any  # the first query, i0
@@ -53,14 +53,15 @@ def forward_tiles(
     EDGE: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Carry the online softmax over the key tiles lo, lo + BN, .. < hi, (lo, hi) = span. `state` is
-    the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the maximum of what
-    `scores` returns [BM]. With SKIP the values of masked keys count as zero.
+    """Update the online softmax with the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span.
+    `state` is the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the running
+    maximum of the scores [BM]. With SKIP the values of masked keys are not loaded and count as
+    zero.
     """
     acc, l, m = state
     lo, hi = span
     strides = head.call.strides
-    STAGES: tl.constexpr = 1 if SKIP and tile.again else None
+    STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
@@ -80,17 +81,17 @@ def forward_tiles(
         s, _ = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
-        if EDGE or has.mask > 0 or has.bias > 0:  # rows that have seen nothing yet
+        if EDGE or has.mask > 0 or has.bias > 0:  # a row without a key so far: -inf - -inf is NaN
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        offset = base * -head.call.scale if has.fold else -base
+        offset = base * -head.call.scale if has.fold_scale else -base
         p = tl.math.exp2(shifted(s, offset[:, None], head, has))
         rescale = tl.math.exp2(shifted(m, offset, head, has))
         l = l * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if has.dropout:
             keep = kept(head, work.start, n0, tile, has)
-            # Beside a zero that it knows, the compiler chooses among elements of 16 bits, of which
-            # two share a register, and unpacks them first.
+            # A zero that the compiler cannot know: with a constant it selects among 16-bit
+            # elements, two of which share a register, and unpacks them first.
             p = tl.where(keep, p, head.call.factors.inv_keep * 0.0)
         exists = keys.ok if SKIP else inside
         GUARD: tl.constexpr = EDGE or SKIP
@@ -102,20 +103,22 @@ def forward_tiles(
 
 @triton.jit
 def _forward_keys(start, work, head, tile: tl.constexpr, has: tl.constexpr):
-    """Carry the online softmax, from the state `start`, over all keys that the queries may see."""
+    """Update the online softmax `start` with all keys that the queries may see: first those that
+    the left side of the band cuts, then the tiles that need no mask, then the rest.
+    """
     sequence, band = head.sequence, head.call.band
     end = work.start + tile.rows
     lo, hi = keys_of_rows(work.start, end, sequence.length, sequence.shift, band, tile, has)
-    inner, full = whole_tiles(work.start, sequence, band, tile, has)
+    unmasked_begin, unmasked_end = unmasked_tiles(work.start, sequence, band, tile, has)
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
-    SKIP: tl.constexpr = MASKED and not tile.again
+    SKIP: tl.constexpr = MASKED and not tile.recompute_masked
     state = start
     if has.left:
-        edge = lo, tl.minimum(inner, hi)
+        edge = lo, tl.minimum(unmasked_begin, hi)
         state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
-    state = forward_tiles(state, (inner, full), work, head, tile, has, False, SKIP)
-    state = forward_tiles(state, (full, hi), work, head, tile, has, True, SKIP)
-    if MASKED and tile.again:  # a masked value may hold anything: 0 * NaN
+    state = forward_tiles(state, (unmasked_begin, unmasked_end), work, head, tile, has, False, SKIP)
+    state = forward_tiles(state, (unmasked_end, hi), work, head, tile, has, True, SKIP)
+    if MASKED and tile.recompute_masked:  # a masked value may be NaN, and 0 * NaN is NaN
         total = tl.sum(state[0])
         if total != total:
             state = forward_tiles(start, (lo, hi), work, head, tile, has, True, True)
@@ -129,7 +132,7 @@ def forward_kernel(
     LSE,
     STATISTICS,
     SINKS,
-    extras,
+    optional,
     output_strides,
     strides,
     sizes,
@@ -138,12 +141,11 @@ def forward_kernel(
     tile: tl.constexpr,
     has: tl.constexpr,
 ):
-    """Compute the output O [B, H, Sq, DV], LSE [B, H, Sq] and, beside a bias or ALiBi, STATISTICS
-    [B, H, Sq, 2], of which one program owns BM queries of one (batch, head). The longest causal
-    rows start first. SINKS is [H].
+    """One program computes BM queries of one (batch, head): their rows of the output O [B, H, Sq,
+    DV], of LSE [B, H, Sq] and, with a bias or ALiBi, of STATISTICS [B, H, Sq, 2]. SINKS is [H].
     """
-    plane, i0, b, h, g = locate_rows(sizes, tile)
-    sequence = locate_sequence(extras, sizes, b, has)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
     if has.packed:
         if i0 >= queries:
@@ -158,22 +160,22 @@ def forward_kernel(
     base += first * strides.query_row
     q = load_rows(base, r, strides.query_row, None, tile.dim, tile.dim_block, False)
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
-    call = prepare_call(extras, strides, sizes, band, factors, has)
-    head = locate_head(call, sequence, plane, b, h, first, tile, has)
+    call = prepare_call(optional, strides, sizes, band, factors, has)
+    head = locate_head(call, sequence, batch_head, b, h, first, tile, has)
     work = Work(q, i0, i, r, k_base, v_base)
     acc = tl.zeros([tile.rows, tile.value_block], tile.acc)
     l = tl.zeros([tile.rows], tile.acc)
     m = tl.full([tile.rows], float("-inf"), tile.acc)
-    if has.sink:  # as if a first key had been seen, whose value is zero
+    if has.sink:  # a sink is a first key whose value is zero
         m = tl.zeros([tile.rows], tile.acc) + tl.load(SINKS + h).to(tile.acc) * LOG2E
-        if has.fold:
+        if has.fold_scale:
             m = m / call.scale
         l += tl.where(m == float("-inf"), 0.0, 1.0)
     acc, l, m = _forward_keys((acc, l, m), work, head, tile, has)
-    if has.fold:
+    if has.fold_scale:
         m = m * call.scale
 
-    row = first_row(plane, h, sequence, sizes, has)
+    row = first_row(batch_head, h, sequence, sizes, has)
     sums = store_sums(LSE, STATISTICS, row + i, i < queries, m, l, has)
     acc = acc * (factors.inv_keep / sums)[:, None]
     base = O + b * output_strides.batch + h * output_strides.head + first * output_strides.row

@@ -1,7 +1,7 @@
 """The launchers of the attention kernels, and the ops that they are registered as.
 
-What a call launches follows from the shapes, strides, dtypes and options of its arguments: a
-`_Plan` holds it, under the key that `_signature` makes.
+A `_Plan` holds all that a call launches but its pointers. Shapes, strides, dtypes and options of
+the arguments determine it, so that calls with the same `_signature` share a plan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fastformer.description import PACKED_SCHEMA, SCHEMA, Attention, unpack
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
-    DescriptorLaunch,
     Launch,
+    TMALaunch,
     allow_tf32,
     architecture,
     constants,
@@ -35,7 +35,7 @@ from ..launch import (
     unsupported_dtype,
 )
 from ..registration import register
-from ..tuned import Question, choose, flags, named
+from ..tuned import TuningKey, choose, flags, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -51,31 +51,31 @@ from .configurations import (
     rows,
     splits_keys,
 )
-from .decode import Cut, PagedInputs, Paging, merge_kernel, split_kernel
+from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
 from .scores import (
     BackwardInputs,
     Band,
-    Extras,
     Factors,
-    Has,
+    Features,
     Inputs,
+    OptionalInputs,
     RowStrides,
     Sizes,
     Strides,
     Tile,
 )
-from .specialised import SPECIALISED, specialised_kernel
+from .warp_specialised import WARP_SPECIALISED, warp_specialised_kernel
 
-# Triton 3.6 serialises the products of dK and dV, where whole tiles have a loop of their own beside
-# a bias; newer ones where they have not.
+# With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
+# their own; newer versions serialise them if these have none.
 OLD = triton.__version__.startswith("3.6.")
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 
 
 def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
-    """Make an empty [B, heads, S, width] with the memory order of x [B, .., S, ..], so that
-    [B, S, H, D] behind a transpose stays one.
+    """Make an empty [B, heads, S, width] with the memory order of x [B, .., S, ..]: the gradient of
+    a transposed [B, S, H, D] is one, too.
     """
     batch, _, length, _ = x.shape
     if x.shape[1] > 1 and x.stride(1) < x.stride(2):
@@ -84,7 +84,7 @@ def _heads_like(x: Tensor, heads: int, width: int) -> Tensor:
 
 
 def _spans_int32(*tensors: Tensor) -> bool:
-    """Tell whether an offset inside one (batch, head) can pass 2^31 elements."""
+    """Return whether an offset inside one (batch, head) can exceed 2^31 elements."""
     return any(
         sum((n - 1) * abs(s) for n, s in zip(x.shape[-2:], x.stride()[-2:])) >= 2**31
         for x in tensors
@@ -95,16 +95,16 @@ def _spans_int32(*tensors: Tensor) -> bool:
 
 
 class _Plan:
-    """All that a call launches but the pointers: what its shapes, strides, dtypes and options fix.
+    """All that a call launches but the pointers.
 
-    query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch is one batch of Tq
-    queries and Tk keys, and the description has the offsets of both. `launch` holds the kernels of
-    the call by name, each with all its arguments but the pointers. `apart` says that the maximum
-    and the log-sum of the scores are saved apart.
+    query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch has B = 1, Tq
+    queries and Tk keys, and the description holds the offsets of its sequences. `launch` holds the
+    kernels by name, each with all its arguments but the pointers. If `separate_max`, the forward
+    saves the maximum and the log-sum of the scores as two numbers.
     """
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
-    specialises = False  # whether `specialised_kernel` computes the call
+    warp_specialises = False  # whether `warp_specialised_kernel` computes the call
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch] = {}
@@ -118,7 +118,7 @@ class _Plan:
             self.q_length, self.k_length = attention.max_q, attention.max_k
         self.device, self.arch = query.device, architecture(query.device)
         self.dtype = query.dtype
-        self.apart = attention.bias is not None or attention.alibi_slopes is not None
+        self.separate_max = attention.bias is not None or attention.alibi_slopes is not None
         self.head_block = max(16, next_power_of_2(max(dim, width)))
         half = query.element_size() == 2 or self.arch == "interpreter"
         narrow = half and self.head_block <= 128  # else a second loop takes too many registers
@@ -146,11 +146,12 @@ class _Plan:
             value_block=max(16, next_power_of_2(width)),
             wide=wide,
             split=narrow and self.arch in ("sm_90", "sm_100", "interpreter") and splits_biased,
-            again=half and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
+            recompute_masked=half
+            and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
             precision=dot_precision(self.arch),
             acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
         )
-        self.has = Has(
+        self.has = Features(
             mask=kinds[0],
             bias=kinds[1],
             alibi=attention.alibi_slopes is not None,
@@ -162,7 +163,9 @@ class _Plan:
             packed=self.packed,
             dropout=attention.dropout_p > 0,
             shard=attention.shard is not None,
-            fold=attention.scale > 2.0**-100 and attention.softcap is None and not self.apart,
+            fold_scale=attention.scale > 2.0**-100
+            and attention.softcap is None
+            and not self.separate_max,
         )
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
@@ -176,34 +179,36 @@ class _Plan:
         )
 
     def add(
-        self, name: str, kernel: Any, blocks: Callable[[Tiles], int], has: Has, **own: Any
+        self, name: str, kernel: Any, blocks: Callable[[Tiles], int], has: Features, **own: Any
     ) -> None:
         """Add a launch. `blocks` gives the number of programs for its tiles; `own` are arguments
         that no other kernel takes.
         """
         tiles, launch = self.tiles(name), Launch
         if isinstance(tiles, str):
-            kernel, tiles, launch = specialised_kernel, SPECIALISED[tiles], DescriptorLaunch
+            kernel, tiles, launch = warp_specialised_kernel, WARP_SPECIALISED[tiles], TMALaunch
             own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
         widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
-        again = self.tile.again and self.head_block <= widest
-        tile = self.tile._replace(rows=tiles.BM, columns=tiles.BN, again=again)
+        recompute_masked = self.tile.recompute_masked and self.head_block <= widest
+        tile = self.tile._replace(
+            rows=tiles.BM, columns=tiles.BN, recompute_masked=recompute_masked
+        )
         self.launch[name] = launch(
             kernel,
             (blocks(tiles),),
             own | self.arguments | dict(tile=constants(tile), has=constants(has)),
             tiles.warps,
             tiles.stages,
-            dict(inputs=self.inputs, extras=Extras),
+            dict(inputs=self.inputs, optional=OptionalInputs),
         )
 
     def strides(self, x: Tensor) -> RowStrides:
-        """Return the strides of x [B, H, S, D]; that of the batch is 0 in a packed batch."""
+        """Return the strides of x [B, H, S, D]; the first one is 0 for a packed batch."""
         batch, head, row, _ = x.stride()
         return RowStrides(0 if self.packed else batch, head, row)
 
     def tiles(self, kernel: str) -> Any:
-        """Choose the tiles of a kernel: those measured for calls like this, or the tables'."""
+        """Return the tiles of a kernel: measured for calls like this, or those of the tables."""
         lengths = self.q_length, self.k_length
         full = 2 in (self.has.mask, self.has.bias)
         given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
@@ -212,43 +217,46 @@ class _Plan:
             return shipped
 
         def options() -> list[Any]:
-            return rows(kernel, self.dtype, self.head_block) + list(SPECIALISED) * self.specialises
+            return (
+                rows(kernel, self.dtype, self.head_block)
+                + list(WARP_SPECIALISED) * self.warp_specialises
+            )
 
-        return choose(self.device, Question(f"attention {kernel}", self.case, shipped, options))
+        return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 
     @functools.cached_property
     def case(self) -> str:
-        """Name the class of calls that share a measurement."""
+        """Return the name of the class of calls that share a measurement."""
         sizes = dict(D=self.head_block, heads=self.batch * self.heads)
         sizes["kv_heads"] = self.batch * self.groups
         band = dict(zip(("left", "right"), self.arguments["band"]))
         sizes |= dict(queries=self.q_length, keys=self.k_length)
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
         words = [named(self.dtype, self.tile.precision, **sizes), flags(self.has, *band)]
-        return " ".join(words + ["descriptors"] * self.specialises)
+        return " ".join(words + ["TMA"] * self.warp_specialises)
 
     def rows(self, tiles: Tiles) -> int:
-        """Count the programs, if each owns BM queries of a head."""
+        """Return the number of programs if each owns BM queries of a head."""
         return triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
 
     def columns(self, tiles: Tiles) -> int:
-        """Count the programs, if each owns BN keys of a key-value head."""
+        """Return the number of programs if each owns BN keys of a key-value head."""
         return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
 
 
-def _outputs(query: Tensor, value: Tensor, apart: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Make output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], uninitialised; the
-    last is [0] where lse is all that P needs.
+def _outputs(query: Tensor, value: Tensor, separate_max: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Make uninitialised output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], or [0]
+    if the backward computes P from lse alone.
     """
     output = _heads_like(query, query.shape[1], value.shape[3])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = query.shape[:3]
-    statistics = query.new_empty((*rows, 2), dtype=dtype) if apart else query.new_empty(0)
+    statistics = query.new_empty((*rows, 2), dtype=dtype) if separate_max else query.new_empty(0)
     return output, query.new_empty(rows, dtype=dtype), statistics
 
 
 def _layouts(query: Tensor, outputs: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Return shape, stride and, where it is not that of the query, the dtype of each."""
+    """Return (shape, stride, options of new_empty_strided) for each output."""
     other = [{} if x.dtype == query.dtype else {"dtype": x.dtype} for x in outputs]
     return [(x.shape, x.stride(), dtype) for x, dtype in zip(outputs, other)]
 
@@ -258,16 +266,16 @@ class _Forward(_Plan):
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         super().__init__(query, key, value, attention)
-        outputs = _outputs(query, value, self.apart)
+        outputs = _outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
-        self.specialises = self.may_specialise(query, key, value)
+        self.warp_specialises = self.may_warp_specialise(query, key, value)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
-    def may_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Tell whether `specialised_kernel` computes this call."""
+    def may_warp_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether `warp_specialised_kernel` can compute this call."""
         has, tile = self.has, self.tile
         known = dict.fromkeys(("right", "bottom_right", "lengths", "fold", "shard"), False)
         others = has._replace(**known)
@@ -275,7 +283,7 @@ class _Forward(_Plan):
         return (
             self.arch in ("sm_90", "interpreter")
             and (query.element_size() == 2 or self.arch == "interpreter")
-            and has.fold
+            and has.fold_scale
             and not (any(others) or tile.wide)
             and self.head_block <= 128
             and all(x.numel() and x.stride(2) > 0 and x.shape[3] % 8 == 0 for x in tensors)
@@ -285,10 +293,10 @@ class _Forward(_Plan):
 
 
 class _Decode(_Plan):
-    """The forward of few queries: a kernel over parts of the keys, and one that merges them.
+    """The split-KV forward: a kernel over parts of the keys, and a kernel that merges the parts.
 
-    The query heads of a key-value head share their tiles, unless a mask or a bias of keys tells
-    them apart: a key that it hides from one head may hold anything.
+    The query heads of a key-value head share a tile, unless a mask or a bias of keys differs from
+    head to head: a key that is masked for one head may hold anything, which must not reach it.
     """
 
     inputs = PagedInputs
@@ -303,31 +311,32 @@ class _Decode(_Plan):
         paging: Paging = Paging(0, 0, 0, 0),  # noqa: B008 - a tuple
     ) -> None:
         super().__init__(query, key, value, attention)
-        self.tile = self.tile._replace(again=False)
+        self.tile = self.tile._replace(recompute_masked=False)
         given = self.arguments["strides"]
         heads = self.arguments["sizes"].group
         if 1 in (self.has.mask * (given.mask_head != 0), self.has.bias * (given.bias_head != 0)):
             heads = 1
-        self.planes = self.batch * self.heads // max(1, heads)
+        self.batch_heads = self.batch * self.heads // max(1, heads)
         self.tile_rows = heads * self.q_length
-        outputs = _outputs(query, value, self.apart)
+        outputs = _outputs(query, value, self.separate_max)
         self.outputs = _layouts(query, outputs)
         self.has = has = self.has._replace(page=page)
-        self.ahead = 2 if page else 0  # the copies of a tile wait for its entries of the table
+        # Two more stages: the copies of a tile wait until its page numbers are read.
+        self.ahead = 2 if page else 0
         tiles = self.tiles("decode")
-        cut = Cut(heads, self.parts(tiles))
-        programs = self.blocks(tiles) * cut.parts
-        self.add("decode", split_kernel, lambda _: programs, has, cut=cut, paging=paging)
+        split = Split(heads, self.parts(tiles))
+        programs = self.blocks(tiles) * split.parts
+        self.add("decode", split_kernel, lambda _: programs, has, split=split, paging=paging)
         rows = self.batch * self.heads * self.q_length
-        self.partial = (rows, cut.parts, self.tile.value_dim), (rows, cut.parts, 2)
-        most = min(16, max(2, next_power_of_2(cut.parts)))
+        self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
+        most = min(16, max(2, next_power_of_2(split.parts)))
         self.launch["merge"] = Launch(
             merge_kernel,
             (rows,),
             dict(
                 output_strides=RowStrides(*outputs[0].stride()[:3]),
                 sizes=self.arguments["sizes"],
-                parts=cut.parts,
+                parts=split.parts,
                 tile=constants(self.tile._replace(rows=most)),
                 has=constants(has._replace(sink=attention.sinks is not None)),
             ),
@@ -337,45 +346,46 @@ class _Decode(_Plan):
 
     def tiles(self, kernel: str) -> Tiles:
         given = super().tiles(kernel)
-        sizes = self.tile_rows, self.keys(), self.planes
+        sizes = self.tile_rows, self.keys(), self.batch_heads
         if given.stages > 1:
             given = given._replace(stages=given.stages + self.ahead)
         return narrowed(given, *sizes, processors(self.device))
 
     def is_slower(self) -> bool:
-        """Tell whether the forward kernel was measured to be faster for calls like this."""
+        """Return whether the forward kernel was measured to be faster for calls like this."""
         ways = ["split", "forward"]
-        question = Question("attention few queries", self.case, ways[0], lambda: ways)
-        return choose(self.device, question) != ways[0]
+        key = TuningKey("attention split-KV", self.case, ways[0], lambda: ways)
+        return choose(self.device, key) != ways[0]
 
     def keys(self) -> int:
-        """Bound the keys that all queries of a head see."""
+        """Return how many keys the queries of a head can see at most."""
         left, right = self.arguments["band"]
         return min(self.k_length, left + right + self.q_length)
 
     def parts(self, tiles: Tiles) -> int:
-        """Choose into how many parts the keys are cut."""
+        """Return into how many parts the keys are divided."""
         count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
         return parts_of_keys(count, self.blocks(tiles), processors(self.device))
 
     def blocks(self, tiles: Tiles) -> int:
-        """Count the tiles of rows."""
-        return triton.cdiv(self.tile_rows, tiles.BM) * self.planes
+        """Return the number of row tiles."""
+        return triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
 
-    def forward(self, inputs, output, lse, statistics, sinks, extras) -> None:
+    def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
         """Launch both kernels."""
         sums, weights = map(lse.new_empty, self.partial)
-        self.split(inputs if len(inputs) == 4 else (*inputs, inputs[0]), sums, weights, extras)
+        self.split(inputs if len(inputs) == 4 else (*inputs, inputs[0]), sums, weights, optional)
         self.merge(sums, weights, output, lse, statistics, sinks)
 
 
 class _Backward(_Plan):
-    """The kernels of the backward that are needed.
+    """The backward kernels that a call needs.
 
-    `bias_grad` says how the gradient of the bias is computed: "tile" by a kernel of its own, "key",
-    for a bias that is constant over the queries, together with dK and dV, "row", for one that is
-    constant over the keys, from dlse and the weight of the sink, and "" where it is not needed. The
-    gradient of the sinks also comes from their weight.
+    `bias_grad` says how the gradient of the bias is computed:
+        "tile"  by a kernel of its own
+        "key"   a bias that is the same for all queries: with dK and dV
+        "row"   a bias that is the same for all keys: from dlse and the weight of the sink
+        ""      it is not needed
     """
 
     inputs = BackwardInputs
@@ -429,7 +439,7 @@ class _Backward(_Plan):
                 Sq=rows,
                 tile=constants(self.tile._replace(rows=tiles.BM)),
                 HAS_DLSE=grad_lse is not None,
-                APART=self.apart,
+                SEPARATE_MAX=self.separate_max,
             ),
             tiles.warps,
             tiles.stages,
@@ -450,10 +460,10 @@ class _Backward(_Plan):
     def run(
         self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention
     ) -> list[Tensor]:
-        """Launch what is needed. Returns [dq, dk, dv, dbias, dsinks]; one that is not needed is
-        empty.
+        """Launch the kernels. Returns [dq, dk, dv, dbias, dsinks]; gradients that are not needed
+        are empty.
         """
-        bias, extras = attention.bias, _extras(query, attention)
+        bias, optional = attention.bias, _optional_inputs(query, attention)
         dq, dk, dv = (
             query.new_empty_strided(*grad) if needed else query.new_empty(0)
             for grad, needed in zip(self.grads, self.needs)
@@ -463,19 +473,19 @@ class _Backward(_Plan):
         launch = self.launch
         if len(launch) > 1 or self.sink_weight:
             dlse = lse if grad_lse is None else grad_lse.contiguous()
-            if not self.apart:
+            if not self.separate_max:
                 statistics = torch.empty_like(lse)
             launch["delta"](output, grad_output, dlse, lse, delta, statistics)
         dbias = query.new_empty(0)
         if self.bias_grad == "key":
             dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
         if "dkdv" in launch:
-            launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, extras)
+            launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, optional)
         if "dq" in launch:
-            launch["dq"](inputs, dq, statistics, delta, extras)
+            launch["dq"](inputs, dq, statistics, delta, optional)
         if "dbias" in launch:
             dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
-            launch["dbias"](inputs, dbias, statistics, delta, extras)
+            launch["dbias"](inputs, dbias, statistics, delta, optional)
         dsinks, moved = query.new_empty(0), None
         if self.sink_weight:
             moved = self.moved(attention.sinks, lse, statistics, delta)
@@ -490,9 +500,9 @@ class _Backward(_Plan):
         return [dq, dk, dv, dbias, dsinks]
 
     def moved(self, sinks: Tensor, lse: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
-        """Compute what the gradient of each row moves to its sink, [B, H, Sq]."""
+        """Return exp(sink - lse) delta of each row, [B, H, Sq]: minus its share of dsink."""
         sink = sinks.view(-1, 1).to(lse.dtype)
-        if self.apart:
+        if self.separate_max:
             peak, offset = statistics.unbind(-1)
             return torch.exp2(sink * LOG2E.value - peak + offset) * delta
         # A row whose lse is -inf has a sink of -inf, which has no weight.
@@ -500,7 +510,7 @@ class _Backward(_Plan):
 
 
 def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
-    """Say how the gradient of the bias is computed, as `_Backward` has it."""
+    """Return how the gradient of the bias is computed: see `_Backward`."""
     if not needed or bias is None:
         return ""
     if (bias.dim() == 0 or bias.shape[-1] == 1) and k_length != 1:
@@ -511,8 +521,8 @@ def _bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
 # ---------------------------------------------------------------------------------------- launches
 
 
-def _extras(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
-    """Return the pointers of `Extras`; the query stands in for a tensor that the call leaves out,
+def _optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
+    """Return the tensors of `OptionalInputs`. The query stands in for one that the call leaves out,
     which no kernel reads.
     """
     mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
@@ -529,8 +539,8 @@ def _extras(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
 
 
 def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> tuple[Any, ...]:
-    """Return all that a `_Plan` is made from, as a key: tensors by their layout. (It is written out
-    because it is most of what a call costs on the host.)
+    """Return the key of a plan: all that determines a `_Plan`, with tensors by their layout. It is
+    written out without loops because it is most of the host time of a call.
     """
     mask, dropout_p, is_causal, scale, bias, lengths, window, alignment = attention[:8]
     slopes, softcap, sinks, seed, shard, starts, ends, max_q, max_k = attention[8:]
@@ -571,9 +581,7 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, attention: Attention) 
 def _forward_plan(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention
 ) -> _Forward | _Decode:
-    """Plan a forward. Few queries take the kernels that split the keys, if no measurement says
-    otherwise.
-    """
+    """Return the plan of a forward: split-KV for few queries, unless it was measured slower."""
     packed = attention.cu_seqlens_q is not None
     if splits_keys(query.shape[2], key.shape[2], attention.dropout_p, packed):
         plan = _Decode(query, key, value, attention)
@@ -603,7 +611,7 @@ def _launch(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Any:
     ]
     sinks = query if attention.sinks is None else attention.sinks
     with on_device(query):
-        plan.forward(inputs, *outputs, sinks, _extras(query, attention))
+        plan.forward(inputs, *outputs, sinks, _optional_inputs(query, attention))
     return tuple(outputs)
 
 
@@ -619,7 +627,7 @@ def _run_paged(query, key_pages, value_pages, block_table, attention: Attention)
             return _run_paged(query, key_pages, value_pages, block_table, attention)
         pages, page, groups, _ = key_pages.shape
         shape = query.shape[0], groups, block_table.shape[1] * page
-        key, value = (  # as if they lay in one piece, which nothing reads
+        key, value = (  # a layout to plan with: contiguous keys of the same shape, never read
             torch.empty_strided(
                 (*shape, x.shape[3]), (0, x.stride(2), x.stride(1), 1), dtype=x.dtype, device="meta"
             )
@@ -634,7 +642,7 @@ def _run_paged(query, key_pages, value_pages, block_table, attention: Attention)
 def _run_backward(
     grad_output, grad_lse, output, lse, statistics, needs, query, key, value, attention: Attention
 ) -> list[Tensor]:
-    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; one that is not needed is empty."""
+    """Launch the backward. Returns [dq, dk, dv, dbias, dsinks]; those not needed are empty."""
     tensors = grad_output, grad_lse, output, lse, statistics  # hooks may have moved what is saved
     signature = *_signature(query, key, value, attention), *map(layout, tensors), needs
     plan = plans.get(signature)
@@ -654,15 +662,15 @@ def _run_backward(
 
 
 # --------------------------------------------------------------------------------------------- ops
-# Their schemas have the fields of the description one by one: `unpack` makes it of them again.
+# A schema lists the fields of `Attention` one by one; `unpack` makes the description from them.
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 
 
 def _fake(query, key, value, *rest):
     attention = unpack(rest[:-1])
-    apart = attention.bias is not None or attention.alibi_slopes is not None
-    return _outputs(unit_stride(query), value, apart)
+    separate_max = attention.bias is not None or attention.alibi_slopes is not None
+    return _outputs(unit_stride(query), value, separate_max)
 
 
 @register(
@@ -672,7 +680,7 @@ def _fake(query, key, value, *rest):
 )
 def forward(query, key, value, *rest):
     """Launch the forward. Returns (output [B, H, Sq, DV], lse [B, H, Sq], statistics
-    [B, H, Sq, 2] or [0]), whether lse is asked for or not.
+    [B, H, Sq, 2] or [0]), whatever `return_lse` is.
     """
     return _run_forward(query, key, value, unpack(rest[:-1]))
 
@@ -696,7 +704,7 @@ def _fake_backward(grad_output, grad_lse, query, key, value, *rest):
     _fake_backward,
 )
 def backward(grad_output, grad_lse, query, key, value, *rest):
-    """Launch delta, then dK and dV, dQ and dBias as far as they are needed."""
+    """Launch delta, then those of dK and dV, dQ and dBias that are needed."""
     *fields, output, lse, statistics, needs = rest
     saved = output, lse, statistics, tuple(needs)
     return tuple(_run_backward(grad_output, grad_lse, *saved, query, key, value, unpack(fields)))
@@ -750,7 +758,7 @@ def _fake_packed_backward(grad_output, query, key, value, *rest):
     _fake_packed_backward,
 )
 def packed_backward(grad_output, query, key, value, *rest):
-    """Launch delta, then dK and dV, and dQ as far as they are needed, over a packed batch."""
+    """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
     *fields, output, lse, needs = rest
     inputs = map(_heads_first, (query, key, value))
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
@@ -774,7 +782,7 @@ def _fake_paged(query, key_pages, value_pages, *_):
     _fake_paged,
 )
 def paged_forward(query, key_pages, value_pages, block_table, *rest):
-    """Launch the forward over the keys of the pages. Returns (output [B, H, Sq, DV], lse
+    """Launch the forward with keys in pages. Returns (output [B, H, Sq, DV], lse
     [B, H, Sq]).
     """
     attention = unpack(rest[:-1])
@@ -788,7 +796,7 @@ def describe(
     value: Tensor | None = None,
     **_: Any,
 ) -> str | None:
-    """Say which kernels a call takes, where its shape or a measurement decides that."""
+    """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
     if attention.cu_seqlens_q is not None:
         return None
     if key is not None and value is not None:  # else they lie in pages

@@ -1,8 +1,12 @@
-"""What the attention kernels share: the groups that their arguments come in, rows of a matrix, the
-place of a sequence and of a head, the band, masks and the scores.
+"""What the attention kernels share: the named tuples that group their arguments, loads and stores
+of rows, where a sequence and a head begin, which keys a query sees, and the scores.
 
-The groups are named tuples. Those whose fields are compile-time constants are `Tile` and `Has`;
-those that a program makes for itself are `Sequence`, `Call`, `Head`, `Indices` and `Keys`.
+The launchers fill `Tile` and `Features`, whose fields are compile-time constants. A program makes
+`Sequence`, `Call`, `Head`, `Indices` and `Keys` for itself.
+
+Letters: B sequences, H query heads, G key-value heads, Sq queries, Sk keys, D and DV head dims; a
+tile has BM rows and BN columns; i is a query, j a key, b a sequence, h and g a head. A band bounds
+how far before and after itself a query sees keys: causality and windows.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import LN2, LOG2E, dropout_keep, dropout_plane
+from ..common import LN2, LOG2E, dropout_keep, dropout_stream
 
 # ---------------------------------------------------------------------- groups of kernel arguments
 
@@ -26,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The same, and the pointer to the gradient of the output [B, H, Sq, DV]."""
+    """Pointers to `Inputs` and to the gradient of the output [B, H, Sq, DV]."""
 
     query: Any
     key: Any
@@ -34,9 +38,9 @@ class BackwardInputs(NamedTuple):
     grad_output: Any
 
 
-class Extras(NamedTuple):
-    """Pointers to the tensors that a call may leave out. The kernels read one only where `Has` says
-    that it is there.
+class OptionalInputs(NamedTuple):
+    """Pointers to the tensors that a call may leave out. A kernel reads one only if `Features` has
+    it.
     """
 
     mask: Any  # [B, H, Sq, Sk] as bytes; zero masks out
@@ -56,7 +60,7 @@ class RowStrides(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of the extras."""
+    """The strides of the inputs and, expanded to [B, H, Sq, Sk] or [B, H], of `OptionalInputs`."""
 
     query_batch: Any
     query_head: Any
@@ -85,16 +89,16 @@ class Sizes(NamedTuple):
     heads: Any  # H
     group: Any  # query heads of one key-value head, H / G
     queries: Any  # Sq; in a packed batch the most that a sequence has
-    keys: Any  # Sk, likewise
+    keys: Any  # Sk; in a packed batch the most that a sequence has
     query_rows: Any  # rows of the query tensor: Sq, or Tq in a packed batch
     key_rows: Any
-    # `Shard`: where these lie in the whole. Where they are the whole 1, of which Triton makes a
-    # constant (Triton 3.6 cannot put None into a group).
+    # `Shard`: the offsets of this call within a larger, sharded call. A call that is no shard has
+    # 1, which Triton makes a constant (Triton 3.6 cannot hold None in a named tuple).
     shard: Any = 1
 
 
 class Band(NamedTuple):
-    """How many keys a query sees before and after its own place."""
+    """How many keys a query sees before and after its own position."""
 
     left: Any
     right: Any
@@ -110,7 +114,7 @@ class Factors(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Compile-time: the tile of S that a program works on, and how it computes."""
+    """Compile-time: the tile of the scores S that a program works on, and how it computes."""
 
     rows: Any  # BM queries
     columns: Any  # BN keys
@@ -119,17 +123,19 @@ class Tile(NamedTuple):
     value_dim: Any  # DV
     value_block: Any
     wide: Any  # whether offsets inside a head need 64 bits
-    split: Any  # whether dK and dV have a loop of their own for whole tiles
-    again: Any  # whether a result that masked keys have made NaN is computed again, without them
+    split: Any  # whether dK and dV have a loop of their own for tiles that need no mask
+    # Whether a program that found NaN runs again with the masked keys as zeros. The loop that it
+    # runs first need not guard its loads against what masked keys hold.
+    recompute_masked: Any
     precision: Any  # of products of float32
     acc: Any  # the dtype of sums
 
 
-class Has(NamedTuple):
+class Features(NamedTuple):
     """Compile-time: which features a call uses."""
 
-    mask: Any  # 0 none, 1 constant over the queries, 2 one of every query and key
-    bias: Any  # likewise
+    mask: Any  # 0 none, 1 the same for all queries, 2 of every query and key
+    bias: Any  # 0, 1 or 2, as for the mask
     alibi: Any
     softcap: Any
     left: Any  # whether the band is bounded to the left
@@ -138,18 +144,18 @@ class Has(NamedTuple):
     lengths: Any
     packed: Any
     dropout: Any
-    fold: Any  # whether `scores` leaves the factor of the scores to `shifted`
+    fold_scale: Any  # whether `shifted` applies the scale, in one fma with its offset
     sink: Any = False
-    shard: Any = False  # whether the call is given a shard of the whole, `Sizes.shard`
-    page: Any = 0  # keys of a page, 0 where they are not in pages
-    key_grad: Any = False  # whether a bias that is constant over the queries needs its gradient
+    shard: Any = False  # whether the call is a shard of a larger one, `Sizes.shard`
+    page: Any = 0  # keys of a page, 0 if the keys are not in pages
+    key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
 
 
 # -------------------------------------------------------------------- groups that a program makes
 
 
 class Sequence(NamedTuple):
-    """Where one sequence lies and how long it is."""
+    """Where one sequence begins and how long it is."""
 
     first_query: Any  # the row of its first query, in a packed batch
     first_key: Any
@@ -161,19 +167,19 @@ class Sequence(NamedTuple):
 class Call(NamedTuple):
     """What all programs of a launch have in common."""
 
-    extras: Any
+    optional: Any
     strides: Any
     sizes: Any
     band: Any
     factors: Any
-    scale: Any  # what q . k is multiplied by, in base 2
+    scale: Any  # the factor of q . k, with log2(e): the kernels compute powers of 2
     seed: Any
 
 
 class Head(NamedTuple):
     """One query head of one sequence."""
 
-    draws: Any  # what dropout draws its words with
+    draws: Any  # `DropoutStream`
     mask: Any  # pointer to its mask, at the first row that the program reads, or one for each row
     bias: Any
     slope: Any  # of ALiBi, in base 2, or one for each row
@@ -182,7 +188,9 @@ class Head(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Which elements of S a tile holds: broadcast against each other, either way round."""
+    """The indices of a tile of S, which broadcast against each other: [BM, 1] and [1, BN], or
+    [1, BM] and [BN, 1] in the transpose.
+    """
 
     i: Any  # queries
     j: Any  # keys
@@ -190,8 +198,8 @@ class Indices(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Which keys of a tile exist and are left by a mask and a bias that are constant over the
-    queries, and that bias in base 2: [BN] each, or 0 where there is no such bias.
+    """What all queries share of a tile of keys, [BN] each: whether the length, a mask and a bias
+    that are the same for all queries keep a key, and that bias in base 2, or 0.
     """
 
     ok: Any
@@ -203,8 +211,8 @@ class Keys(NamedTuple):
 
 @triton.jit
 def load_rows(base, rows, stride, ok, D: tl.constexpr, BD: tl.constexpr, GUARD: tl.constexpr):
-    """Load rows of a matrix [.., D] as a tile [rows, BD]: zero past D, and zero where `ok` is False
-    if GUARD; `ok` may be None if not.
+    """Load rows of a matrix [.., D] as a tile [rows, BD], with zeros past column D. With GUARD,
+    rows whose `ok` is False are zeros; without it `ok` may be None.
     """
     d = tl.arange(0, BD)
     pointers = base + (rows[:, None] * stride + d[None, :])
@@ -230,7 +238,7 @@ def store_rows(base, rows, stride, ok, x, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_where(pointers, ok, GUARD: tl.constexpr):
-    """Load what `ok` says exists, and zero elsewhere; without GUARD everything exists."""
+    """Load where `ok` is True, and return zero elsewhere. Without GUARD load everything."""
     if GUARD:
         return tl.load(pointers, mask=ok, other=0)
     else:
@@ -248,7 +256,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def moved(sizes, has: tl.constexpr):
-    """By how much more the queries of a shard than its keys lie behind the first of the whole."""
+    """Return the shard's query offset minus its key offset in the full sequence."""
     if has.shard:
         return sizes.shard.query - sizes.shard.key
     else:
@@ -257,20 +265,20 @@ def moved(sizes, has: tl.constexpr):
 
 @triton.jit
 def locate_rows(sizes, tile: tl.constexpr):
-    """Find the BM queries that a program owns: the number of their head among all, the first of
-    them, its sequence, head and key-value head. The longest causal rows start first.
+    """Return which BM queries a program owns: (batch_head, i0, b, h, g), where i0 is the first
+    query. The programs of the last queries start first: under causality these take longest.
     """
     blocks = tl.cdiv(sizes.queries, tile.rows)
-    plane = tl.program_id(0) // blocks
+    batch_head = tl.program_id(0) // blocks
     i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
-    b = (plane // sizes.heads).to(tl.int64)
-    h = (plane % sizes.heads).to(tl.int64)
-    return plane, i0, b, h, h // sizes.group
+    b = (batch_head // sizes.heads).to(tl.int64)
+    h = (batch_head % sizes.heads).to(tl.int64)
+    return batch_head, i0, b, h, h // sizes.group
 
 
 @triton.jit
 def locate_keys(inputs, strides, sequence, b, g):
-    """Find the first key and value of head g of sequence b: pointers."""
+    """Return pointers to the first key and the first value of head g of sequence b."""
     key = inputs.key + b * strides.key_batch + g * strides.key_head
     key += sequence.first_key * strides.key_row
     value = inputs.value + b * strides.value_batch + g * strides.value_head
@@ -279,18 +287,19 @@ def locate_keys(inputs, strides, sequence, b, g):
 
 
 @triton.jit
-def locate_sequence(extras, sizes, b, has: tl.constexpr):
-    """Find sequence b.
+def locate_sequence(optional, sizes, b, has: tl.constexpr):
+    """Return where sequence b begins and how long it is.
 
-    `extras.lengths` holds the number of keys of each sequence, or in a packed batch the offsets of
-    its keys; `extras.starts` holds the offsets of its queries. They are clamped, so that a bad one
-    never makes a program read out of bounds. Of a shard the lengths are those of the whole.
+    `optional.lengths` holds the number of keys of each sequence, which in a shard counts the keys
+    of the full sequence. In a packed batch it holds the offsets of the keys, and `optional.starts`
+    the offsets of the queries. All are clamped, so that a bad value never makes a program read out
+    of bounds.
     """
     if has.packed:
-        q0 = clamp(tl.load(extras.starts + b).to(tl.int32), 0, sizes.query_rows)
-        k0 = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, sizes.key_rows)
-        q1 = clamp(tl.load(extras.starts + b + 1).to(tl.int32), q0, sizes.query_rows)
-        k1 = clamp(tl.load(extras.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)
+        q0 = clamp(tl.load(optional.starts + b).to(tl.int32), 0, sizes.query_rows)
+        k0 = clamp(tl.load(optional.lengths + b).to(tl.int32), 0, sizes.key_rows)
+        q1 = clamp(tl.load(optional.starts + b + 1).to(tl.int32), q0, sizes.query_rows)
+        k1 = clamp(tl.load(optional.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)
         first_query = q0.to(tl.int64)
         first_key = k0.to(tl.int64)
         queries = tl.minimum(q1 - q0, sizes.queries)
@@ -304,7 +313,7 @@ def locate_sequence(extras, sizes, b, has: tl.constexpr):
             shard = sizes.shard
             length = shard.keys
         if has.lengths:
-            length = clamp(tl.load(extras.lengths + b).to(tl.int32), 0, length)
+            length = clamp(tl.load(optional.lengths + b).to(tl.int32), 0, length)
     shift = 0
     if has.bottom_right:
         shift = length - queries
@@ -317,37 +326,37 @@ def locate_sequence(extras, sizes, b, has: tl.constexpr):
 
 
 @triton.jit
-def prepare_call(extras, strides, sizes, band, factors, has: tl.constexpr):
+def prepare_call(optional, strides, sizes, band, factors, has: tl.constexpr):
     """Compute the factor on q . k that `scores` expects, and load the seed."""
     scale = factors.scale * LOG2E
     if has.softcap:
         scale = factors.scale / factors.softcap * (2 * LOG2E)
     seed = 0
     if has.dropout:
-        seed = tl.load(extras.seed)
-    return Call(extras, strides, sizes, band, factors, scale, seed)
+        seed = tl.load(optional.seed)
+    return Call(optional, strides, sizes, band, factors, scale, seed)
 
 
 @triton.jit
-def locate_head(call, sequence, plane, b, h, first, tile: tl.constexpr, has: tl.constexpr):
-    """Find what the scores of head h of sequence b, number `plane` of all, need from row `first`
-    on, and dropout.
+def locate_head(call, sequence, batch_head, b, h, first, tile: tl.constexpr, has: tl.constexpr):
+    """Return pointers to the mask and the bias of head h of sequence b at row `first`, the ALiBi
+    slope, and the dropout stream. batch_head is b H + h.
     """
     strides = call.strides
-    mask = call.extras.mask + b * strides.mask_batch + h * strides.mask_head
+    mask = call.optional.mask + b * strides.mask_batch + h * strides.mask_head
     mask += first * strides.mask_row
-    bias = call.extras.bias + b * strides.bias_batch + h * strides.bias_head
+    bias = call.optional.bias + b * strides.bias_batch + h * strides.bias_head
     bias += first * strides.bias_row
     slope = 0.0
     if has.alibi:
-        slope = tl.load(call.extras.slopes + b * strides.slope_batch + h * strides.slope_head)
+        slope = tl.load(call.optional.slopes + b * strides.slope_batch + h * strides.slope_head)
         slope = slope.to(tile.acc) * LOG2E
     draws = 0
     if has.dropout:
         if has.shard:
             shard = call.sizes.shard
-            plane = (shard.batch + b) * shard.heads + shard.head + h
-        draws = dropout_plane(call.seed, plane)
+            batch_head = (shard.batch + b) * shard.heads + shard.head + h
+        draws = dropout_stream(call.seed, batch_head)
     return Head(draws, mask, bias, slope, sequence, call)
 
 
@@ -362,36 +371,36 @@ def kept(head, i0, n0, tile: tl.constexpr, has: tl.constexpr):
 
 
 @triton.jit
-def first_row(plane, h, sequence, sizes, has: tl.constexpr):
-    """Where the rows of a head begin in lse and delta: [B, H, Sq], or [H, Tq] packed."""
+def first_row(batch_head, h, sequence, sizes, has: tl.constexpr):
+    """Return where the rows of a head begin in lse and delta, [B, H, Sq], or [H, Tq] if packed."""
     if has.packed:
         return h.to(tl.int64) * sizes.query_rows + sequence.first_query
     else:
-        return plane.to(tl.int64) * sizes.query_rows
+        return batch_head.to(tl.int64) * sizes.query_rows
 
 
 @triton.jit
-def whole_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
-    """Bound the key tiles inner <= n0 < full that lie inside the length and, for all of the queries
-    i0 .. i0 + BM - 1, inside the band.
+def unmasked_tiles(i0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
+    """Return (unmasked_begin, unmasked_end): for the queries i0 .. i0 + BM - 1, length and band
+    hide no key of the tiles unmasked_begin <= n0 < unmasked_end. Both are multiples of BN.
     """
     shift = sequence.shift
-    full = sequence.length
+    unmasked_end = sequence.length
     if has.right:
-        full = clamp(i0 + shift + band.right + 1, 0, sequence.length)
-    full = full // tile.columns * tile.columns
-    inner = 0
+        unmasked_end = clamp(i0 + shift + band.right + 1, 0, sequence.length)
+    unmasked_end = unmasked_end // tile.columns * tile.columns
+    unmasked_begin = 0
     if has.left:
-        inner = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
-        inner = (inner + tile.columns - 1) // tile.columns * tile.columns
-        full = tl.maximum(full, inner)
-    return inner, full
+        unmasked_begin = tl.maximum(i0 + tile.rows - 1 + shift - band.left, 0)
+        unmasked_begin = (unmasked_begin + tile.columns - 1) // tile.columns * tile.columns
+        unmasked_end = tl.maximum(unmasked_end, unmasked_begin)
+    return unmasked_begin, unmasked_end
 
 
 @triton.jit
 def keys_of_rows(i0, i1, length, shift, band, tile: tl.constexpr, has: tl.constexpr):
-    """Bound the keys lo <= j < hi that any of the queries i0 .. i1 - 1 may see by length and band;
-    lo is a multiple of BN.
+    """Return (lo, hi): by length and band the queries i0 .. i1 - 1 see no key outside of lo <= j <
+    hi. lo is a multiple of BN.
     """
     lo = 0
     if has.left:
@@ -404,8 +413,8 @@ def keys_of_rows(i0, i1, length, shift, band, tile: tl.constexpr, has: tl.conste
 
 @triton.jit
 def in_pages(pages, j, ok, strides, has: tl.constexpr):
-    """Find the keys j [BN] of a sequence, as far as `ok`, in their pages: how far each of them, and
-    its value, lies behind the first of all. A page that does not exist is clamped.
+    """Return the offsets of the keys j [BN] and of their values from the start of the pages, where
+    `ok` is True. The number of a page is clamped, so that a bad table never reads out of bounds.
     """
     page = tl.load(pages.table + j // has.page, mask=ok, other=0)
     page = clamp(page, 0, pages.paging.pages - 1).to(tl.int64)
@@ -419,8 +428,8 @@ def in_pages(pages, j, ok, strides, has: tl.constexpr):
 
 @triton.jit
 def in_base_2(bias, ACC: tl.constexpr):
-    """Convert a bias to base 2. One that float32 then cannot hold, below -2.3586e38, becomes -inf,
-    which masks out.
+    """Convert a bias to base 2. Below -2.3586e38 the result overflows float32 to -inf, which masks
+    out; float64 does the same, so that both agree.
     """
     bias = bias.to(ACC) * LOG2E
     if bias.dtype == tl.float64:
@@ -430,9 +439,9 @@ def in_base_2(bias, ACC: tl.constexpr):
 
 @triton.jit
 def key_row(head, j, ok, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr):
-    """Read a mask and a bias that are constant over the queries, at the keys j [BN].
+    """Load a mask and a bias that are the same for all queries, at the keys j [BN].
 
-    `ok` [BN] says which of these are below the length; without EDGE all of them are.
+    `ok` [BN] is True for keys below the length. Without EDGE it is True for all.
     """
     strides, exists = head.call.strides, j < head.call.sizes.keys
     bias = 0.0
@@ -462,13 +471,13 @@ def in_columns(keys, has: tl.constexpr):
 
 @triton.jit
 def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr):
-    """Compute the scores in base 2, -inf where a query may not see a key, and the tanh of the
-    softcap, from s = q . k [BM, BN], or from its transpose. With `has.fold` they still lack the
-    factor, which `shifted` applies.
+    """Return the scores in base 2, -inf where a query does not see a key, and the tanh of the
+    softcap, from s = q . k [BM, BN] or its transpose. With `has.fold_scale` the scores are not yet
+    multiplied by the scale: `shifted` does that.
 
-    `at` and `keys` are broadcast against s. Without EDGE the whole tile lies inside the length and
-    the band. The summands may be large, so that a score keeps few digits: each kernel has to round
-    it alike, hence the fma.
+    `at` and `keys` broadcast against s. Without EDGE, length and band hide no element of the tile.
+    A large bias leaves a score few digits, so forward and backward have to round it alike: hence an
+    fma, which the compiler cannot round in two ways.
     """
     i, j, r = at
     strides, band, scale = head.call.strides, head.call.band, head.call.scale
@@ -481,7 +490,7 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
         tanh = s
         scale = head.call.factors.softcap * LOG2E
     if has.bias == 0:
-        s = s if has.fold else s * scale
+        s = s if has.fold_scale else s * scale
     elif has.bias == 1:
         s = tl.fma(s, scale, keys.bias)
     else:
@@ -508,9 +517,9 @@ def scores(s, at, keys, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.co
 
 @triton.jit
 def store_sums(LSE, STATISTICS, rows, ok, m, l, has: tl.constexpr):
-    """Store what the backward needs of rows, where `ok` is True: lse and, beside a bias or ALiBi,
-    the maximum and the log-sum in base 2. m is the maximum of the scores, l the sum of the weights.
-    Return what the weighted values are divided by: l, or 1 where the row sees nothing.
+    """Store what the backward needs of rows, where `ok` is True: lse and, with a bias or ALiBi, the
+    maximum m of the scores and minus the log of the sum l of the weights, in base 2. Return l, or 1
+    for a row that sees no key: the divisor of the output.
     """
     empty = l == 0.0
     sums = tl.where(empty, 1.0, l)
@@ -526,8 +535,8 @@ def store_sums(LSE, STATISTICS, rows, ok, m, l, has: tl.constexpr):
 
 @triton.jit
 def shifted(s, offset, head, has: tl.constexpr):
-    """Add an offset, which is broadcast, to the scores s."""
-    if has.fold:
+    """Return scores plus offset, which broadcasts; with `has.fold_scale` also apply the scale."""
+    if has.fold_scale:
         return tl.fma(s, head.call.scale, offset)
     else:
         return s + offset

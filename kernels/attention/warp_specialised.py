@@ -1,5 +1,5 @@
-"""A forward kernel whose warps have parts of their own: some copy the keys and values, the others
-compute. `fastformer tune` tries it where a call is plain enough.
+"""A warp-specialised forward kernel: some warps copy keys and values by TMA, the others compute.
+`fastformer tune` measures it for calls without the options that it lacks.
 
 Source: Shah et al. 2024, "FlashAttention-3", section 3.1 (the producer and its consumers).
 """
@@ -15,23 +15,23 @@ from .scores import locate_keys, locate_rows, locate_sequence
 
 # The rows that a measurement may choose, by name. The compiler specialises the warps of a loop only
 # with 4 warps and two stages.
-SPECIALISED = {f"specialised 128 {BN}": Tiles(128, BN, 4, 2) for BN in (64, 128)}
+WARP_SPECIALISED = {f"warp-specialised 128 {BN}": Tiles(128, BN, 4, 2) for BN in (64, 128)}
 
 
 @triton.jit
 def _matrix(base, rows, stride, B: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Describe a matrix [rows, D], which is read and written in tiles [B, BD]."""
+    """Make the TMA descriptor of a matrix [rows, D] that is read and written in tiles [B, BD]."""
     return tl.make_tensor_descriptor(base, [rows, D], [stride, 1], [B, BD])
 
 
 @triton.jit
-def specialised_kernel(
+def warp_specialised_kernel(
     inputs,
     O,
     LSE,
     STATISTICS,
     SINKS,
-    extras,
+    optional,
     output_strides,
     strides,
     sizes,
@@ -41,15 +41,15 @@ def specialised_kernel(
     has: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Compute what `forward_kernel` does, in one loop without branches: without a mask, a bias,
-    ALiBi, a softcap, a bound to the left, dropout and packing. Without MASK every query sees every
-    key, and their number is a multiple of BN.
+    """Compute what `forward_kernel` does in one loop without branches, for calls without a mask, a
+    bias, ALiBi, a softcap, a left side of the band, dropout and packing. Without MASK every query
+    sees every key, and the number of keys is a multiple of BN.
 
-    All that is read and written of query, key, value and O goes through tensor descriptors, which
-    need addresses and strides in multiples of 16 bytes.
+    Query, key, value and O are read and written through TMA descriptors, which need addresses and
+    strides in multiples of 16 bytes.
     """
-    plane, i0, b, h, g = locate_rows(sizes, tile)
-    sequence = locate_sequence(extras, sizes, b, has)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
@@ -84,7 +84,7 @@ def specialised_kernel(
             s = tl.where(j[None, :] <= (last - n0)[:, None], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
-        if MASK:  # rows that have seen nothing yet
+        if MASK:  # a row without a key so far: -inf - -inf is NaN
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
         offset = base * -scale
         p = tl.math.exp2(tl.fma(s, scale, offset[:, None]))
@@ -98,6 +98,6 @@ def specialised_kernel(
     empty = l == 0.0
     sums = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m * scale + tl.math.log2(sums)) * LN2)
-    row = plane.to(tl.int64) * sizes.query_rows
+    row = batch_head.to(tl.int64) * sizes.query_rows
     tl.store(LSE + row + i, lse, mask=i < sizes.queries)
     o_rows.store([i0, 0], (acc / sums[:, None]).to(O.dtype.element_ty))

@@ -1409,6 +1409,24 @@ DRAWN_EQUIVALENT = {
         "`((INTERPRETED) or (not x.is_cuda))`",
     ): "the device that is current is set again: it costs time",
     ("launch", "276:73 `0` -> `(-1)`"): "no GPU has a minor version below 0",
+    ("cache", "176:37 `length.to(torch.int32)` -> `(length)`"): "torch.minimum converts to what it "
+    "writes to",
+    ("cache", "492:16 `max(1, -(-self.longest //` -> `(-(-self.longest //`"): "of a table without "
+    "pages attention and contents are those of no keys, too",
+    ("context_parallel", "380:28 `k.whole + k.length - 1` -> `(k.whole + k.length)`"): "one block "
+    "more, all of whose keys the window hides: it costs time",
+    (
+        "context_parallel",
+        "422:58 `0.0` -> `1.0`",
+    ): "where the sum is -inf each part of it is, whose weight exp(-inf - 1) is 0 as well",
+    ("replacements", "attention 35:24 `True` -> `False`"): "`accelerate` sets it on each module",
+    (
+        "replacements",
+        "annotated 59:12 `mask is not None and mask.is_floating_point()` -> `((mask is not None))`",
+    ): "the attention compares booleans and integers with 0 by itself",
+    ("replacements", "base 42:40 `1` -> `2`"): "the first word of a message is the same",
+    ("replacements", "layers 43:9 `raise NotImplementedError` -> `pass`"): "each layer and each "
+    "stack has the method",
 }
 
 # Tests that see most of what an operator changes.

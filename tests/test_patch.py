@@ -1745,3 +1745,32 @@ def test_sdpa_override_and_checkpoint(use_reentrant, backend, device):
     want = step(lambda: attend(q))
     have = step(lambda: checkpoint(attend, q, use_reentrant=use_reentrant))
     torch.testing.assert_close(have, want)
+
+
+def test_layers_of_several_forms_read_the_mask_each_for_itself():
+    """A causal hint says too little for a layer that appends a key, and enough for the others."""
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True), 2, enable_nested_tensor=False
+    )
+    model.layers[1].self_attn = nn.MultiheadAttention(E, H, add_zero_attn=True, batch_first=True)
+    ff.accelerate(model)
+    x, mask = torch.randn(N, L, E), nn.Transformer.generate_square_subsequent_mask(L)
+    want = x
+    for layer in model.layers:
+        want = layer(want, src_mask=mask, is_causal=True)
+    torch.testing.assert_close(model(x, mask=mask, is_causal=True), want)
+
+
+def test_the_first_layer_decides_on_nested_tensors():
+    """As in torch: where it trains, what comes out at the padding is no zero."""
+    layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True)
+    model = randomized(nn.TransformerEncoder(layer, 2), "cpu").requires_grad_(False)
+    x = torch.randn(3, 24, E)
+    padding = torch.arange(24) >= torch.tensor([[24], [9], [14]])
+    fast = copy.deepcopy(model)
+    ff.accelerate(fast)
+    for each in (model, fast):
+        each.eval().layers[0].train()
+    want, have = (each(x, src_key_padding_mask=padding) for each in (model, fast))
+    torch.testing.assert_close(have, want, atol=1e-4, rtol=1e-4)
+    assert have[padding].ne(0).any()

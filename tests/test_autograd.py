@@ -328,6 +328,7 @@ print(x.grad.isfinite().all().item())
 """
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("name", ["attention", "layer_norm", "feed_forward"])
 def test_the_first_call_of_a_process_may_be_compiled(device, name):
     """Dynamo refused to trace the import of the kernel file; every test had called it before."""

@@ -22,6 +22,7 @@ def ids(*shape, device="cpu", v=V):
     return torch.randint(0, v, shape, device=device)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape, n", [((1, 1), 5), ((3, 7), 63), ((2, 9), 512), ((2, 3, 9), 40)])

@@ -26,6 +26,7 @@ def inputs(*lead, d=24, width=70, out=20, dtype=torch.float32, device="cpu", bia
     }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])

@@ -853,6 +853,7 @@ def test_what_it_may_not(use, padding):
 # ------------------------------------------------------------------------------------- compilation
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("make", [llama, mistral], ids=lambda make: make.__name__)
 def test_compile(make, padding, device):

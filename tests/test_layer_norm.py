@@ -38,6 +38,7 @@ def test_shapes(backend, device, against_oracle, rows, n, dtype, unbiased):
     against_oracle(functional.layer_norm, x, **rule)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("unbiased", [False, True])
 @pytest.mark.parametrize("n", [8193, 20000, 65536])
 def test_wide_rows(backend, device, against_oracle, n, unbiased):

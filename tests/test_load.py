@@ -257,6 +257,7 @@ def test_nothing_is_launched_for_nothing(case, work):
         assert work(call).launches == 0
 
 
+@pytest.mark.with_all
 def test_many_calls(backend, device, plans, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
     launch = pytest.importorskip("fastformer.kernels.launch")
@@ -323,6 +324,7 @@ def idle(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: None)
 
 
+@pytest.mark.with_all
 @interpreted_only
 def test_many_launches(device, plans, idle, monkeypatch):
     from fastformer.kernels import launch

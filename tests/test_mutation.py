@@ -328,6 +328,7 @@ def test_every_survivor_of_the_draw_is_explained(mutation):
         assert f"def {function}(" in (ROOT / file).read_text(), test
 
 
+@pytest.mark.with_all
 def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     pytest.importorskip("triton")
     if device.type == "cuda":

@@ -68,11 +68,13 @@ def test_models(tmp_path):
     run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 
 
+@pytest.mark.with_all
 def test_copy_task(tmp_path):
     """The losses of each way are those of one process."""
     run(tmp_path, 2, "copy_task")
 
 
+@pytest.mark.with_all
 def test_death_and_resumption(tmp_path):
     """A rank that dies ends the job, and the run goes on from its last checkpoint: of FSDP2 on two
     processes, by tensor parallelism on four, on shards of sequences on two, and on one.
@@ -92,6 +94,7 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, 2, "bytes_sent")
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("way", ["ddp", "tensor", "context"])
 def test_torchrun(way, tmp_path, request):
     """The command, as the README has it: it compares itself with one process."""

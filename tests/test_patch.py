@@ -1167,6 +1167,7 @@ else:
 """
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("where", ["fresh", "thread"])
 def test_compiled_before_anything_else_ran(where):
     """Where this thread has set nothing yet: new shapes compile again, and do not fail."""

@@ -531,7 +531,7 @@ def meant(entry: str, call: Call, kind: str) -> str | None:
     return None
 
 
-@pytest.mark.sample
+@pytest.mark.with_all
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_as_torch(entry, backend, request):
     """A sample of the calls; with --slow all of them, and of those of the interpreter one in 11.

@@ -480,6 +480,7 @@ def test_checkpoint(use_reentrant, backend, device):
         assert torch.equal(plain, checkpointed)
 
 
+@pytest.mark.with_all
 def test_compiled_model_takes_new_lengths_without_recompiling():
     """One graph, forward and backward, for all batch sizes and lengths."""
     model = small_model()

@@ -329,6 +329,18 @@ def test_every_survivor_of_the_draw_is_explained(mutation):
 
 
 @pytest.mark.with_all
+def test_no_mutant_is_seen_with_all_alone(mutation):
+    """Each test that the verdicts name runs without --all."""
+    verdicts = mutation.load(mutation.RESULTS / "mutation")
+    verdicts += mutation.Draw.load(mutation.RESULTS / "mutation_draw").verdicts
+    seen = {v.test for v in verdicts if v.verdict == "killed" and "::" in v.test}
+    files = sorted({test.partition("::")[0] for test in seen})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    listed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    assert len(seen) > 100 and seen - {*listed.splitlines()} == set()
+
+
+@pytest.mark.with_all
 def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     pytest.importorskip("triton")
     if device.type == "cuda":

@@ -1,9 +1,9 @@
 """The compile gate: every shipped configuration, compiled for GPUs that need not be there.
 
-    python -m benchmarks.compile_gate            prints the table: compiles the cases whose sources have
-                                            changed and reads the others from the data
+    python -m benchmarks.compile_gate            prints the table: compiles the cases whose sources
+                                                 have changed and reads the others from the data
     python -m benchmarks.compile_gate --all      compiles all cases
-    python -m benchmarks.compile_gate --write    also writes the data, benchmarks/results/compile.json
+    python -m benchmarks.compile_gate --write    also writes benchmarks/results/compile.json
 
 tests/test_compile.py asserts on the same facts. Speed is not among them.
 """

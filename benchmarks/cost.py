@@ -2,8 +2,8 @@
 
     python -m benchmarks.cost                prints the ledger: compiles the cases whose sources
                                              have changed and reads the others from the data
-    python -m benchmarks.cost --only TEXT    only the cases of benchmarks/compile_gate.py with TEXT in
-                                             their name
+    python -m benchmarks.cost --only TEXT    only the cases of compile_gate.py with TEXT in their
+                                             name
     python -m benchmarks.cost --all          compiles all cases
     python -m benchmarks.cost --write        also writes the data, benchmarks/results/cost.json
     python -m benchmarks.cost --peers        prints the same of FlexAttention and Liger, from

@@ -16,7 +16,9 @@ TABLE = compile_gate.Table.read(compile_gate.DATA)
 LEDGER = compile_gate.Table.read(cost.DATA)
 CHANGED = {*TABLE.stale(compile_gate.digests()), *LEDGER.stale(cost.digests())}
 KNOWN, ENTRIES = compile_gate.known(), cost.read(LEDGER)
-WRITE = "if that is meant: python -m benchmarks.compile_gate --write; python -m benchmarks.cost --write"
+WRITE = (
+    "if that is meant: python -m benchmarks.compile_gate --write; python -m benchmarks.cost --write"
+)
 CASES = [
     pytest.param(name, marks=[] if name in CHANGED else pytest.mark.with_all)
     for name in compile_gate.CASES

@@ -127,6 +127,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", [n for n, case in cases.CASES.items() if slow or case.sampled])
 
 
+@pytest.mark.with_all
 def test_case(gpu, name):
     """Every layout launched anew and remembered, forward and backward, against the oracle."""
     report = gpu.ask("case", name)

@@ -63,6 +63,7 @@ def test_a_broken_rule_fails(tmp_path, request):
         assert sum("broken" in x for x in found) == len(BROKEN), errors
 
 
+@pytest.mark.with_all
 def test_models(tmp_path):
     """parallelize, with FSDP2 and checkpointing; layouts of a checkpoint; what is refused."""
     run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")

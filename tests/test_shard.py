@@ -389,6 +389,7 @@ def test_bugs_of_shards_of_rows(plant_and_check, small_tiles, device, bug):
 # ------------------------------------------------------------------------------- elsewhere in torch
 
 
+@pytest.mark.with_all
 def test_shards_in_graphs(backend, device):
     """Under torch.compile, of any sizes: outputs and gradients are those of eager calls."""
     torch.manual_seed(4)

@@ -19,7 +19,8 @@ class Tiles(NamedTuple):
 
 
 # Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to
-# 32, 64, 128 and 256. benchmarks/compile_gate.py prints the registers, spills and shared memory of each.
+# 32, 64, 128 and 256. benchmarks/compile_gate.py prints the registers, spills and shared memory of
+# each.
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     ("forward", 16): {

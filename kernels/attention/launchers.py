@@ -277,7 +277,7 @@ class _Forward(_Plan):
     def may_warp_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether `warp_specialised_kernel` can compute this call."""
         has, tile = self.has, self.tile
-        known = dict.fromkeys(("right", "bottom_right", "lengths", "fold", "shard"), False)
+        known = dict.fromkeys(("right", "bottom_right", "lengths", "fold_scale", "shard"), False)
         others = has._replace(**known)
         tensors = query, key, value
         return (

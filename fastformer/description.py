@@ -210,7 +210,12 @@ def beyond_torch(attention: Attention) -> list[str]:
 
     Causality is not among them: the caller has to know from which corner it counts.
     """
-    return [name for name, i in _BEYOND_TORCH if (x := attention[i]) is not None and _is_given(x)]
+    found = []  # a comprehension takes longer, and every call on a CPU asks
+    for name, i in _BEYOND_TORCH:
+        x = attention[i]
+        if x is not None and x is not False and (type(x) is not float or x):
+            found.append(name)
+    return found
 
 
 def pack(arguments: Iterable[Any]) -> list[Any]:

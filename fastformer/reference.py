@@ -439,12 +439,12 @@ def _added(attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor) ->
 
 
 def _score_terms(
-    query: Tensor, key: Tensor, attention: Attention
+    query: Tensor, key: Tensor, attention: Attention, others: list[str]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the two masks of `_visible` and the term of `_added`, each None where it changes
-    nothing.
+    nothing. others: of `beyond_torch`.
     """
-    if _is_plain(attention) and not attention.is_causal:
+    if not attention.is_causal and _NO_TERMS.issuperset(others):
         return None, None, None
     i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
     shift = _shift(query, key, attention)
@@ -518,22 +518,23 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
     return weights if sinks is None else weights[..., :-1]
 
 
-def _torch_computes(query: Tensor, value: Tensor, attention: Attention) -> bool:
-    """Say whether torch's own op, the fastest one on a CPU, computes the same."""
-    if not query.is_cpu or query.dtype is torch.float64 or attention.dropout_p != 0.0:
+# Options that are no mask and no term of the scores: torch's op computes none of them.
+_NO_TERMS = frozenset({"dropout_p", "softcap", "sinks"})
+
+
+def _torch_computes(query: Tensor, value: Tensor, attention: Attention, others: list[str]) -> bool:
+    """Return whether torch's own op, the fastest one on a CPU, computes the same, given masks and
+    terms of the scores. others: of `beyond_torch`.
+    """
+    if not query.is_cpu or query.dtype is torch.float64 or formula.always:
         return False
-    if attention.softcap is not None or attention.sinks is not None or formula.always:
+    if not _NO_TERMS.isdisjoint(others):
         return False
     if attention.is_causal and not attention.scale > 0.0:  # torch masks out before it multiplies
         return False
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return False
     return query.numel() > 0 and value.numel() > 0
-
-
-def _is_plain(attention: Attention) -> bool:
-    """Return whether at most a causal mask from the top left changes the scores."""
-    return _is_causal_as_torch(attention) and not beyond_torch(attention)
 
 
 def _is_causal_as_torch(attention: Attention) -> bool:
@@ -543,11 +544,13 @@ def _is_causal_as_torch(attention: Attention) -> bool:
     return attention.shard is None and attention.causal_alignment == "top_left"
 
 
-def _by_torch(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor | None:
+def _by_torch(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
+) -> Tensor | None:
     """Call torch's op with causality alone, a mask alone or a bias alone; return None for any other
     description, and where key, value or result need more preparation.
     """
-    others, is_causal, scale = beyond_torch(attention), attention.is_causal, attention.scale
+    is_causal, scale = attention.is_causal, attention.scale
     if not others:
         if not _is_causal_as_torch(attention):
             return None
@@ -674,12 +677,14 @@ def scaled_dot_product_attention(
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
-    fast = not return_lse and _torch_computes(query, value, attention)
-    out = _by_torch(query, key, value, attention) if fast else None
+    others = beyond_torch(attention)
+    fast = not return_lse and _torch_computes(query, value, attention, others)
+    out = _by_torch(query, key, value, attention, others) if fast else None
     if out is not None:
         return out
-    fast = fast and not _is_plain(attention)  # without a result the formula computes it
-    visible, keys, added = _score_terms(query, key, attention)
+    if not others and _is_causal_as_torch(attention):  # without a result the formula computes it
+        fast = False
+    visible, keys, added = _score_terms(query, key, attention, others)
     hidden = _hidden(keys, key, value)
     if hidden is not None:
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
@@ -753,7 +758,7 @@ def attention_gradients(
         assert q is not None and k is not None and v is not None
         heads = q.shape[1]
         described = attention._replace(bias=bias, sinks=sinks)
-        visible, keys, added = _score_terms(q, k, described)
+        visible, keys, added = _score_terms(q, k, described, beyond_torch(described))
         values, hidden = _grouped(v, heads), _hidden(keys, key, value)
         if hidden is not None:
             k, values = _grouped(k, heads).masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)

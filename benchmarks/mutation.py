@@ -23,7 +23,7 @@ lines of code. A first run of the tests without a mutant records which of them e
 A mutant is tried by the tests that execute its statement, the quickest test of each test function
 first, up to a minute and a half of them. A mutant that no test executes survives at once.
 
-Each mutant updates benchmarks/results/mutation.json and .md (mutation_draw for a draw,
+Each mutant updates benchmarks/results/mutation.json (mutation_draw for a draw,
 mutation_draw_api for one of the modules). The exit status is 1 if a mutant is left that is not
 known to be equivalent.
 """
@@ -470,7 +470,6 @@ def save(verdicts: Sequence[Verdict], stem: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     order = {(m.kernel, m.name): n for n, m in enumerate(MUTANTS)}
     verdicts = sorted(verdicts, key=lambda v: order[v.kernel, v.name])
-    stem.with_suffix(".md").write_text(markdown(verdicts))
     new = stem.with_suffix(".new")  # another worker may be reading
     new.write_text(json.dumps([asdict(v) for v in verdicts], indent=0) + "\n")
     new.replace(stem.with_suffix(".json"))
@@ -494,7 +493,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         "# Mutation score",
         "",
         "Bugs planted in the kernels and their launchers, one at a time, and the first test that "
-        "fails for it: `python -m benchmarks.mutation` makes this file from tests/mutants.py.",
+        "fails for it: `python -m benchmarks.mutation` makes the data from tests/mutants.py.",
         "",
         "| kernel file | mutants | tried | killed | equivalent | survived | time out |",
         "|---|---|---|---|---|---|---|",
@@ -555,7 +554,6 @@ class Draw:
         stem.parent.mkdir(parents=True, exist_ok=True)
         self.verdicts.sort(key=lambda v: (v.kernel, *_line_and_column(v.name)))
         stem.with_suffix(".json").write_text(json.dumps(asdict(self), indent=0) + "\n")
-        stem.with_suffix(".md").write_text(self.markdown())
 
     @classmethod
     def load(cls, stem: Path) -> Draw | None:
@@ -598,8 +596,8 @@ class Draw:
             "",
             self.line(),
             f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}"
-            f"{' --of api' * (self.of == 'api')}` makes this "
-            f"file of the sources of commit {self.commit} (their digest: {self.sources}).",
+            f"{' --of api' * (self.of == 'api')}` makes the "
+            f"data of the sources of commit {self.commit} (their digest: {self.sources}).",
             "",
         ]
         for title, of in (("file", "kernel"), ("operator", "operator")):
@@ -733,10 +731,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lines", type=Path, help="for --of api: the folder of the lines that the tests execute"
     )
-    parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the report")
+    parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the data")
+    parser.add_argument("--print", action="store_true", help="print the tables of the data there")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
     arguments.lines = arguments.lines or ROOT / ".cache" / f"lines-{sources('api')}"
+    if arguments.print:
+        print(markdown(load(stem)))
+        for name in REPORTS.values():
+            if known_draw := Draw.load(arguments.out / name):
+                print(known_draw.markdown())
+        return 0
     if arguments.workers < 1:
         parser.error(f"workers is {arguments.workers}; expected 1 or more")
     try:

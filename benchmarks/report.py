@@ -434,12 +434,12 @@ def mutation_line() -> str:
         f"**Planted bugs.** Of {len(mutation.MUTANTS)} bugs that were planted in the kernels by "
         f"hand, {len(verdicts)} were tried: the tests see {killed}, "
         f"{len(verdicts) - killed - left} change no result and {left} go unseen "
-        "([mutation.md](benchmarks/results/mutation.md))."
+        "(`python -m benchmarks.mutation --print` lists them)."
     )
     for name in mutation.REPORTS.values():
         drawn = mutation.Draw.load(RESULTS / name)
         if drawn is not None:
-            line += f" {drawn.line()[:-1]} ([{name}.md](benchmarks/results/{name}.md))."
+            line += f" {drawn.line()[:-1]}."
     return line
 
 

@@ -271,7 +271,7 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     assert mutation.main([*words, "--tests", "tests/test_a.py"]) == 0
     found = mutation.Draw.load(stem)
     assert found.counts(found.verdicts) == {"killed since": 2}
-    assert found.line() in (tmp_path / "mutation_draw.md").read_text()
+    assert found.line() in found.markdown()
     assert "saw 0 at first (0.0%)" in capsys.readouterr().out
 
 
@@ -301,8 +301,9 @@ def test_a_draw_of_the_modules(mutation, monkeypatch, tmp_path, capsys):
     assert mutation.main([*words, "--tests", "tests/test_new.py"]) == 0
     draw = mutation.Draw.load(tmp_path / "mutation_draw_api")
     assert {v.first for v in draw.verdicts if v.kernel == "cache"} == {"survived"}
-    assert draw.line() in (tmp_path / "mutation_draw_api.md").read_text()
-    assert "--draw 20 --seed 3 --of api` makes" in (tmp_path / "mutation_draw_api.md").read_text()
+    assert mutation.main(["--print", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert draw.line() in printed and "--draw 20 --seed 3 --of api` makes" in printed
     assert ran[-1] == ["tests/test_new.py"]
 
 
@@ -350,7 +351,8 @@ def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     verdicts = mutation.load(tmp_path / "mutation")
     assert [v.verdict for v in verdicts] == ["killed"] * 2
     assert all(v.test.startswith("tests/test_") and mutation.still_holds(v) for v in verdicts)
-    assert "| all | " in (tmp_path / "mutation.md").read_text()
+    assert mutation.main(["--print", "--out", str(tmp_path)]) == 0
+    assert "| all | " in capsys.readouterr().out
 
 
 OUTCOMES = {

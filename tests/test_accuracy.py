@@ -20,6 +20,7 @@ def accuracy():
     return accuracy
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("condition", ["benign", "ill"])
 @pytest.mark.parametrize("op", sorted(ff.backends.OPERATIONS))
 def test_the_ledger_holds(accuracy, device, op, condition):

@@ -21,6 +21,7 @@ def test_it_is_the_whole(tmp_path, world):
     run(tmp_path, world, "context")
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("world", [2, 4])
 def test_models_are_the_whole(tmp_path, world):
     """Losses and gradients of models whose sequences are sharded, and of the copy task."""

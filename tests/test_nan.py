@@ -111,6 +111,7 @@ def results(function, leaves):
     return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_nan_goes_where_it_goes_in_torch(backend, device, op, dtype):

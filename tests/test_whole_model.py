@@ -47,6 +47,7 @@ def assert_same(have, want, **close):
         torch.testing.assert_close(a, b, **close)
 
 
+@pytest.mark.with_all
 def test_compiled(backend, device):
     """One graph, forward and backward, and the same numbers."""
     model, batch = model_and_batch(device)

@@ -1775,3 +1775,13 @@ def test_the_first_layer_decides_on_nested_tensors():
     want, have = (each(x, src_key_padding_mask=padding) for each in (model, fast))
     torch.testing.assert_close(have, want, atol=1e-4, rtol=1e-4)
     assert have[padding].ne(0).any()
+
+
+def test_a_traced_fallback_is_not_counted():
+    attention = nn.MultiheadAttention(E, H, 0.0, batch_first=True)
+    ff.accelerate(attention)
+    x = torch.randn(N, L, E)
+    torch.compile(lambda: attention(x, x, x), backend="eager", fullgraph=True)()
+    assert not hasattr(attention, "_fallbacks")
+    attention(x, x, x)
+    assert sum(attention._fallbacks.values()) == 1

@@ -18,9 +18,11 @@ from fastformer import (
     Generator,
     LayerNorm,
     MultiHeadedAttention,
+    PositionalEncoding,
     PositionwiseFeedForward,
     SublayerConnection,
     functional,
+    make_decoder,
     make_model,
     subsequent_mask,
     use_backend,
@@ -599,3 +601,13 @@ def test_dropout_of_the_stack(backend, device):
         torch.testing.assert_close(layer(x, mask), x)
     encoder.eval()
     assert not torch.allclose(encoder(x, mask), encoder.norm(x), atol=1e-2)
+
+
+def test_defaults_of_the_models():
+    """Those of the Annotated Transformer: 5000 positions, dropout of 0.1."""
+    models = make_model(11, 11, 1, 8, 8, 2), make_decoder(11, 1, 8, 8, 2)
+    for model in models:
+        parts = list(model.modules())
+        positions = [x.pe.shape[1] for x in parts if isinstance(x, PositionalEncoding)]
+        assert set(positions) == {5000}
+        assert {x.p for x in parts if isinstance(x, nn.Dropout)} == {0.1}

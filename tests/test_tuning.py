@@ -589,3 +589,10 @@ def test_the_classes_of_a_kernel_round_sizes_up():
     assert tuned.named(torch.float16, "tf32", q=1000, D=64, none=0) == "float16 q1024 D64 none1"
     assert tuned.named(torch.float32, "tf32", q=65) == "float32 tf32 q128"
     assert [cases.power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+
+
+def test_of_several_drivers_in_a_shipped_file_the_last_counts(file):
+    shipped = tuning.SHIPPED[0] / "gpu_a.json"
+    for driver, choice in (("one", "64 32 4 1"), ("other", "128 64 8 2")):
+        tuning.write(shipped, HERE | {"driver": driver}, {(FORWARD, "a"): entry(choice)})
+    assert tuning.choices(CPU) == {(FORWARD, "a"): "128 64 8 2"}

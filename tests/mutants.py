@@ -1427,6 +1427,8 @@ DRAWN_EQUIVALENT = {
     ("replacements", "base 42:40 `1` -> `2`"): "the first word of a message is the same",
     ("replacements", "layers 43:9 `raise NotImplementedError` -> `pass`"): "each layer and each "
     "stack has the method",
+    ("transformer", "601:72 `0` -> `1`"): "all sublayers of a layer are copies of one",
+    ("tuning", "257:48 `1` -> `2`"): "another indent in a file of JSON",
 }
 
 # Tests that see most of what an operator changes.

@@ -1160,3 +1160,8 @@ def test_every_type_of_model(request):
     rows = hugging_face.sweep(sorted(before))
     worse = [row for row in rows if hugging_face.worse(row[1], before[row[0]])]
     assert not worse, worse
+
+
+def test_a_mask_moves_with_what_it_holds():
+    moved = made(1, 0, PADDING).to("meta")
+    assert moved.device == "meta" and moved.visible.device.type == "meta"

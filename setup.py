@@ -7,6 +7,12 @@ from setuptools import setup
 setup(
     packages=[
         "fastformer",
+        "fastformer.cache",
+        "fastformer.decoding",
+        "fastformer.dispatch",
+        "fastformer.nn",
+        "fastformer.training",
+        "fastformer.tuning",
         "fastformer.replacements",
         "fastformer.kernels",
         "fastformer.kernels.attention",

@@ -22,8 +22,8 @@ from torch import nn
 
 import fastformer as ff
 from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
-from fastformer.copy_task import PAD, CopyData, Settings
-from fastformer.training import LabelSmoothing, SimpleLossCompute, make_optimizer
+from fastformer.training.copy_task import PAD, CopyData, Settings
+from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
 D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
 

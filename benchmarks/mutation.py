@@ -93,7 +93,7 @@ def kernel_files(kernel: str) -> list[Path]:
 def kernel_of(file: str) -> str:
     """Return the kernel of a file: its stem, or the name of its folder in kernels/."""
     path = Path(file)
-    return path.parent.name if path.parent.name not in ("kernels", "fastformer") else path.stem
+    return path.parent.name if path.parent.parent.name == "kernels" else path.stem
 
 
 @dataclass(frozen=True)

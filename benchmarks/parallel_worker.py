@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
 from benchmarks.memory import peak_bytes
-from fastformer.parallel_copy_task import data_parallel
+from fastformer.training.parallel_copy_task import data_parallel
 
 WAYS = ("ddp", "fsdp", "tensor")
 METHODS = ("ring", "all-to-all")

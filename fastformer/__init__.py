@@ -10,9 +10,9 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 
 from fastformer import records as records  # which register the ops
 from fastformer.backends import current_backend, use_backend
-from fastformer.cache import DecoderCache, KVCache, PagedKVCache
+from fastformer.cache.rows import DecoderCache, KVCache, PagedKVCache
 from fastformer.context_parallel import context_parallel
-from fastformer.decoding import Hypotheses, beam_search, greedy_decode, sample
+from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard
 from fastformer.explanation import Explanation, explain
 from fastformer.functional import (
@@ -32,7 +32,7 @@ from fastformer.functional import (
     swiglu,
 )
 from fastformer.integrations import register_transformers
-from fastformer.modules import (
+from fastformer.nn.attention import (
     Embeddings,
     LayerNorm,
     MultiHeadedAttention,
@@ -43,20 +43,8 @@ from fastformer.modules import (
     attention,
     clones,
 )
-from fastformer.padding import Packing, pad, unpad
-from fastformer.parallel import parallelize, require_same_ranks, sequences_from
-from fastformer.patch import Report, accelerate, restore
-from fastformer.replacements.stacks import decode_step
-from fastformer.sdpa import sdpa_override
-from fastformer.training import (
-    Batch,
-    LabelSmoothing,
-    SimpleLossCompute,
-    make_optimizer,
-    rate,
-    run_epoch,
-)
-from fastformer.transformer import (
+from fastformer.nn.padding import Packing, pad, unpad
+from fastformer.nn.transformer import (
     Decoder,
     DecoderLayer,
     Encoder,
@@ -68,7 +56,19 @@ from fastformer.transformer import (
     make_model,
     subsequent_mask,
 )
-from fastformer.tuner import Tuning, tune
+from fastformer.parallel import parallelize, require_same_ranks, sequences_from
+from fastformer.patch import Report, accelerate, restore
+from fastformer.replacements.stacks import decode_step
+from fastformer.sdpa import sdpa_override
+from fastformer.training.training import (
+    Batch,
+    LabelSmoothing,
+    SimpleLossCompute,
+    make_optimizer,
+    rate,
+    run_epoch,
+)
+from fastformer.tuning.tuner import Tuning, tune
 
 __all__ = [
     "Batch",

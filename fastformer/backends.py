@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer import autograd, cases, tuning
+from fastformer import autograd, cases
 from fastformer.description import Attention
+from fastformer.dispatch import measurements
 from fastformer.eager import eager
 from fastformer.operation import OPERATIONS, Arguments, Operation
 
@@ -167,7 +168,7 @@ def _import(op: str) -> bool:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
         autograd.pair(op, record.alternatives)
-        setattr(importlib.import_module(_TUNED), "source", tuning.choices)  # noqa: B010
+        setattr(importlib.import_module(_TUNED), "source", measurements.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
 
@@ -235,7 +236,7 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
 
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return torch's own op for this call, where it was measured to be faster than the kernel."""
-    chosen, record = tuning.choices(first.device), OPERATIONS[op]
+    chosen, record = measurements.choices(first.device), OPERATIONS[op]
     if not chosen or not record.alternatives or not eager(first):
         return None
     signature = record.signature(arguments)
@@ -270,7 +271,7 @@ _alternatives: dict[Any, str | None] = {}
 
 def measure_again() -> None:
     """Read the measurements again, for the calls to come."""
-    tuning.forget()
+    measurements.forget()
     _alternatives.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
@@ -279,7 +280,7 @@ def measure_again() -> None:
 def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     """Add to the reason what was measured of calls like this one."""
     first = next(iter(arguments.values()))
-    known = {} if torch.compiler.is_compiling() else tuning.measurements(first.device)
+    known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
     case = cases.of(choice.op, arguments)

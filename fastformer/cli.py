@@ -25,18 +25,12 @@ from typing import Any
 
 import torch
 
-from fastformer import (
-    backends,
-    cases,
-    copy_task,
-    environment,
-    parallel_copy_task,
-    plots,
-    tuner,
-    tuning,
-)
+from fastformer import backends, cases, environment
 from fastformer._version import __version__
+from fastformer.dispatch import measurements
 from fastformer.operation import OPERATIONS
+from fastformer.training import copy_task, parallel_copy_task, plots
+from fastformer.tuning import tuner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -365,7 +359,7 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
         parser.error(f"--only {only.pattern!r} finds no call")
     if arguments.dry_run:
         *_, last = environment.devices()
-        plan = tuner.planned(wanted, arguments.out or tuning.path(), last)
+        plan = tuner.planned(wanted, arguments.out or measurements.path(), last)
         print(plan)
         print(f"{len(plan.rows)} calls; the results go to {plan.file}")
         return 0

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fastformer import backends, functional
 from fastformer.eager import readable
-from fastformer.padding import lengths_of
+from fastformer.nn.padding import lengths_of
 
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right

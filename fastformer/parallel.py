@@ -28,19 +28,9 @@ from torch import nn
 
 from fastformer import backends
 from fastformer._version import __version__
-from fastformer.modules import (
-    Embeddings,
-    MultiHeadedAttention,
-    PositionwiseFeedForward,
-)
+from fastformer.nn.attention import Embeddings, MultiHeadedAttention, PositionwiseFeedForward
+from fastformer.nn.transformer import Decoder, Encoder, EncoderDecoder, Generator, LanguageModel
 from fastformer.replacements.base import Accelerated
-from fastformer.transformer import (
-    Decoder,
-    Encoder,
-    EncoderDecoder,
-    Generator,
-    LanguageModel,
-)
 
 sequences_from = backends.sequences_from
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fastformer as ff
-from fastformer.copy_task import Settings, train
-from fastformer.parallel_copy_task import Alone, Parallel
+from fastformer.training.copy_task import Settings, train
+from fastformer.training.parallel_copy_task import Alone, Parallel
 
 BATCH, HEADS, GROUPS = 2, 4, 4
 SEED = dict(dropout_p=0.3, dropout_seed=-11)

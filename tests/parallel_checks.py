@@ -43,8 +43,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer import numerics
-from fastformer.copy_task import Settings, train
-from fastformer.parallel_copy_task import WAYS, Alone, Parallel
+from fastformer.training.copy_task import Settings, train
+from fastformer.training.parallel_copy_task import WAYS, Alone, Parallel
 
 BACKENDS = ("reference", "triton")
 

@@ -6,8 +6,8 @@ import pytest
 CHANGES = {  # a file: tests that depend on it, and tests that do not
     "kernels/embedding.py": ("embedding fuzz", "attention layer_norm docs"),
     "kernels/attention/decode.py": ("attention decode_attention", "embedding layer_norm"),
-    "fastformer/plots.py": ("plots cli", "attention decoding"),
-    "fastformer/decoding.py": ("decoding language_model", "layer_norm padding"),
+    "fastformer/training/plots.py": ("plots cli", "attention decoding"),
+    "fastformer/decoding/search.py": ("decoding language_model", "layer_norm padding"),
     "fastformer/functional.py": ("attention patch decoding", "mutation packaging"),
     "tests/policy.py": ("cache decode_attention", "embedding"),
     "tests/parallel_worker.py": ("parallel context_parallel", "modules"),

@@ -4,6 +4,7 @@ stem says.
 
 import ast
 import collections
+import graphlib
 import importlib
 from pathlib import Path
 
@@ -18,24 +19,19 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"parallel_copy_task"},
-    {"copy_task", "integrations", "plots"},
+    {"integrations", "training"},
     {"parallel", "patch"},
-    {"explanation", "sdpa", "tuner"},
-    {"measuring"},
-    {"decoding"},
-    {"training"},
-    {"transformer", "replacements"},
-    {"modules"},
-    {"stream"},
-    {"cache", "context_parallel", "padding"},
+    {"explanation", "sdpa", "tuning"},
+    {"decoding", "replacements"},
+    {"nn"},
+    {"cache", "context_parallel"},
     {"records"},
     {"functional"},
     {"reference"},
     {"backends"},
-    {"autograd", "cases", "kernels", "sharding", "tuning"},
-    {"checks", "operation", "environment"},
-    {"description", "eager", "numerics"},
+    {"autograd", "cases", "dispatch", "kernels", "sharding"},
+    {"checks", "environment", "operation"},
+    {"description", "eager"},
     {"_version"},
 ]
 
@@ -84,6 +80,26 @@ def test_imports_go_one_way(path):
         if any(name in names for names in LAYERS):
             assert layer(name) > mine, f"{path.stem} imports {name}"
             assert not (name == "kernels" and eager), f"{path.stem} imports kernels at once"
+
+
+def files_that_it_imports(path, stems):
+    """Of the files of fastformer, those whose modules or names another one imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            for name in node.names:
+                whole = f"{node.module}.{name.name}"
+                yield from [stems[n] for n in (whole, node.module) if n in stems][:1]
+
+
+def test_imports_make_no_circle():
+    """Also among the files of a folder, which LAYERS does not order."""
+    stems = {
+        f"fastformer.{name_of(f)}".replace("/", ".").removesuffix(".__init__"): f for f in FILES
+    }
+    del stems["fastformer"]
+    graph = {path: set(files_that_it_imports(path, stems)) - {path} for path in stems.values()}
+    assert sum(map(len, graph.values())) > len(graph)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: p.stem)

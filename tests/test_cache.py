@@ -9,7 +9,7 @@ from policy import check_output
 
 import fastformer as ff
 from fastformer import DecoderCache, KVCache, PagedKVCache
-from fastformer.cache import LayerCache, MemoryCache
+from fastformer.cache.rows import LayerCache, MemoryCache
 
 B, G, S, D, DV = 3, 2, 24, 16, 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

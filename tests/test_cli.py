@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import backends, cli, copy_task, tuner
+from fastformer import backends, cli
+from fastformer.training import copy_task
+from fastformer.tuning import tuner
 
 SIZES = ["--batch=2", "--length=3", "--vocab=6", "--layers=1", "--d-model=8", "--d-ff=16"]
 SIZES += ["--heads=1", "--warmup=4"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastformer import copy_task
-from fastformer.copy_task import CopyData, Run, Settings
+from fastformer.training import copy_task
+from fastformer.training.copy_task import CopyData, Run, Settings
 
 TINY = Settings(steps=5, batch=2, length=4, vocab=6, N=1, d_model=8, d_ff=16, h=2, dropout=0.3)
 

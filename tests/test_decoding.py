@@ -5,6 +5,7 @@ With a cache each search gives what it gives when all tokens are computed again 
 
 import itertools
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,14 +19,14 @@ from fastformer import (
     DecoderCache,
     PositionalEncoding,
     beam_search,
-    decoding,
     greedy_decode,
     make_model,
     sample,
     subsequent_mask,
     use_backend,
 )
-from fastformer import cache as cache_module
+from fastformer.cache import rows as cache_module
+from fastformer.decoding import search as decoding_search
 
 
 class Counting(nn.Module):
@@ -270,8 +271,8 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
     """As on a GPU, where a look waits for the device: more steps, and the same tokens."""
     model, (src, mask) = translator(seed=6), sources()
     want = greedy_decode(model, src, mask, 40, 1, end_symbol=7)
-    looks, on_gpu = decoding._looks, SimpleNamespace(is_cpu=False)
-    monkeypatch.setattr(decoding, "_looks", lambda tokens, i: looks(on_gpu, i))
+    looks, on_gpu = decoding_search._looks, SimpleNamespace(is_cpu=False)
+    monkeypatch.setattr(decoding_search, "_looks", lambda tokens, i: looks(on_gpu, i))
     assert [i for i in range(40) if looks(on_gpu, i)] == [15, 31]
     assert torch.equal(greedy_decode(model, src, mask, 40, 1, end_symbol=7), want)
     beams = beam_search(model, src, mask, 40, 1, end_symbol=7, n_best=3)
@@ -336,9 +337,10 @@ def recorded(monkeypatch):
         self._fixed_shapes = True
 
     monkeypatch.setattr(cache_module._Rows, "_begin", begun)
-    monkeypatch.setattr(decoding, "captures", lambda *_: True)
-    monkeypatch.setattr(decoding, "captured", captured)
-    for module in (ff.checks, cache_module, ff.modules, ff.functional):
+    monkeypatch.setattr(decoding_search, "captures", lambda *_: True)
+    monkeypatch.setattr(decoding_search, "captured", captured)
+    modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
+    for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
     monkeypatch.setattr(ff.reference, "readable", lambda x: False)
     monkeypatch.setattr(ff.reference, "_torch_computes", lambda *_: False)
@@ -406,7 +408,7 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
     def captured(function):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(decoding, "captured", captured)
+    monkeypatch.setattr(decoding_search, "captured", captured)
     cache = DecoderCache(17, page_size=page_size)
     with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
@@ -416,24 +418,24 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
 def test_what_is_captured():
     """Modules of this package and of torch on a GPU, as they are."""
     model, tokens = translator(), SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    assert not decoding.captures(model, torch.zeros(1))
+    assert not decoding_search.captures(model, torch.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        assert decoding.captures(model, tokens)
+        assert decoding_search.captures(model, tokens)
         handle = model.decoder.norm.register_forward_hook(lambda *_: None)
-        assert not decoding.captures(model, tokens)
+        assert not decoding_search.captures(model, tokens)
         handle.remove()
         model.decoder.layers[0].self_attn.keep_attention = True
-        assert not decoding.captures(model, tokens)
+        assert not decoding_search.captures(model, tokens)
         model.decoder.layers[0].self_attn.keep_attention = False
         model.generator = Counting()
-        assert not decoding.captures(model, tokens)
-        assert decoding.captures(translator(), tokens)
-        patch.setattr(decoding, "may_read", lambda x: True)  # checks wait for the device
-        assert not decoding.captures(translator(), tokens)
-        patch.setattr(decoding, "may_read", lambda x: False)
+        assert not decoding_search.captures(model, tokens)
+        assert decoding_search.captures(translator(), tokens)
+        patch.setattr(decoding_search, "may_read", lambda x: True)  # checks wait for the device
+        assert not decoding_search.captures(translator(), tokens)
+        patch.setattr(decoding_search, "may_read", lambda x: False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not decoding.captures(translator(), tokens)
+        assert not decoding_search.captures(translator(), tokens)
 
 
 # ---------------------------------------------------------------------------------- language models

@@ -80,7 +80,8 @@ def test_installed(tmp_path, how):
     inside = source if how == "editable" else tmp_path / "venv"
     assert Path(package).is_relative_to(inside) and Path(kernels).is_relative_to(inside)
     shipped = (
-        "from fastformer.tuning import SHIPPED as s; print([f for d in s for f in d.glob('*')])"
+        "from fastformer.dispatch.measurements import SHIPPED as s; "
+        "print([f for d in s for f in d.glob('*')])"
     )
     assert "gpu.json" in run(python, shipped, tmp_path)[0]
     assert top_level == "None"  # a top-level package `kernels` would be Hugging Face's

@@ -119,7 +119,7 @@ def test_torchrun(way, tmp_path, request):
 
 DIES = """
 from fastformer import cli
-from fastformer.parallel_copy_task import Parallel
+from fastformer.training.parallel_copy_task import Parallel
 
 def end_step(way, losses, before=Parallel.end_step):
     before(way, losses)

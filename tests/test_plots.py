@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from fastformer import cli, copy_task, plots
+from fastformer import cli
+from fastformer.training import copy_task, plots
 
 pytest.importorskip("matplotlib")
 

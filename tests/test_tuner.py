@@ -10,10 +10,12 @@ import tuning_worker
 from tuning_worker import CANDIDATES, by_itself
 
 import fastformer as ff
-from fastformer import autograd, backends, cases, measuring, tuner, tuning
+from fastformer import autograd, backends, cases
 from fastformer.cases import case
-from fastformer.measuring import Candidate, Job, Work, measure, supervise
+from fastformer.dispatch import measurements
 from fastformer.operation import OPERATIONS, Alternative
+from fastformer.tuning import measuring, tuner
+from fastformer.tuning.measuring import Candidate, Job, Work, measure, supervise
 
 CPU = torch.device("cpu")
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
@@ -24,7 +26,7 @@ def file(tmp_path, monkeypatch):
     """The file that is read; the machine is HERE, and its GPU is the CPU."""
     path = tmp_path / "tuning.json"
     monkeypatch.setenv("FASTFORMER_TUNING", str(path))
-    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    monkeypatch.setattr(measurements, "machine", lambda device: HERE)
     backends.measure_again()
     yield path
     monkeypatch.undo()
@@ -186,7 +188,7 @@ def supervised(groups, jobs=tuning_worker.jobs, silence=60.0, keep=lambda *_: No
 def test_candidates_that_crash_or_hang_are_dropped_and_the_others_measured():
     groups = ["a, good, crashes, better", "b, good, hangs, better", "no inputs, good"]
     groups += ["dies, good", "c, good, better", "d, good, better"]
-    known = {("attention forward", "c"): tuning.Entry("good", {"good": 1.0}, {})}
+    known = {("attention forward", "c"): measurements.Entry("good", {"good": 1.0}, {})}
     done, kept, work, steps = supervised(groups, silence=10.0, done=known)
     assert done
     assert {case: entry.choice for case, entry in kept.items()} == dict.fromkeys("abd", "better")
@@ -452,7 +454,7 @@ def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_ro
 
     monkeypatch.undo()  # of one_row
     monkeypatch.setenv("FASTFORMER_TUNING", str(file))
-    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
+    monkeypatch.setattr(measurements, "machine", lambda device: HERE)
     one = attention(causal=True)
     result = tuner.run([one], CPU, file, 10.0, tuning_worker.by_tiles, progress=False)
     assert result.done and result.file == file
@@ -460,7 +462,7 @@ def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_ro
     assert name == str(one) and choice == "triton" and us.keys() == {"triton", "reference"}
     assert "not torch (cuDNN): it fails: " in str(result)
 
-    found = tuning.measurements(CPU)
+    found = measurements.measurements(CPU)
     (entry,) = (e for (kind, _), e in found.items() if kind == "attention forward")
     assert entry.choice.startswith("warp-specialised 128 ") and len(entry.us) > 3
     with backends.observe(), backends.use_backend("triton"):
@@ -523,8 +525,8 @@ def test_a_dry_run_leaves_out_what_is_measured(file):
     names = [row[0] for row in ff.tune(model, x, dry_run=True).rows]
     first = case_of("layer_norm", x.requires_grad_(), 16, model.norm.weight, model.norm.bias)
     assert names[0] == str(first)
-    entry = tuning.Entry("triton", {"triton": 1.0}, {})
-    tuning.write(file, HERE, {("layer_norm", first.key): entry})
+    entry = measurements.Entry("triton", {"triton": 1.0}, {})
+    measurements.write(file, HERE, {("layer_norm", first.key): entry})
     assert [row[0] for row in ff.tune(model, x, dry_run=True).rows] == names[1:]
 
 
@@ -536,7 +538,9 @@ def test_tune_measures_what_it_recorded(file, monkeypatch):
         seen.append((work, seconds))
         for i, one in enumerate(work.groups):
             step(i)
-            work.done[one.op, one.key] = tuning.Entry("triton", {"triton": 1.0}, {"x": "it lies"})
+            work.done[one.op, one.key] = measurements.Entry(
+                "triton", {"triton": 1.0}, {"x": "it lies"}
+            )
             keep((one.op, one.key), work.done[one.op, one.key])
         return True
 
@@ -546,7 +550,7 @@ def test_tune_measures_what_it_recorded(file, monkeypatch):
     ((work, seconds),) = seen
     assert seconds == 120 and work.timer is measuring.device_seconds
     assert result.done and [row[1] for row in result.rows] == ["triton"] * len(work.groups)
-    assert len(tuning.measured(file, HERE)) == len(work.groups) == len(result.rows)
+    assert len(measurements.measured(file, HERE)) == len(work.groups) == len(result.rows)
     assert "    not x: it lies" in str(result)
 
 
@@ -627,7 +631,7 @@ EVERY = [
 def test_a_case_makes_a_call_of_its_own_kind(one):
     assert case_of(one.op, **one.arguments(CPU)) == one
     assert case_of(one.op, **one.small().arguments(CPU, 1)) == one.small()
-    assert one.op in tuning.kinds()
+    assert one.op in measurements.kinds()
 
 
 def test_every_op_of_a_case_is_there():

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import autograd, backends, cases, tuning, use_backend
+from fastformer import autograd, backends, cases, use_backend
+from fastformer.dispatch import measurements
+from fastformer.dispatch.measurements import Entry
 from fastformer.operation import OPERATIONS
-from fastformer.tuning import Entry
 
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
 FORWARD = "attention forward"
@@ -34,8 +35,8 @@ def file(tmp_path, monkeypatch):
     """The path of the file of measurements; the machine is HERE, and its GPU is the CPU."""
     path = tmp_path / "tuning.json"
     monkeypatch.setenv("FASTFORMER_TUNING", str(path))
-    monkeypatch.setattr(tuning, "machine", lambda device: HERE)
-    monkeypatch.setattr(tuning, "SHIPPED", (tmp_path / "shipped",))
+    monkeypatch.setattr(measurements, "machine", lambda device: HERE)
+    monkeypatch.setattr(measurements, "SHIPPED", (tmp_path / "shipped",))
     backends.measure_again()
     yield path
     backends.measure_again()
@@ -52,31 +53,31 @@ def logged(caplog):
 
 def test_what_is_written_is_read(file, logged):
     found = {(FORWARD, "a"): entry(), ("layer_norm", "b"): entry(None)._replace(us={})}
-    tuning.write(file, HERE, found)
-    assert tuning.measurements(CPU) == found
-    assert tuning.choices(CPU) == {(FORWARD, "a"): "64 32 4 1"}
-    assert tuning.measured(file, HERE) == found
+    measurements.write(file, HERE, found)
+    assert measurements.measurements(CPU) == found
+    assert measurements.choices(CPU) == {(FORWARD, "a"): "64 32 4 1"}
+    assert measurements.measured(file, HERE) == found
     assert logged() == []
     assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
 
 
 def test_a_second_run_adds_to_the_first_and_keeps_other_machines(file):
     other = HERE | {"gpu": "GPU B"}
-    tuning.write(file, HERE, {(FORWARD, "a"): entry(), (FORWARD, "b"): entry()})
-    tuning.write(file, other, {(FORWARD, "a"): entry("128 64 8 2")})
-    tuning.write(file, HERE, {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "c"): entry()})
-    assert {case: e.choice for (_, case), e in tuning.measured(file, HERE).items()} == {
+    measurements.write(file, HERE, {(FORWARD, "a"): entry(), (FORWARD, "b"): entry()})
+    measurements.write(file, other, {(FORWARD, "a"): entry("128 64 8 2")})
+    measurements.write(file, HERE, {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "c"): entry()})
+    assert {case: e.choice for (_, case), e in measurements.measured(file, HERE).items()} == {
         "a": "128 64 8 2",
         "b": "64 32 4 1",
         "c": "64 32 4 1",
     }
-    assert list(tuning.measured(file, other)) == [(FORWARD, "a")]
+    assert list(measurements.measured(file, other)) == [(FORWARD, "a")]
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from fastformer import tuning
+from fastformer.dispatch import measurements as tuning
 file, name, here = Path(sys.argv[1]), sys.argv[2], eval(sys.argv[3])
 sys.stdin.readline()
 entry = tuning.Entry("x", {"x": 1.0}, {})
@@ -98,14 +99,14 @@ def test_two_processes_write_at_once(file):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert len(tuning.measured(file, HERE)) == 60
+    assert len(measurements.measured(file, HERE)) == 60
 
 
 def test_a_writer_that_fails_leaves_the_file(file, monkeypatch):
-    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
+    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
     before = file.read_text()
     with pytest.raises(TypeError):
-        tuning.write(file, HERE, {(FORWARD, "b"): Entry("x", {"x": object()}, {})})
+        measurements.write(file, HERE, {(FORWARD, "b"): Entry("x", {"x": object()}, {})})
     assert file.read_text() == before
     assert {path.name for path in file.parent.iterdir()} <= {file.name, file.name + ".lock"}
 
@@ -157,65 +158,65 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_line(name, file, logged)
     else:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     for _ in range(2):
-        assert tuning.measurements(CPU) == {} and tuning.choices(CPU) == {}
+        assert measurements.measurements(CPU) == {} and measurements.choices(CPU) == {}
     (line,) = logged()
     assert str(file) in line and reason in line
 
 
 def test_a_file_that_is_named_and_not_there_is_logged(file, logged):
-    assert tuning.measurements(CPU) == {}
+    assert measurements.measurements(CPU) == {}
     (line,) = logged()
     assert str(file) in line
 
 
 def test_without_a_file_nothing_is_logged(file, logged, monkeypatch):
-    monkeypatch.setattr(tuning, "default_path", lambda: file)
+    monkeypatch.setattr(measurements, "default_path", lambda: file)
     for empty in (True, False):
         if empty:
             monkeypatch.setenv("FASTFORMER_TUNING", "")
         else:
             monkeypatch.delenv("FASTFORMER_TUNING")
-        tuning.forget()
-        assert tuning.path() == file
-        assert tuning.measurements(CPU) == {} and logged() == []
+        measurements.forget()
+        assert measurements.path() == file
+        assert measurements.measurements(CPU) == {} and logged() == []
 
 
 def test_unknown_ops_are_ignored_with_one_line(file, logged):
-    tuning.write(file, HERE, {("warp drive", "a"): entry(), (FORWARD, "a"): entry()})
-    assert list(tuning.measurements(CPU)) == [(FORWARD, "a")]
+    measurements.write(file, HERE, {("warp drive", "a"): entry(), (FORWARD, "a"): entry()})
+    assert list(measurements.measurements(CPU)) == [(FORWARD, "a")]
     (line,) = logged()
     assert str(file) in line and "'warp drive'" in line
 
 
 def test_off_reads_nothing(file, monkeypatch, logged):
-    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
+    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
     monkeypatch.setenv("FASTFORMER_TUNING", "off")
-    assert tuning.path() is None
-    assert tuning.measurements(CPU) == {} and logged() == []
+    assert measurements.path() is None
+    assert measurements.measurements(CPU) == {} and logged() == []
 
 
 def test_the_default_file_is_in_the_cache_directory(monkeypatch):
     platformdirs = pytest.importorskip("platformdirs")
     monkeypatch.delenv("FASTFORMER_TUNING", raising=False)
     cache = platformdirs.user_cache_dir("fastformer", appauthor=False)
-    assert tuning.path() == Path(cache) / "tuning.json"
+    assert measurements.path() == Path(cache) / "tuning.json"
 
 
 def test_a_cpu_has_no_measurements(tmp_path, monkeypatch, logged):
     monkeypatch.setenv("FASTFORMER_TUNING", str(tmp_path / "none"))
     backends.measure_again()
-    assert tuning.measurements(CPU) == {} and logged() == []
+    assert measurements.measurements(CPU) == {} and logged() == []
     backends.measure_again()
 
 
 def test_shipped_measurements_are_the_defaults_of_their_gpu(file, logged):
     """They count under every driver, and what the user has measured comes before them."""
-    shipped = tuning.SHIPPED[0]
+    shipped = measurements.SHIPPED[0]
     there = {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "b"): entry("128 64 8 2")}
-    tuning.write(shipped / "gpu_a.json", HERE | {"driver": "older"}, there)
-    tuning.write(shipped / "gpu_b.json", HERE | {"gpu": "GPU B"}, {(FORWARD, "c"): entry()})
-    tuning.write(file, HERE, {(FORWARD, "a"): entry()})
-    assert tuning.choices(CPU) == {(FORWARD, "a"): "64 32 4 1", (FORWARD, "b"): "128 64 8 2"}
+    measurements.write(shipped / "gpu_a.json", HERE | {"driver": "older"}, there)
+    measurements.write(shipped / "gpu_b.json", HERE | {"gpu": "GPU B"}, {(FORWARD, "c"): entry()})
+    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
+    assert measurements.choices(CPU) == {(FORWARD, "a"): "64 32 4 1", (FORWARD, "b"): "128 64 8 2"}
     assert logged() == []
 
 
@@ -269,7 +270,7 @@ def test_measured_tiles_reach_the_launches(file, attention):
     for question in questions(attention):
         option = next(o for o in question.options() if o[:2] != question.shipped[:2])
         chosen[question.kernel, question.case] = option
-    tuning.write(file, HERE, {k: entry(tuned.label(option)) for k, option in chosen.items()})
+    measurements.write(file, HERE, {k: entry(tuned.label(option)) for k, option in chosen.items()})
     backends.measure_again()
     after, out, x = attention()
     assert len(chosen) == 3
@@ -309,7 +310,7 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
     """And computes the same, to the policy."""
     from fastformer.kernels import launch, tuned
 
-    from fastformer import tuner
+    from fastformer.tuning import tuner
 
     call, taken = tuner._Call(case, CPU), []
     former = launch.Launch.__init__
@@ -323,12 +324,14 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
 
     monkeypatch.setattr(launch.Launch, "__init__", remember)
     asked = questions(call)
-    assert {question.kernel for question in asked} <= tuning.kinds()
+    assert {question.kernel for question in asked} <= measurements.kinds()
     for question in asked:
         options = [o for o in question.options() if not isinstance(o, str)]
         assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
         option = next(o for o in options if o[0] != question.shipped[0])
-        tuning.write(file, HERE, {(question.kernel, question.case): entry(tuned.label(option))})
+        measurements.write(
+            file, HERE, {(question.kernel, question.case): entry(tuned.label(option))}
+        )
         backends.measure_again()
         taken.clear()
         call()
@@ -350,7 +353,7 @@ def test_a_forced_choice_ends_with_its_context(file, attention):
 
 def test_tiles_that_no_kernel_has_are_ignored_with_one_line(file, attention, logged):
     (question, *_) = questions(attention)
-    tuning.write(file, HERE, {(question.kernel, question.case): entry("100 3 5 9")})
+    measurements.write(file, HERE, {(question.kernel, question.case): entry("100 3 5 9")})
     for _ in range(2):
         backends.measure_again()
         taken = attention()[0]
@@ -386,7 +389,7 @@ MEASURED = {"triton": 100.0, "torch (cuDNN)": 131.0, "torch (flash)": 200.0, "re
 )
 def test_explain_says_what_was_measured(file, us, reason):
     pytest.importorskip("triton")
-    tuning.write(file, HERE, {key(): Entry("triton", us, {})})
+    measurements.write(file, HERE, {key(): Entry("triton", us, {})})
     with use_backend("triton"):
         said = ff.explain(OP, *plain(), is_causal=True)
         assert (said.backend, said.reason) == ("triton", reason)
@@ -404,7 +407,7 @@ def test_explain_of_a_model_says_it_too(file):
     sizes = dict(M=4, N=8)
     case = cases.case("layer_norm", "float32", sizes, weight=True, bias=True)
     us = {"triton": 10.0, "torch (layer_norm)": 15.0}
-    tuning.write(file, HERE, {("layer_norm", case.key): Entry("triton", us, {})})
+    measurements.write(file, HERE, {("layer_norm", case.key): Entry("triton", us, {})})
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     ff.accelerate(model)
     with use_backend("triton"), torch.no_grad():
@@ -447,7 +450,7 @@ def flash(monkeypatch):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_torchs_op_runs_where_it_was_the_fastest_with_our_backward(file, flash, gradient):
     us = {"triton": 100.0, "torch (flash)": 50.0}
-    tuning.write(file, HERE, {key(gradient): Entry("torch (flash)", us, {})})
+    measurements.write(file, HERE, {key(gradient): Entry("torch (flash)", us, {})})
     inputs = plain(gradient)
     results = []
     for backend in ("auto", "triton", "reference"):
@@ -481,14 +484,14 @@ def test_torchs_op_runs_where_it_was_the_fastest_with_our_backward(file, flash, 
 )
 def test_other_calls_run_on_the_kernels(file, flash, options):
     us = {"triton": 100.0, "torch (flash)": 50.0}
-    tuning.write(file, HERE, {key(): Entry("torch (flash)", us, {})})
+    measurements.write(file, HERE, {key(): Entry("torch (flash)", us, {})})
     with use_backend("auto"):
         ff.scaled_dot_product_attention(*plain(), **options)
     assert flash == []
 
 
 def test_an_unknown_op_of_torch_is_no_choice(file, flash):
-    tuning.write(file, HERE, {key(): Entry("torch (warp)", {"torch (warp)": 50.0}, {})})
+    measurements.write(file, HERE, {key(): Entry("torch (warp)", {"torch (warp)": 50.0}, {})})
     with use_backend("auto"):
         ff.scaled_dot_product_attention(*plain(), is_causal=True)
     assert flash == []
@@ -525,7 +528,7 @@ def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
     op = "layer_norm"
     case = cases.case(op, "float32", dict(M=6, N=16), True, weight=True)
     name = f"torch ({op}, backward)"
-    tuning.write(file, HERE, {(op, case.key): Entry(name, {name: 1.0, "triton": 2.0}, {})})
+    measurements.write(file, HERE, {(op, case.key): Entry(name, {name: 1.0, "triton": 2.0}, {})})
     on_a_gpu(monkeypatch)
     backends._load(op)
     given, called = case.arguments(CPU), []
@@ -592,7 +595,7 @@ def test_the_classes_of_a_kernel_round_sizes_up():
 
 
 def test_of_several_drivers_in_a_shipped_file_the_last_counts(file):
-    shipped = tuning.SHIPPED[0] / "gpu_a.json"
+    shipped = measurements.SHIPPED[0] / "gpu_a.json"
     for driver, choice in (("one", "64 32 4 1"), ("other", "128 64 8 2")):
-        tuning.write(shipped, HERE | {"driver": driver}, {(FORWARD, "a"): entry(choice)})
-    assert tuning.choices(CPU) == {(FORWARD, "a"): "128 64 8 2"}
+        measurements.write(shipped, HERE | {"driver": driver}, {(FORWARD, "a"): entry(choice)})
+    assert measurements.choices(CPU) == {(FORWARD, "a"): "128 64 8 2"}

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from fastformer.measuring import Candidate, Job
+from fastformer.tuning.measuring import Candidate, Job
 
 
 def by_itself(call):

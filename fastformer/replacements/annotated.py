@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.modules import MultiHeadedAttention, PositionwiseFeedForward
+from fastformer.nn.attention import MultiHeadedAttention, PositionwiseFeedForward
+from fastformer.nn.stream import is_unmodified
 from fastformer.replacements.base import Accelerated, ops_of, tensor_obstacle
-from fastformer.stream import is_unmodified
 
 
 class AnnotatedModule(Accelerated):

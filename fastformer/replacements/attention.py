@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import backends, functional
-from fastformer.cache import LayerCache, MemoryCache
+from fastformer.cache.rows import LayerCache, MemoryCache
 from fastformer.checks import shape_of
-from fastformer.padding import Packing, lengths_of
+from fastformer.nn.padding import Packing, lengths_of
 from fastformer.replacements.base import (
     Accelerated,
     ops_of,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastformer import backends
 from fastformer.checks import autocast_dtype
 from fastformer.eager import eager
+from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import (
     Accelerated,
@@ -27,7 +28,6 @@ from fastformer.replacements.base import (
     tensor_obstacle,
 )
 from fastformer.replacements.norms import FusedLayerNorm
-from fastformer.stream import ResidualStream, apply_feed_forward, is_unmodified
 
 
 class OnStream(Accelerated):

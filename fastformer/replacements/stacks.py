@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import backends
-from fastformer.cache import DecoderCache
+from fastformer.cache.rows import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
 from fastformer.eager import eager
-from fastformer.modules import require_linear_input
-from fastformer.padding import Packing, packing_of, pad, unpad
+from fastformer.nn.attention import require_linear_input
+from fastformer.nn.padding import Packing, packing_of, pad, unpad
+from fastformer.nn.stream import ResidualStream, is_unmodified
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
 from fastformer.replacements.layers import (
@@ -32,7 +33,6 @@ from fastformer.replacements.layers import (
     encoder_visibility,
     layer_parameters,
 )
-from fastformer.stream import ResidualStream, is_unmodified
 
 # An encoder drops its padding if that is at least this share of the batch, and this many tokens:
 # below, packing and padding cost more than they save.

@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastformer.context_parallel import context_parallel
-from fastformer.copy_task import COMPARED_STEPS, PAD, OneProcess, Settings, faults, train
+from fastformer.nn.transformer import EncoderDecoder
 from fastformer.parallel import parallelize, require_same_ranks, sequences_from
-from fastformer.training import Batch
-from fastformer.transformer import EncoderDecoder
+from fastformer.training.copy_task import COMPARED_STEPS, PAD, OneProcess, Settings, faults, train
+from fastformer.training.training import Batch
 
 __all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.backends import current_backend
-from fastformer.cache import DecoderCache
+from fastformer.cache.rows import DecoderCache
 from fastformer.checks import (
     autocast_dtype,
     may_read,
@@ -32,9 +32,9 @@ from fastformer.checks import (
     require_token_ids,
     shape_of,
 )
-from fastformer.modules import Embeddings, PositionalEncoding
-from fastformer.stream import is_unmodified
-from fastformer.transformer import has_positions, subsequent_mask
+from fastformer.nn.attention import Embeddings, PositionalEncoding
+from fastformer.nn.stream import is_unmodified
+from fastformer.nn.transformer import has_positions, subsequent_mask
 
 __all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample"]
 

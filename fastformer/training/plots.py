@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.modules import PositionalEncoding
-from fastformer.training import LabelSmoothing, rate
-from fastformer.transformer import subsequent_mask
+from fastformer.nn.attention import PositionalEncoding
+from fastformer.nn.transformer import subsequent_mask
+from fastformer.training.training import LabelSmoothing, rate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

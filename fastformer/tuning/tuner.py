@@ -23,20 +23,13 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fastformer import (
-    autograd,
-    backends,
-    cases,
-    checks,
-    environment,
-    numerics,
-    tuning,
-)
+from fastformer import autograd, backends, cases, checks, environment, numerics
 from fastformer.cases import Case
+from fastformer.dispatch import measurements
+from fastformer.dispatch.measurements import Class, Entry
 from fastformer.eager import written_out
-from fastformer.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 from fastformer.operation import OPERATIONS
-from fastformer.tuning import Class, Entry
+from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 
 __all__ = ["Tuning", "run", "standard", "tune"]
 
@@ -307,9 +300,9 @@ def run(
     progress: bool = True,
 ) -> Tuning:
     """Measure these calls on a GPU, but for those that the file holds, and write the results."""
-    here = tuning.machine(device)
+    here = measurements.machine(device)
     assert here is not None
-    work = Work(list(wanted), jobs_on(device), timer, tuning.measured(file, here))
+    work = Work(list(wanted), jobs_on(device), timer, measurements.measured(file, here))
     with tqdm(total=len(wanted), unit="call", disable=None if progress else True) as bar:
 
         def step(i: int) -> None:
@@ -317,7 +310,7 @@ def run(
             bar.set_description(str(wanted[i]), refresh=True)
 
         def keep(key: Class, entry: Entry) -> None:
-            tuning.write(file, here, {key: entry})
+            measurements.write(file, here, {key: entry})
 
         try:
             done = supervise(work, 60 * minutes, keep, step)
@@ -336,8 +329,8 @@ def run(
 
 def planned(wanted: Sequence[Case], file: Path | None, device: torch.device | None) -> Tuning:
     """Return the calls that would be measured: on a GPU those that the file does not hold."""
-    here = None if device is None else tuning.machine(device)
-    known = {} if here is None or file is None else tuning.measured(file, here)
+    here = None if device is None else measurements.machine(device)
+    known = {} if here is None or file is None else measurements.measured(file, here)
     left = (case for case in wanted if (case.op, case.key) not in known)
     return Tuning(tuple((str(case), "", {}, {}) for case in left), file, False)
 
@@ -394,7 +387,7 @@ def tune(
             "the model calls no op of fastformer that is measured; accelerate(model) replaces "
             "torch's layers by ops"
         )
-    file = tuning.path()
+    file = measurements.path()
     if dry_run:
         plans = [planned([*these.values()], file, device) for device, these in calls.items()]
         return Tuning(sum((plan.rows for plan in plans), ()), file, False)
@@ -411,7 +404,7 @@ NO_GPU = "tuning measures on a GPU, and {}"
 
 def writable() -> Path:
     """Return the file to write. Raises RuntimeError where FASTFORMER_TUNING is off."""
-    file = tuning.path()
+    file = measurements.path()
     if file is None:
         raise RuntimeError("the environment variable FASTFORMER_TUNING is off: nothing is written")
     return file

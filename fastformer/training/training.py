@@ -34,8 +34,8 @@ from fastformer.checks import (
     require_tensor,
     require_token_ids,
 )
-from fastformer.stream import is_unmodified
-from fastformer.transformer import Generator, subsequent_mask
+from fastformer.nn.stream import is_unmodified
+from fastformer.nn.transformer import Generator, subsequent_mask
 
 __all__ = [
     "Batch",

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import backends, functional
-from fastformer.cache import KVCache, LayerCache, MemoryCache, PagedKVCache
+from fastformer.cache.rows import KVCache, LayerCache, MemoryCache, PagedKVCache
 from fastformer.checks import (
     INTEGERS,
     autocast_dtype,
@@ -42,8 +42,8 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.description import PADDED_OPTIONS
-from fastformer.padding import Packing, pad, require_tokens
-from fastformer.stream import (
+from fastformer.nn.padding import Packing, pad, require_tokens
+from fastformer.nn.stream import (
     GATED,
     add_dropped,
     apply_feed_forward,

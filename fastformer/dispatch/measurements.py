@@ -33,7 +33,7 @@ from fastformer.operation import OPERATIONS
 
 FORMAT = 1
 MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
-_here = Path(__file__).resolve().parent
+_here = Path(__file__).resolve().parents[1]  # the package
 # In a wheel, and in a checkout.
 SHIPPED = (_here / "measurements", _here.parent / "benchmarks" / "results" / "tuning")
 

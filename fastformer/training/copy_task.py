@@ -24,18 +24,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
-from fastformer.cache import DecoderCache
+from fastformer.cache.rows import DecoderCache
 from fastformer.checks import require_size
-from fastformer.decoding import greedy_decode
-from fastformer.modules import MultiHeadedAttention
-from fastformer.training import (
+from fastformer.decoding.search import greedy_decode
+from fastformer.nn.attention import MultiHeadedAttention
+from fastformer.nn.transformer import EncoderDecoder, make_model
+from fastformer.training.training import (
     Batch,
     LabelSmoothing,
     SimpleLossCompute,
     make_optimizer,
     run_epoch,
 )
-from fastformer.transformer import EncoderDecoder, make_model
 
 __all__ = [
     "CopyData",

@@ -1,4 +1,4 @@
-"""The residual stream, which the layers of `modules`, `transformer` and `replacements` share.
+"""The residual stream, which the layers of `nn` and the replacements share.
 
 A layer adds the output of each sublayer to its input, then the next norm reads the sum. The stream
 keeps an output until that norm runs, so that dropout, sum and norm are one kernel:

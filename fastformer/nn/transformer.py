@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.cache import DecoderCache, LayerCache
+from fastformer.cache.rows import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag, require_size, require_tensor
-from fastformer.modules import (
+from fastformer.nn.attention import (
     AliasedModule,
     Embeddings,
     MultiHeadedAttention,
@@ -41,8 +41,8 @@ from fastformer.modules import (
     require_linear_input,
     require_norm_input,
 )
-from fastformer.padding import KeyMask, Packing, with_lengths
-from fastformer.stream import ResidualStream, dropout_probability, is_unmodified
+from fastformer.nn.padding import KeyMask, Packing, with_lengths
+from fastformer.nn.stream import ResidualStream, dropout_probability, is_unmodified
 
 __all__ = [
     "Decoder",

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer.tuning import Class, Entry
+from fastformer.dispatch.measurements import Class, Entry
 
 ROUNDS = 3  # in which the candidates are timed in turn
 TIE = 0.02  # a candidate has to be faster than what is shipped by more than this part
@@ -216,7 +216,7 @@ class _Worker:
         paths = os.pathsep.join(path for path in sys.path if path)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from fastformer.measuring import worker; worker()"],
+            [sys.executable, "-c", "from fastformer.tuning.measuring import worker; worker()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,

@@ -1,0 +1,1 @@
+"""From a trained model to sequences: greedy decoding, sampling, and beam search."""

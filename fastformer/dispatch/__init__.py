@@ -1,0 +1,1 @@
+"""How a call of an op runs."""

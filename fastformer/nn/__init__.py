@@ -1,0 +1,1 @@
+"""The layers of the standard Transformer, and whole models."""

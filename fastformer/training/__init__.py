@@ -1,0 +1,1 @@
+"""Training: batches, loss, schedule and epochs, and the copy task."""

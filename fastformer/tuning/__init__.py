@@ -1,0 +1,1 @@
+"""`tune`: the measurement of what is fastest on this GPU."""

@@ -32,24 +32,15 @@ from fastformer.functional import (
     swiglu,
 )
 from fastformer.integrations import register_transformers
-from fastformer.nn.attention import (
-    Embeddings,
-    LayerNorm,
-    MultiHeadedAttention,
-    PositionalEncoding,
-    PositionwiseFeedForward,
-    RMSNorm,
-    SublayerConnection,
-    attention,
-    clones,
-)
+from fastformer.nn.attention import MultiHeadedAttention, attention
+from fastformer.nn.base import clones
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding
+from fastformer.nn.feed_forward import PositionwiseFeedForward
+from fastformer.nn.norms import LayerNorm, RMSNorm, SublayerConnection
 from fastformer.nn.padding import Packing, pad, unpad
+from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer
 from fastformer.nn.transformer import (
-    Decoder,
-    DecoderLayer,
-    Encoder,
     EncoderDecoder,
-    EncoderLayer,
     Generator,
     LanguageModel,
     make_decoder,

@@ -28,8 +28,11 @@ from torch import nn
 
 from fastformer import backends
 from fastformer._version import __version__
-from fastformer.nn.attention import Embeddings, MultiHeadedAttention, PositionwiseFeedForward
-from fastformer.nn.transformer import Decoder, Encoder, EncoderDecoder, Generator, LanguageModel
+from fastformer.nn.attention import MultiHeadedAttention
+from fastformer.nn.embeddings import Embeddings
+from fastformer.nn.feed_forward import PositionwiseFeedForward
+from fastformer.nn.stacks import Decoder, Encoder
+from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.replacements.base import Accelerated
 
 sequences_from = backends.sequences_from

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from fastformer import backends
 from fastformer.explanation import name_pattern
-from fastformer.nn.attention import LayerNorm, MultiHeadedAttention, PositionwiseFeedForward
+from fastformer.nn.attention import MultiHeadedAttention
+from fastformer.nn.feed_forward import PositionwiseFeedForward
+from fastformer.nn.norms import LayerNorm
 from fastformer.replacements import ANNOTATED, KINDS
 from fastformer.replacements.annotated import AnnotatedModule
 from fastformer.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention

@@ -32,7 +32,7 @@ from fastformer.checks import (
     require_token_ids,
     shape_of,
 )
-from fastformer.nn.attention import Embeddings, PositionalEncoding
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask
 

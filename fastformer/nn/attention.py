@@ -1,19 +1,7 @@
-"""The layers of the standard Transformer, named as in the Annotated Transformer and the tutorials.
-
-A layer that an op of `fastformer.functional` computes holds the parameters and calls that op. The
-op chooses the backend, and its docstring lists the errors.
-
-Masks are boolean or integer, where a value that is not zero keeps the key, or they are floats that
-are 0 or 1. Any other float raises a ValueError; on a GPU and in a compiled graph it fails an
-assertion on the device, which the call does not wait for. A mask that is added to the scores, of 0
-and -inf, would mean the opposite: pass it as `bias`.
-
-Shapes: B batch, T queries (target length), S keys (source length), d d_model, h heads, d_k = d / h.
-"""
+"""Attention in plain PyTorch, and multi-head attention."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -29,203 +17,19 @@ from fastformer.checks import (
     autocast_dtype,
     may_read,
     require_callable,
-    require_choice,
     require_device,
-    require_eps,
-    require_flag,
     require_floating,
-    require_ids,
-    require_probability,
     require_size,
     require_tensor,
-    require_token,
     shape_of,
 )
 from fastformer.description import PADDED_OPTIONS
+from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
+from fastformer.nn.embeddings import require_features
 from fastformer.nn.padding import Packing, pad, require_tokens
-from fastformer.nn.stream import (
-    GATED,
-    add_dropped,
-    apply_feed_forward,
-    dropout_probability,
-    is_unmodified,
-)
+from fastformer.nn.stream import dropout_probability, is_unmodified
 
-__all__ = [
-    "Embeddings",
-    "LayerNorm",
-    "MultiHeadedAttention",
-    "PositionalEncoding",
-    "PositionwiseFeedForward",
-    "RMSNorm",
-    "SublayerConnection",
-    "attention",
-    "clones",
-]
-
-
-# ----------------------------------------------------------------------------------- shared parts
-
-
-class AliasedModule(nn.Module):
-    """A module that loads state dicts with other names for its parts, and saves them under its own.
-
-    `spellings` maps each other name to the module's own.
-    """
-
-    spellings: ClassVar[dict[str, str]] = {}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # torch passes a copy of the caller's dict, and reads the children's part of it afterwards.
-        for key in list(state_dict):
-            for other, ours in self.spellings.items():
-                if (key + ".").startswith(prefix + other + "."):
-                    name = prefix + ours + key[len(prefix + other) :]
-                    if name not in state_dict:  # else the other name stays, and is reported
-                        state_dict[name] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _dropout(p: float) -> nn.Dropout:
-    return nn.Dropout(require_probability("dropout", p))
-
-
-def clones(module: nn.Module, N: int) -> nn.ModuleList:
-    """Return a ModuleList of N independent deep copies.
-
-    Raises ValueError if N is negative, TypeError if `module` is not a module.
-    """
-    require_size(0, N=N)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
-    return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
-
-
-# ------------------------------------------------------------------------------------- embeddings
-
-
-class Embeddings(nn.Module):
-    """lut(x) * sqrt(d_model).
-
-    Args:
-        d_model: features of a token.
-        vocab: number of tokens.
-        padding_idx: the token whose row is zero and gets no gradient.
-
-    forward(x): x [B, S] integers (any shape) -> [B, S, d_model].
-
-    Raises:
-        TypeError: the ids are not integers.
-        ValueError: an id is outside [0, vocab) (checked on a CPU; on a GPU with
-            FASTFORMER_CHECK=1).
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
-    """
-
-    def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
-        super().__init__()
-        require_size(d_model=d_model, vocab=vocab)
-        if padding_idx is not None:
-            padding_idx = require_token("padding_idx", padding_idx, vocab)
-        self.lut = nn.Embedding(vocab, d_model, padding_idx)
-        self.d_model = d_model
-
-    def forward(self, x: Tensor) -> Tensor:
-        require_ids("x", x, self.lut.weight)
-        return self.lut(x.long()) * math.sqrt(self.d_model)
-
-
-def _sinusoid(max_len: int, d_model: int) -> Tensor:
-    """Return pe [1, max_len, d_model] in float64: in float32 angles near 5000 are off by 2e-4."""
-    position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
-    even = torch.arange(0, d_model, 2, dtype=torch.float64)
-    angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None, :, :d_model]
-
-
-class PositionalEncoding(nn.Module):
-    """dropout(x + pe[:, :S]), pe[p, 2i] = sin(p / 10000^(2i/d)), pe[p, 2i+1] = cos of the same.
-
-    pe[p + k] is pe[p] rotated by angles that depend on k alone: an offset is a linear map.
-
-    Args:
-        d_model: features, even or odd.
-        dropout: probability that an element of the sum is dropped, in training.
-        max_len: the longest input.
-        learned: if True, pe is a parameter that starts as the sinusoid; if False, a buffer.
-
-    forward(x, start=0): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. start: the
-    position of the first token, an int, or [B] integers where the rows differ, as in a cache. The
-    state dict holds pe, [1, max_len, d_model].
-
-    Raises:
-        ValueError: a position is not below max_len, or x has another shape.
-        TypeError: x is not floating, start is not an integer.
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
-    """
-
-    pe: Tensor
-
-    def __init__(
-        self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
-    ) -> None:
-        super().__init__()
-        require_size(d_model=d_model, max_len=max_len)
-        self.dropout = _dropout(dropout)
-        pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
-        if require_flag("learned", learned):
-            self.pe = nn.Parameter(pe)
-        else:
-            self.register_buffer("pe", pe)
-
-    def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
-        _require_features("x", x, self.pe.shape[2])
-        require_floating(x=x)
-        require_device("x", x, "pe", self.pe)
-        x = x + self.rows("x", x, start).to(x.dtype)
-        if backends.is_sharded(x):
-            return add_dropped(torch.zeros_like(x), x, self.dropout)
-        return self.dropout(x)
-
-    def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return pe at the positions of x [B, S, ..]: [1, S, d_model], or [B, S, d_model] where
-        start is a tensor.
-        """
-        length, max_len = x.shape[1], self.pe.shape[1]
-        if backends.sequences_are_sharded():
-            if isinstance(start, Tensor) or start:
-                raise ValueError(f"start is {start} within context_parallel; expected 0")
-            return backends.rows_here("pe", self.pe[0], length).unsqueeze(0)
-        if not isinstance(start, Tensor):
-            require_size(0, start=start)
-            if start + length > max_len:
-                after = f" after the first {start}" if start else ""
-                raise ValueError(
-                    f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
-                )
-            return self.pe[:, start : start + length]
-        require_tensor("start", start)
-        if start.dtype not in INTEGERS:
-            raise TypeError(f"start has dtype {start.dtype}; expected integers")
-        if start.shape != x.shape[:1]:
-            raise ValueError(f"start has shape {shape_of(start)}; expected [B] = [{x.shape[0]}]")
-        require_device("start", start, "pe", self.pe)
-        if may_read(start) and start.numel() and length:
-            low, high = map(int, start.aminmax())
-            if low < 0 or high + length > max_len:
-                raise ValueError(
-                    f"start holds {low if low < 0 else high}, and {name} has {length} positions; "
-                    f"expected positions from 0 to max_len - 1 = {max_len - 1}"
-                )
-        at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
-        return F.embedding(at, self.pe[0])
-
-    def extra_repr(self) -> str:
-        return f"max_len={self.pe.shape[1]}, learned={isinstance(self.pe, nn.Parameter)}"
-
-
-# -------------------------------------------------------------------------------------- attention
+__all__ = ["MultiHeadedAttention", "attention"]
 
 
 def attention(
@@ -338,7 +142,7 @@ class MultiHeadedAttention(AliasedModule):
         self.d_k = d_model // h
         widths = (d_model, kv_heads * self.d_k, kv_heads * self.d_k, d_model)
         self.linears = nn.ModuleList(nn.Linear(d_model, width) for width in widths)
-        self.dropout = _dropout(dropout)
+        self.dropout = make_dropout(dropout)
         self.keep_attention = False
         self.attn: Tensor | None = None
 
@@ -391,7 +195,7 @@ class MultiHeadedAttention(AliasedModule):
         if isinstance(mask, Packing):
             return self._forward_packed(inputs, mask, options)
         for name, x in inputs.items():
-            _require_features(name, x, self.h * self.d_k)
+            require_features(name, x, self.h * self.d_k)
         if autocast_dtype(query) is None:
             require_floating(**inputs)
         linears = list(self.linears)
@@ -431,7 +235,7 @@ class MultiHeadedAttention(AliasedModule):
             cache.require_memory("key", inputs.pop("key"))
             cache.require_memory("value", inputs.pop("value"))
         for name, x in inputs.items():
-            _require_features(name, x, self.h * self.d_k)
+            require_features(name, x, self.h * self.d_k)
         if autocast_dtype(inputs["query"]) is None:
             require_floating(**inputs)
         linears = list(self.linears)
@@ -592,215 +396,3 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
         scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
     return scores.softmax(-1)
-
-
-# ------------------------------------------------------ feed-forward, norms and residual connection
-
-ACTIVATIONS = (*functional.ACTIVATIONS, *GATED)  # of the feed-forward layer
-NORMS = ("layer", "rms")
-
-
-class PositionwiseFeedForward(AliasedModule):
-    """w_2(dropout(activation(w_1(x)))); gated, w_2(dropout(activation(z) * v)), [z, v] = w_1(x).
-
-    Args:
-        d_model: features in and out.
-        d_ff: hidden features. The gated forms have 3 d_model d_ff weights instead of 2, and as many
-            as the others at two thirds of their d_ff.
-        dropout: probability that a hidden element is dropped, in training.
-        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or gated, "geglu" or "swiglu",
-            whose w_1 has the rows of z, then those of v.
-
-    forward(x): x [..., d_model] -> [..., d_model].
-
-    Raises:
-        ValueError: an unknown activation; x has another width, or is on another device than the
-            parameters.
-        TypeError: the dtype of x is not that of the parameters.
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; the gated forms: Shazeer
-    2020, "GLU Variants Improve Transformer", section 2.
-    """
-
-    spellings: ClassVar[dict[str, str]] = {"w1": "w_1", "w2": "w_2"}
-
-    def __init__(
-        self, d_model: int, d_ff: int, dropout: float = 0.1, activation: str = "relu"
-    ) -> None:
-        super().__init__()
-        require_size(d_model=d_model, d_ff=d_ff)
-        self.activation = require_choice("activation", activation, ACTIVATIONS)
-        self.w_1 = nn.Linear(d_model, 2 * d_ff if activation in GATED else d_ff)
-        self.w_2 = nn.Linear(d_ff, d_model)
-        self.dropout = _dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        require_linear_input("x", x, self.w_1)
-        return apply_feed_forward(x, self.w_1, self.activation, self.dropout, self.w_2)
-
-    def extra_repr(self) -> str:
-        return "" if self.activation == "relu" else f"activation={self.activation}"
-
-
-class LayerNorm(AliasedModule):
-    """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
-
-    With `unbiased=True` it is weight * (x - mean) / (std + eps) + bias, with N - 1 in std, as in
-    the tutorials: weights that were trained there expect this form.
-
-    Args:
-        features: the size of the last dimension; 2 or more with `unbiased`.
-        eps: added to the variance (to std with `unbiased`).
-
-    forward(x): x [..., features] -> [..., features], in the dtype of x.
-
-    Raises ValueError and TypeError as `layer_norm` does.
-
-    Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3.
-    """
-
-    spellings: ClassVar[dict[str, str]] = {
-        "a_2": "weight",
-        "a2": "weight",
-        "gamma": "weight",
-        "b_2": "bias",
-        "b2": "bias",
-        "beta": "bias",
-    }
-
-    def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
-        super().__init__()
-        require_size(2 if require_flag("unbiased", unbiased) else 1, features=features)
-        require_eps(eps)
-        self.weight = nn.Parameter(torch.ones(features))
-        self.bias = nn.Parameter(torch.zeros(features))
-        self.eps = eps
-        self.unbiased = unbiased
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(
-            x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
-        )
-
-    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
-
-        x and residual: [..., features].
-        """
-        return functional.dropout_add_layer_norm(
-            x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
-        )
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
-
-
-class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps), over the last dimension.
-
-    Args:
-        features: the size of the last dimension.
-        eps: added to the mean square.
-
-    forward(x): x [..., features] -> [..., features], in the dtype of x.
-
-    Raises ValueError and TypeError as `rms_norm` does.
-
-    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
-    """
-
-    def __init__(self, features: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        require_size(features=features)
-        require_eps(eps)
-        self.weight = nn.Parameter(torch.ones(features))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum), as `LayerNorm` does."""
-        return functional.dropout_add_rms_norm(x, residual, self.weight, dropout_p, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-def make_norm(norm: str, features: int) -> LayerNorm | RMSNorm:
-    """Return the norm of that name, one of `NORMS`."""
-    require_choice("norm", norm, NORMS)
-    return LayerNorm(features) if norm == "layer" else RMSNorm(features)
-
-
-class SublayerConnection(nn.Module):
-    """x + dropout(sublayer(norm(x))); with norm_first=False norm(x + dropout(sublayer(x))).
-
-    Args:
-        size: features.
-        dropout: probability that an element of the sublayer's output is dropped, in training.
-        norm_first: which of the two forms; the paper has False.
-        norm: "layer", a LayerNorm, or "rms", an RMSNorm.
-
-    forward(x, sublayer): x [..., size] and a callable that keeps its shape -> [..., size].
-
-    Raises ValueError and TypeError as `layer_norm` does, ValueError for another norm, and TypeError
-    if sublayer cannot be called.
-
-    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:
-    Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3.
-    """
-
-    def __init__(
-        self, size: int, dropout: float, norm_first: bool = True, norm: str = "layer"
-    ) -> None:
-        super().__init__()
-        require_size(size=size)
-        self.norm = make_norm(norm, size)
-        self.dropout = _dropout(dropout)
-        self.norm_first = require_flag("norm_first", norm_first)
-
-    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        require_tensor("x", x)
-        require_callable("a function of x", sublayer=sublayer)
-        if self.norm_first:
-            return add_dropped(x, sublayer(self.norm(x)), self.dropout)
-        return self.norm(add_dropped(x, sublayer(x), self.dropout))
-
-    def extra_repr(self) -> str:
-        return "" if self.norm_first else "norm_first=False"
-
-
-# ----------------------------------------------------------------------------------------- checks
-
-
-def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
-    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
-    require_tensor(name, x)
-    if type(layer) is not nn.Linear or not is_unmodified(layer):
-        return
-    if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., {layer.in_features}]")
-    require_device(name, x, "the parameters", layer.weight)
-    if x.dtype != layer.weight.dtype and autocast_dtype(x) is None:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
-            "or torch.autocast"
-        )
-
-
-def _require_features(name: str, x: Tensor, features: int) -> None:
-    require_tensor(name, x)
-    if x.dim() != 3 or x.shape[2] != features:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, d_model = {features}]")
-
-
-def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
-    """Require floats, on the device and with the features of the norm if it is one of ours."""
-    require_floating(**{name: x})
-    assert x is not None
-    if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
-        return
-    if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]")
-    require_device(name, x, "the parameters", norm.weight)

@@ -18,7 +18,7 @@ from fastformer import backends
 from fastformer.cache.rows import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
 from fastformer.eager import eager
-from fastformer.nn.attention import require_linear_input
+from fastformer.nn.base import require_linear_input
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.stream import ResidualStream, is_unmodified
 from fastformer.replacements.attention import FusedMultiheadAttention, Visibility

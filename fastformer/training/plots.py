@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.nn.attention import PositionalEncoding
+from fastformer.nn.embeddings import PositionalEncoding
 from fastformer.nn.transformer import subsequent_mask
 from fastformer.training.training import LabelSmoothing, rate
 

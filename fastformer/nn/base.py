@@ -1,0 +1,69 @@
+"""What the layers share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from fastformer.checks import (
+    autocast_dtype,
+    require_device,
+    require_probability,
+    require_size,
+    require_tensor,
+    shape_of,
+)
+from fastformer.nn.stream import is_unmodified
+
+__all__ = ["clones"]
+
+
+class AliasedModule(nn.Module):
+    """A module that loads state dicts with other names for its parts, and saves them under its own.
+
+    `spellings` maps each other name to the module's own.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # torch passes a copy of the caller's dict, and reads the children's part of it afterwards.
+        for key in list(state_dict):
+            for other, ours in self.spellings.items():
+                if (key + ".").startswith(prefix + other + "."):
+                    name = prefix + ours + key[len(prefix + other) :]
+                    if name not in state_dict:  # else the other name stays, and is reported
+                        state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def make_dropout(p: float) -> nn.Dropout:
+    return nn.Dropout(require_probability("dropout", p))
+
+
+def clones(module: nn.Module, N: int) -> nn.ModuleList:
+    """Return a ModuleList of N independent deep copies.
+
+    Raises ValueError if N is negative, TypeError if `module` is not a module.
+    """
+    require_size(0, N=N)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
+    return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
+
+
+def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
+    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
+    require_tensor(name, x)
+    if type(layer) is not nn.Linear or not is_unmodified(layer):
+        return
+    if x.shape[-1:] != layer.weight.shape[1:]:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., {layer.in_features}]")
+    require_device(name, x, "the parameters", layer.weight)
+    if x.dtype != layer.weight.dtype and autocast_dtype(x) is None:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
+            "or torch.autocast"
+        )

@@ -1,0 +1,154 @@
+"""Embeddings and positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer import backends
+from fastformer.checks import (
+    INTEGERS,
+    may_read,
+    require_device,
+    require_flag,
+    require_floating,
+    require_ids,
+    require_size,
+    require_tensor,
+    require_token,
+    shape_of,
+)
+from fastformer.nn.base import make_dropout
+from fastformer.nn.stream import add_dropped
+
+__all__ = ["Embeddings", "PositionalEncoding"]
+
+
+class Embeddings(nn.Module):
+    """lut(x) * sqrt(d_model).
+
+    Args:
+        d_model: features of a token.
+        vocab: number of tokens.
+        padding_idx: the token whose row is zero and gets no gradient.
+
+    forward(x): x [B, S] integers (any shape) -> [B, S, d_model].
+
+    Raises:
+        TypeError: the ids are not integers.
+        ValueError: an id is outside [0, vocab) (checked on a CPU; on a GPU with
+            FASTFORMER_CHECK=1).
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.4.
+    """
+
+    def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
+        super().__init__()
+        require_size(d_model=d_model, vocab=vocab)
+        if padding_idx is not None:
+            padding_idx = require_token("padding_idx", padding_idx, vocab)
+        self.lut = nn.Embedding(vocab, d_model, padding_idx)
+        self.d_model = d_model
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_ids("x", x, self.lut.weight)
+        return self.lut(x.long()) * math.sqrt(self.d_model)
+
+
+def _sinusoid(max_len: int, d_model: int) -> Tensor:
+    """Return pe [1, max_len, d_model] in float64: in float32 angles near 5000 are off by 2e-4."""
+    position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
+    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1)[None, :, :d_model]
+
+
+class PositionalEncoding(nn.Module):
+    """dropout(x + pe[:, :S]), pe[p, 2i] = sin(p / 10000^(2i/d)), pe[p, 2i+1] = cos of the same.
+
+    pe[p + k] is pe[p] rotated by angles that depend on k alone: an offset is a linear map.
+
+    Args:
+        d_model: features, even or odd.
+        dropout: probability that an element of the sum is dropped, in training.
+        max_len: the longest input.
+        learned: if True, pe is a parameter that starts as the sinusoid; if False, a buffer.
+
+    forward(x, start=0): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. start: the
+    position of the first token, an int, or [B] integers where the rows differ, as in a cache. The
+    state dict holds pe, [1, max_len, d_model].
+
+    Raises:
+        ValueError: a position is not below max_len, or x has another shape.
+        TypeError: x is not floating, start is not an integer.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.5; learned: table 3, row E.
+    """
+
+    pe: Tensor
+
+    def __init__(
+        self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
+    ) -> None:
+        super().__init__()
+        require_size(d_model=d_model, max_len=max_len)
+        self.dropout = make_dropout(dropout)
+        pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
+        if require_flag("learned", learned):
+            self.pe = nn.Parameter(pe)
+        else:
+            self.register_buffer("pe", pe)
+
+    def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
+        require_features("x", x, self.pe.shape[2])
+        require_floating(x=x)
+        require_device("x", x, "pe", self.pe)
+        x = x + self.rows("x", x, start).to(x.dtype)
+        if backends.is_sharded(x):
+            return add_dropped(torch.zeros_like(x), x, self.dropout)
+        return self.dropout(x)
+
+    def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Return pe at the positions of x [B, S, ..]: [1, S, d_model], or [B, S, d_model] where
+        start is a tensor.
+        """
+        length, max_len = x.shape[1], self.pe.shape[1]
+        if backends.sequences_are_sharded():
+            if isinstance(start, Tensor) or start:
+                raise ValueError(f"start is {start} within context_parallel; expected 0")
+            return backends.rows_here("pe", self.pe[0], length).unsqueeze(0)
+        if not isinstance(start, Tensor):
+            require_size(0, start=start)
+            if start + length > max_len:
+                after = f" after the first {start}" if start else ""
+                raise ValueError(
+                    f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
+                )
+            return self.pe[:, start : start + length]
+        require_tensor("start", start)
+        if start.dtype not in INTEGERS:
+            raise TypeError(f"start has dtype {start.dtype}; expected integers")
+        if start.shape != x.shape[:1]:
+            raise ValueError(f"start has shape {shape_of(start)}; expected [B] = [{x.shape[0]}]")
+        require_device("start", start, "pe", self.pe)
+        if may_read(start) and start.numel() and length:
+            low, high = map(int, start.aminmax())
+            if low < 0 or high + length > max_len:
+                raise ValueError(
+                    f"start holds {low if low < 0 else high}, and {name} has {length} positions; "
+                    f"expected positions from 0 to max_len - 1 = {max_len - 1}"
+                )
+        at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
+        return F.embedding(at, self.pe[0])
+
+    def extra_repr(self) -> str:
+        return f"max_len={self.pe.shape[1]}, learned={isinstance(self.pe, nn.Parameter)}"
+
+
+def require_features(name: str, x: Tensor, features: int) -> None:
+    require_tensor(name, x)
+    if x.dim() != 3 or x.shape[2] != features:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, d_model = {features}]")

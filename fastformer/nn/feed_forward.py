@@ -1,0 +1,58 @@
+"""The feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.checks import require_choice, require_size
+from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
+from fastformer.nn.stream import GATED, apply_feed_forward
+
+__all__ = ["PositionwiseFeedForward"]
+
+ACTIVATIONS = (*functional.ACTIVATIONS, *GATED)  # of the feed-forward layer
+
+
+class PositionwiseFeedForward(AliasedModule):
+    """w_2(dropout(activation(w_1(x)))); gated, w_2(dropout(activation(z) * v)), [z, v] = w_1(x).
+
+    Args:
+        d_model: features in and out.
+        d_ff: hidden features. The gated forms have 3 d_model d_ff weights instead of 2, and as many
+            as the others at two thirds of their d_ff.
+        dropout: probability that a hidden element is dropped, in training.
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or gated, "geglu" or "swiglu",
+            whose w_1 has the rows of z, then those of v.
+
+    forward(x): x [..., d_model] -> [..., d_model].
+
+    Raises:
+        ValueError: an unknown activation; x has another width, or is on another device than the
+            parameters.
+        TypeError: the dtype of x is not that of the parameters.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; the gated forms: Shazeer
+    2020, "GLU Variants Improve Transformer", section 2.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {"w1": "w_1", "w2": "w_2"}
+
+    def __init__(
+        self, d_model: int, d_ff: int, dropout: float = 0.1, activation: str = "relu"
+    ) -> None:
+        super().__init__()
+        require_size(d_model=d_model, d_ff=d_ff)
+        self.activation = require_choice("activation", activation, ACTIVATIONS)
+        self.w_1 = nn.Linear(d_model, 2 * d_ff if activation in GATED else d_ff)
+        self.w_2 = nn.Linear(d_ff, d_model)
+        self.dropout = make_dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_linear_input("x", x, self.w_1)
+        return apply_feed_forward(x, self.w_1, self.activation, self.dropout, self.w_2)
+
+    def extra_repr(self) -> str:
+        return "" if self.activation == "relu" else f"activation={self.activation}"

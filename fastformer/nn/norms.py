@@ -1,0 +1,168 @@
+"""The norms, and the residual connection around a sublayer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastformer import functional
+from fastformer.checks import (
+    require_callable,
+    require_choice,
+    require_device,
+    require_eps,
+    require_flag,
+    require_floating,
+    require_size,
+    require_tensor,
+    shape_of,
+)
+from fastformer.nn.base import AliasedModule, make_dropout
+from fastformer.nn.stream import add_dropped, is_unmodified
+
+__all__ = ["LayerNorm", "RMSNorm", "SublayerConnection"]
+
+NORMS = ("layer", "rms")
+
+
+class LayerNorm(AliasedModule):
+    """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
+
+    With `unbiased=True` it is weight * (x - mean) / (std + eps) + bias, with N - 1 in std, as in
+    the tutorials: weights that were trained there expect this form.
+
+    Args:
+        features: the size of the last dimension; 2 or more with `unbiased`.
+        eps: added to the variance (to std with `unbiased`).
+
+    forward(x): x [..., features] -> [..., features], in the dtype of x.
+
+    Raises ValueError and TypeError as `layer_norm` does.
+
+    Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3.
+    """
+
+    spellings: ClassVar[dict[str, str]] = {
+        "a_2": "weight",
+        "a2": "weight",
+        "gamma": "weight",
+        "b_2": "bias",
+        "b2": "bias",
+        "beta": "bias",
+    }
+
+    def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
+        super().__init__()
+        require_size(2 if require_flag("unbiased", unbiased) else 1, features=features)
+        require_eps(eps)
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.eps = eps
+        self.unbiased = unbiased
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(
+            x, self.weight.shape, self.weight, self.bias, self.eps, unbiased=self.unbiased
+        )
+
+    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
+
+        x and residual: [..., features].
+        """
+        return functional.dropout_add_layer_norm(
+            x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, unbiased={self.unbiased}"
+
+
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x^2) + eps), over the last dimension.
+
+    Args:
+        features: the size of the last dimension.
+        eps: added to the mean square.
+
+    forward(x): x [..., features] -> [..., features], in the dtype of x.
+
+    Raises ValueError and TypeError as `rms_norm` does.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+
+    def __init__(self, features: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        require_size(features=features)
+        require_eps(eps)
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """Return (self(sum), sum), as `LayerNorm` does."""
+        return functional.dropout_add_rms_norm(x, residual, self.weight, dropout_p, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def make_norm(norm: str, features: int) -> LayerNorm | RMSNorm:
+    """Return the norm of that name, one of `NORMS`."""
+    require_choice("norm", norm, NORMS)
+    return LayerNorm(features) if norm == "layer" else RMSNorm(features)
+
+
+class SublayerConnection(nn.Module):
+    """x + dropout(sublayer(norm(x))); with norm_first=False norm(x + dropout(sublayer(x))).
+
+    Args:
+        size: features.
+        dropout: probability that an element of the sublayer's output is dropped, in training.
+        norm_first: which of the two forms; the paper has False.
+        norm: "layer", a LayerNorm, or "rms", an RMSNorm.
+
+    forward(x, sublayer): x [..., size] and a callable that keeps its shape -> [..., size].
+
+    Raises ValueError and TypeError as `layer_norm` does, ValueError for another norm, and TypeError
+    if sublayer cannot be called.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4; norm_first:
+    Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3.
+    """
+
+    def __init__(
+        self, size: int, dropout: float, norm_first: bool = True, norm: str = "layer"
+    ) -> None:
+        super().__init__()
+        require_size(size=size)
+        self.norm = make_norm(norm, size)
+        self.dropout = make_dropout(dropout)
+        self.norm_first = require_flag("norm_first", norm_first)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        require_tensor("x", x)
+        require_callable("a function of x", sublayer=sublayer)
+        if self.norm_first:
+            return add_dropped(x, sublayer(self.norm(x)), self.dropout)
+        return self.norm(add_dropped(x, sublayer(x), self.dropout))
+
+    def extra_repr(self) -> str:
+        return "" if self.norm_first else "norm_first=False"
+
+
+def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
+    """Require floats, on the device and with the features of the norm if it is one of ours."""
+    require_floating(**{name: x})
+    assert x is not None
+    if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
+        return
+    if x.shape[-1:] != norm.weight.shape:
+        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]")
+    require_device(name, x, "the parameters", norm.weight)

@@ -1,0 +1,284 @@
+"""The layers of the encoder and the decoder, and stacks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastformer.cache.rows import DecoderCache, LayerCache
+from fastformer.checks import require_callable, require_flag
+from fastformer.nn.attention import MultiHeadedAttention
+from fastformer.nn.base import clones
+from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
+from fastformer.nn.padding import KeyMask, Packing, with_lengths
+from fastformer.nn.stream import ResidualStream, is_unmodified
+
+__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer"]
+
+
+class Encoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
+
+    Args:
+        layer: a module with a `size`, such as an EncoderLayer.
+        N: the number of copies.
+        norm: "layer", a LayerNorm, "rms", an RMSNorm, or None for no norm after the last layer, as
+            in post-norm.
+
+    forward(x, mask, cache=None) is that of EncoderLayer; a cache is a `DecoderCache`. Raises
+    ValueError if N is negative or the norm unknown, TypeError if `layer` is not a module with a
+    `size`.
+    """
+
+    def __init__(self, layer: EncoderLayer, N: int, norm: str | None = "layer") -> None:
+        super().__init__()
+        _require_layer(layer)
+        self.layers = clones(layer, N)
+        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | Packing | None, cache: DecoderCache | None = None
+    ) -> Tensor:
+        require_norm_input("x", x, self.norm)
+        require_cache(cache)
+        return _stack(self.layers, EncoderLayer, self.norm, x, mask, cache=cache)
+
+
+class Decoder(nn.Module):
+    """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
+
+    Args:
+        layer: a module with a `size`, such as a DecoderLayer.
+        N, norm: as in `Encoder`.
+
+    forward(x, memory, src_mask, tgt_mask, cache=None) is that of DecoderLayer; a cache is a
+    `DecoderCache`. Raises ValueError if N is negative or the norm unknown, TypeError if `layer` is
+    not a module with a `size`.
+    """
+
+    def __init__(self, layer: DecoderLayer, N: int, norm: str | None = "layer") -> None:
+        super().__init__()
+        _require_layer(layer)
+        self.layers = clones(layer, N)
+        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        require_norm_input("x", x, self.norm)
+        if memory is not None or cache is None:
+            require_norm_input("memory", memory, self.norm)
+        require_cache(cache)
+        context = memory, src_mask, tgt_mask
+        return _stack(self.layers, DecoderLayer, self.norm, x, *context, cache=cache)
+
+
+def _stack(
+    layers: Iterable[nn.Module],
+    kind: type[EncoderLayer] | type[DecoderLayer],
+    norm: nn.Module,
+    x: Tensor,
+    *context: Any,
+    cache: DecoderCache | None = None,
+) -> Tensor:
+    """Return norm(the layers, one after the other), of x [B, S, d] or [tokens, d].
+
+    The layers share one residual stream: the last sum of a layer is in one kernel with the norm
+    that follows. context: the other arguments of a layer's forward, after which it takes its part
+    of the cache, if there is one. The lengths of masked keys are computed once for all layers.
+    """
+    stream = ResidualStream(x)
+    batch = x.shape[0]  # len(x) would be a constant of an exported program
+    seen = context if cache is not None else tuple(with_lengths(one, batch) for one in context)
+    for i, layer in enumerate(layers):
+        own = () if cache is None else (cache.layer(i),)
+        if type(layer) is kind and is_unmodified(layer):
+            layer._through(stream, *seen, *own)
+        else:  # it is of another class or has hooks
+            stream = ResidualStream(layer(stream.value(), *context, *own))
+    return stream.normalize(norm)
+
+
+def require_cache(cache: DecoderCache | None) -> None:
+    if cache is not None and not isinstance(cache, DecoderCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
+
+
+def _require_layer_cache(cache: LayerCache | None) -> None:
+    if cache is not None and not isinstance(cache, LayerCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
+
+
+def _require_layer(layer: nn.Module) -> None:
+    if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "size", None), int):
+        kind = type(layer).__name__
+        raise TypeError(f"layer is a {kind}; expected a module whose `size` is its features")
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and the feed-forward, each in a SublayerConnection.
+
+    Args:
+        size: features, d_model.
+        self_attn: a module that is called with (query, key, value, mask).
+        feed_forward: a module that is called with x.
+        dropout: probability that an element of a sublayer's output is dropped, in training.
+        norm_first, norm: as in `SublayerConnection`.
+        is_causal: if True, a token sees itself and those before it, and the mask hides more;
+            self_attn is then called with is_causal=True as well.
+
+    forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
+    In a packed batch x is [tokens, size] and mask its `Packing`.
+
+    forward(x, mask, cache), of a causal layer: x follows what the `LayerCache` holds, and so does
+    the last size of the mask.
+
+    Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        self_attn: nn.Module,
+        feed_forward: nn.Module,
+        dropout: float,
+        norm_first: bool = True,
+        norm: str = "layer",
+        is_causal: bool = False,
+    ) -> None:
+        super().__init__()
+        require_callable(self_attn=self_attn, feed_forward=feed_forward)
+        self.self_attn = self_attn
+        self.feed_forward = feed_forward
+        self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 2)
+        self.size = size
+        self.is_causal = require_flag("is_causal", is_causal)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | Packing | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        _require_layer_cache(cache)
+        require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
+        stream = ResidualStream(x)
+        self._through(stream, mask, cache)
+        return stream.value()
+
+    def _through(
+        self,
+        stream: ResidualStream,
+        mask: Tensor | Packing | KeyMask | None,
+        cache: LayerCache | None = None,
+    ) -> None:
+        connections = list(self.sublayer)
+        options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
+        if cache is not None:
+            if not self.is_causal:
+                raise ValueError("cache is given to a layer with is_causal=False; expected None")
+            options["cache"] = cache
+        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, mask, **options))
+        _add(stream, connections[1], self.feed_forward)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the memory and the feed-forward, each in a SublayerConnection.
+
+    Args:
+        size: features, d_model.
+        self_attn, src_attn: modules that are called with (query, key, value, mask).
+        feed_forward: a module that is called with x.
+        dropout: probability that an element of a sublayer's output is dropped, in training.
+        norm_first, norm: as in `SublayerConnection`.
+
+    forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
+    [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
+
+    forward(.., cache): with a `LayerCache` x follows what the cache holds. Self-attention is then
+    causal, over the cache and x, and so is the last size of tgt_mask; None masks nothing else out.
+    The memory is that of the first step, or None.
+
+    Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.1.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        self_attn: nn.Module,
+        src_attn: nn.Module,
+        feed_forward: nn.Module,
+        dropout: float,
+        norm_first: bool = True,
+        norm: str = "layer",
+    ) -> None:
+        super().__init__()
+        require_callable(self_attn=self_attn, src_attn=src_attn, feed_forward=feed_forward)
+        self.size = size
+        self.self_attn = self_attn
+        self.src_attn = src_attn
+        self.feed_forward = feed_forward
+        self.sublayer = clones(SublayerConnection(size, dropout, norm_first, norm), 3)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        _require_layer_cache(cache)
+        require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
+        if memory is not None or cache is None:
+            require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
+        stream = ResidualStream(x)
+        self._through(stream, memory, src_mask, tgt_mask, cache)
+        return stream.value()
+
+    def _through(
+        self,
+        stream: ResidualStream,
+        memory: Tensor | None,
+        src_mask: Tensor | KeyMask | None,
+        tgt_mask: Tensor | KeyMask | None,
+        cache: LayerCache | None = None,
+    ) -> None:
+        own, kept = ({}, {}) if cache is None else ({"cache": cache}, {"cache": cache.memory})
+        connections = list(self.sublayer)
+        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, tgt_mask, **own))
+        _add(stream, connections[1], lambda x: _attend(self.src_attn, x, memory, src_mask, **kept))
+        _add(stream, connections[2], self.feed_forward)
+
+
+def _attend(
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor | None,
+    mask: Tensor | Packing | KeyMask | None,
+    **options: Any,
+) -> Tensor:
+    """Return attention(x, memory, memory, mask), with the lengths of the keys if it takes them."""
+    if isinstance(mask, KeyMask):
+        mask, lengths = mask
+        if type(attention) is MultiHeadedAttention and "cache" not in options:
+            return attention(x, memory, memory, mask, key_lengths=lengths, **options)
+    return attention(x, memory, memory, mask, **options)
+
+
+def _add(
+    stream: ResidualStream, connection: nn.Module, sublayer: Callable[[Tensor], Tensor]
+) -> None:
+    """Apply a SublayerConnection to the stream: x = connection(x, sublayer)."""
+    if type(connection) is SublayerConnection and is_unmodified(connection):
+        stream.add_sublayer(sublayer, connection.norm, connection.dropout, connection.norm_first)
+    else:
+        stream.x = connection(stream.value(), sublayer)

@@ -10,7 +10,9 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 
 from fastformer import records as records  # which register the ops
 from fastformer.backends import current_backend, use_backend
-from fastformer.cache.rows import DecoderCache, KVCache, PagedKVCache
+from fastformer.cache.contiguous import KVCache
+from fastformer.cache.decoder import DecoderCache
+from fastformer.cache.paged import PagedKVCache
 from fastformer.context_parallel import context_parallel
 from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard

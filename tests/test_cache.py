@@ -9,7 +9,8 @@ from policy import check_output
 
 import fastformer as ff
 from fastformer import DecoderCache, KVCache, PagedKVCache
-from fastformer.cache.rows import LayerCache, MemoryCache
+from fastformer.cache.decoder import LayerCache
+from fastformer.cache.memory import MemoryCache
 
 B, G, S, D, DV = 3, 2, 24, 16, 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

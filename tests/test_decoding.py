@@ -330,13 +330,13 @@ def recorded(monkeypatch):
         recorded.cache = options["cache"]
         return function(*arguments, **options)
 
-    begin = cache_module._Rows._begin
+    begin = cache_module.SelfAttentionCache._begin
 
     def begun(self, *arguments):
         begin(self, *arguments)
         self._fixed_shapes = True
 
-    monkeypatch.setattr(cache_module._Rows, "_begin", begun)
+    monkeypatch.setattr(cache_module.SelfAttentionCache, "_begin", begun)
     monkeypatch.setattr(decoding_search, "captures", lambda *_: True)
     monkeypatch.setattr(decoding_search, "captured", captured)
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.backends import current_backend
-from fastformer.cache.rows import DecoderCache
+from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import (
     autocast_dtype,
     may_read,

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import backends, functional
-from fastformer.cache.rows import KVCache, LayerCache, MemoryCache, PagedKVCache
+from fastformer.cache.contiguous import KVCache
+from fastformer.cache.decoder import LayerCache
+from fastformer.cache.memory import MemoryCache
+from fastformer.cache.paged import PagedKVCache
 from fastformer.checks import (
     INTEGERS,
     autocast_dtype,

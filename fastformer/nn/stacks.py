@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastformer.cache.rows import DecoderCache, LayerCache
+from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
-from fastformer.cache.rows import DecoderCache
+from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_callable, require_flag, require_size, require_tensor
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, require_linear_input

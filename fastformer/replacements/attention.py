@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer import backends, functional
-from fastformer.cache.rows import LayerCache, MemoryCache
+from fastformer.cache.decoder import LayerCache
+from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of
 from fastformer.nn.padding import Packing, lengths_of
 from fastformer.replacements.base import (

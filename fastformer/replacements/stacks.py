@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import backends
-from fastformer.cache.rows import DecoderCache
+from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
 from fastformer.eager import eager
 from fastformer.nn.base import require_linear_input

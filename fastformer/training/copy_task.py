@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.backends import explain, use_backend
-from fastformer.cache.rows import DecoderCache
+from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_size
 from fastformer.decoding.search import greedy_decode
 from fastformer.nn.attention import MultiHeadedAttention

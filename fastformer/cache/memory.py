@@ -1,0 +1,87 @@
+"""MemoryCache: the projected keys and values of a memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.cache.rows import AttendedCache, require_rows
+
+__all__ = ["MemoryCache"]
+
+
+class MemoryCache(AttendedCache):
+    """The projected keys and values of a memory, computed at the first step and kept.
+
+    Attributes:
+        key, value: the buffers [B, G, S, D] and [B, G, S, Dv]; None before the first step.
+        filled: whether they hold the keys and values of a memory.
+    """
+
+    def __init__(self) -> None:
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+        self.filled, self.longest = False, 0
+        self._memory: Tensor | None = None
+
+    def fill(self, memory: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values of `memory`, in the buffers of the last one if they fit."""
+        if any(x.requires_grad for x in (key, value)) and torch.is_grad_enabled():
+            raise ValueError(
+                "memory requires a gradient, or its projection does, and a cache keeps none; "
+                "expected a call within torch.no_grad()"
+            )
+        pair = self.key, self.value
+        for have, want in zip(pair, (key, value)):
+            if have is None or not _alike(have, want):
+                with torch.inference_mode(False):
+                    pair = _buffer(key), _buffer(value)
+                break
+        self.key, self.value = pair
+        assert self.key is not None and self.value is not None
+        with torch.no_grad():
+            self.key.copy_(key)
+            self.value.copy_(value)
+        self._memory, self.filled, self.longest = memory, True, key.shape[2]
+
+    def _arguments(
+        self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+        assert self.key is not None and self.value is not None
+        return self.key, self.value, mask, options
+
+    def require_memory(self, name: str, memory: Tensor | None) -> None:
+        """Require the tensor whose keys are kept, or None."""
+        if memory is not None and memory is not self._memory:
+            raise ValueError(
+                f"{name} is another tensor than at the first step, whose keys the cache keeps; "
+                "expected the same one, None, or a cache after reset()"
+            )
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row i hold what row index[i] holds; index as in `KVCache.reorder`."""
+        if not self.filled:
+            return
+        assert self.key is not None and self.value is not None
+        rows = require_rows(index, self.key)
+        key, value = (x.index_select(0, rows) for x in (self.key, self.value))
+        if key.shape == self.key.shape:
+            self.key.copy_(key)
+            self.value.copy_(value)
+        else:
+            self.key, self.value = key, value
+        self._memory = None
+
+    def reset(self) -> None:
+        """Forget the memory; the next step projects one again."""
+        self.filled, self.longest, self._memory = False, 0, None
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+
+
+def _buffer(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -27,6 +27,7 @@ from fastformer import (
 )
 from fastformer.cache import rows as cache_module
 from fastformer.decoding import search as decoding_search
+from fastformer.decoding import steps as decoding_steps
 
 
 class Counting(nn.Module):
@@ -337,8 +338,8 @@ def recorded(monkeypatch):
         self._fixed_shapes = True
 
     monkeypatch.setattr(cache_module.SelfAttentionCache, "_begin", begun)
-    monkeypatch.setattr(decoding_search, "captures", lambda *_: True)
-    monkeypatch.setattr(decoding_search, "captured", captured)
+    monkeypatch.setattr(decoding_steps, "captures", lambda *_: True)
+    monkeypatch.setattr(decoding_steps, "captured", captured)
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
@@ -408,7 +409,7 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
     def captured(function):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(decoding_search, "captured", captured)
+    monkeypatch.setattr(decoding_steps, "captured", captured)
     cache = DecoderCache(17, page_size=page_size)
     with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
@@ -418,24 +419,24 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
 def test_what_is_captured():
     """Modules of this package and of torch on a GPU, as they are."""
     model, tokens = translator(), SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
-    assert not decoding_search.captures(model, torch.zeros(1))
+    assert not decoding_steps.captures(model, torch.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        assert decoding_search.captures(model, tokens)
+        assert decoding_steps.captures(model, tokens)
         handle = model.decoder.norm.register_forward_hook(lambda *_: None)
-        assert not decoding_search.captures(model, tokens)
+        assert not decoding_steps.captures(model, tokens)
         handle.remove()
         model.decoder.layers[0].self_attn.keep_attention = True
-        assert not decoding_search.captures(model, tokens)
+        assert not decoding_steps.captures(model, tokens)
         model.decoder.layers[0].self_attn.keep_attention = False
         model.generator = Counting()
-        assert not decoding_search.captures(model, tokens)
-        assert decoding_search.captures(translator(), tokens)
-        patch.setattr(decoding_search, "may_read", lambda x: True)  # checks wait for the device
-        assert not decoding_search.captures(translator(), tokens)
-        patch.setattr(decoding_search, "may_read", lambda x: False)
+        assert not decoding_steps.captures(model, tokens)
+        assert decoding_steps.captures(translator(), tokens)
+        patch.setattr(decoding_steps, "may_read", lambda x: True)  # checks wait for the device
+        assert not decoding_steps.captures(translator(), tokens)
+        patch.setattr(decoding_steps, "may_read", lambda x: False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not decoding_search.captures(translator(), tokens)
+        assert not decoding_steps.captures(translator(), tokens)
 
 
 # ---------------------------------------------------------------------------------- language models

@@ -1,0 +1,398 @@
+"""The steps of a model: the log-probabilities of the token after those so far."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.backends import current_backend
+from fastformer.cache.decoder import DecoderCache
+from fastformer.checks import (
+    autocast_dtype,
+    may_read,
+    require_flag,
+    require_size,
+    require_tensor,
+    require_token_ids,
+    shape_of,
+)
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding
+from fastformer.nn.stream import is_unmodified
+from fastformer.nn.transformer import has_positions, subsequent_mask
+
+
+def put_tokens(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> None:
+    """Write the new tokens number i, [B, ..], behind the prompts of `lengths` in [B, .., L]."""
+    if isinstance(lengths, int):
+        tokens[..., lengths + i] = new
+    else:
+        at = (lengths + i).view(-1, *[1] * (tokens.dim() - 1)).expand(*tokens.shape[:-1], 1)
+        tokens.scatter_(-1, at, new.unsqueeze(-1))
+
+
+class Steps:
+    """What a model gives after the tokens so far: log-probabilities [R, V] of the next one.
+
+    prompt: [B, P] token ids. lengths: of the prompts, P, or [B] where they differ. new: tokens that
+    follow each prompt. end, pad: the symbol that ends a row, and what follows it.
+    """
+
+    end: int | None = None
+    pad = 0
+
+    def __init__(
+        self,
+        model: Any,
+        src: Tensor,
+        src_mask: Tensor | None,
+        max_len: int,
+        start_symbol: int | None,
+    ) -> None:
+        self.model, self.src_mask = model, src_mask
+        self.memory: Tensor | None = None
+        self.lengths: int | Tensor = 1
+        if start_symbol is None:
+            self.prompt = src
+            self.lengths = src.shape[1] if src_mask is None else _prompt_lengths(src, src_mask)
+        else:
+            self.prompt = src.new_full((src.shape[0], 1), start_symbol)
+            self.memory = model.encode(src, src_mask)
+        self.translates = start_symbol is not None
+        self.new = max_len - self.prompt.shape[1]
+
+    def begun(self) -> Tensor:
+        """Return the prompts as the beginnings of [B, max_len], and the pad symbol after them."""
+        tokens = F.pad(self.prompt, (0, self.new), value=self.pad)
+        if isinstance(self.lengths, Tensor):
+            past = torch.arange(tokens.shape[1], device=tokens.device) >= self.lengths.unsqueeze(1)
+            tokens.masked_fill_(past, self.pad)
+        return tokens
+
+    def first(self) -> Tensor:
+        """Return the log-probabilities [B, V] after the prompts."""
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities [R, V] after one more token of each row, [R]."""
+        raise NotImplementedError
+
+    def reorder(self, rows: Tensor, same_source: bool) -> None:
+        """Let row i continue rows[i], [R'], which has the same source or another."""
+        if not same_source and self.src_mask is not None and len(self.src_mask) > 1:
+            self.src_mask = self.src_mask[rows]
+
+    def _last(self, output: Tensor, lengths: int | Tensor) -> Tensor:
+        """Return the log-probabilities after the last of each row's tokens; output: [R, n, d]."""
+        if isinstance(lengths, Tensor):
+            last = output[torch.arange(len(output), device=output.device), lengths - 1]
+        else:
+            last = output[:, -1]
+        return self.model.generator(last)
+
+
+class _CachedSteps(Steps):
+    """Steps that compute the new tokens alone.
+
+    On a GPU the second step is captured in a CUDA graph, and replayed for each token: the host then
+    launches one graph for it, and counts. A later call with the same cache, model and sizes replays
+    the graph of the first one.
+    """
+
+    def __init__(self, cache: DecoderCache, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.cache = cache
+        self._steps = 0
+        self._graph: _StepGraph | None = None
+
+    def first(self) -> Tensor:
+        output = self._output(self.prompt)
+        if isinstance(self.lengths, Tensor):
+            self.cache.crop(self.lengths)
+        return self._last(output, self.lengths)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._steps += 1
+        if self._steps == 2 and captures(self.model, tokens):  # the first compiles the kernels
+            self._graph = self._captured(tokens)
+        return self._one(tokens) if self._graph is None else self._graph.step(tokens)
+
+    def _captured(self, tokens: Tensor) -> _StepGraph | None:
+        """Return the graph of a step, that of an earlier call where it computes the same."""
+        key, graph = self._graph_key(tokens), self.cache.graph
+        if not isinstance(graph, _StepGraph) or graph.key != key:
+            try:
+                graph = _StepGraph(key, self, tokens)
+            except RuntimeError as error:
+                warnings.warn(f"the steps run without a CUDA graph: {error}", stacklevel=2)
+                return None
+            self.cache.graph = graph
+        graph.take_mask(self.src_mask)
+        return graph
+
+    def _one(self, tokens: Tensor) -> Tensor:
+        return self._last(self._output(tokens.unsqueeze(1)), 1)
+
+    def _graph_key(self, tokens: Tensor) -> tuple[object, ...]:
+        """Return what a graph depends on beside the contents of its tensors.
+
+        The printed model has the numbers of its modules, such as the probability of a dropout.
+        """
+        modules = tuple((m, m.training) for m in self.model.modules())
+        parameters = (*self.model.parameters(), *self.model.buffers())
+        pointers = tuple(x.data_ptr() for x in parameters)
+        mask = None if self.src_mask is None else (self.src_mask.shape, self.src_mask.dtype)
+        buffers = tuple(x.data_ptr() for x in self.cache.buffers())
+        precision = torch.get_float32_matmul_precision(), autocast_dtype(tokens)
+        given = tokens.shape, tokens.dtype, mask, current_backend(), precision
+        return modules, repr(self.model), pointers, buffers, given
+
+    def reorder(self, rows: Tensor, same_source: bool) -> None:
+        super().reorder(rows, same_source)
+        self.cache.reorder(rows, same_source)
+        if not same_source:
+            self.memory = None  # the cache has its keys and values
+
+    def _output(self, tokens: Tensor) -> Tensor:
+        if self.translates:
+            return self.model.decode(self.memory, self.src_mask, tokens, None, cache=self.cache)
+        return self.model(tokens, cache=self.cache)
+
+
+class _StepGraph:
+    """A step of one token a row, captured: the same kernels on the same tensors for each token.
+
+    The host's part of a step, which finds room in the cache, runs before each replay. The
+    log-probabilities of a step are overwritten by the next.
+    """
+
+    def __init__(self, key: tuple[object, ...], steps: _CachedSteps, tokens: Tensor) -> None:
+        self.key, self.cache = key, steps.cache
+        self._tokens = tokens.clone()
+        self._mask = None if steps.src_mask is None else steps.src_mask.clone()
+        given, steps.src_mask = steps.src_mask, self._mask
+        try:
+            with self.cache.advanced(1):
+                self._replay, self._scores = captured(lambda: steps._one(self._tokens))
+        finally:
+            steps.src_mask = given
+        self._counted = True  # the host has counted a step that no replay has computed yet
+
+    def take_mask(self, src_mask: Tensor | None) -> None:
+        """Read this mask from now on, of the shape of the captured one."""
+        if self._mask is not None and src_mask is not None:
+            self._mask.copy_(src_mask)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities [R, V] after one more token of each row, [R]."""
+        self._tokens.copy_(tokens)
+        if self._counted:
+            self._counted = False
+            self._replay()
+        else:
+            with self.cache.advanced(1):
+                self._replay()
+        return self._scores
+
+
+def captures(model: nn.Module, tokens: Tensor) -> bool:
+    """Say whether a step is captured: on a GPU, with modules that run nothing of their own."""
+    if not tokens.is_cuda or may_read(tokens) or torch.cuda.is_current_stream_capturing():
+        return False
+    for module in model.modules():
+        known = type(module).__module__.split(".")[0] in ("fastformer", "torch")
+        if not known or not is_unmodified(module) or getattr(module, "keep_attention", False):
+            return False
+    return True
+
+
+def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Capture what the function launches in a CUDA graph; return its replay, and the result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    return graph.replay, out
+
+
+class _RecomputedSteps(Steps):
+    """Steps that compute all tokens again."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tokens, self._now = self.prompt, self.lengths
+
+    def first(self) -> Tensor:
+        return self._last(self._output(self._tokens), self._now)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._tokens = torch.cat([self._tokens, tokens.unsqueeze(1)], 1)
+        put_tokens(self._tokens, self._now, 0, tokens)
+        self._now = self._now + 1
+        return self.first()
+
+    def reorder(self, rows: Tensor, same_source: bool) -> None:
+        super().reorder(rows, same_source)
+        self._tokens = self._tokens[rows]
+        if isinstance(self._now, Tensor):
+            self._now = self._now[rows]
+        if not same_source and self.memory is not None:
+            self.memory = self.memory[rows]
+
+    def _output(self, tokens: Tensor) -> Tensor:
+        if not self.translates:
+            return self.model(tokens)
+        mask = subsequent_mask(tokens.shape[1]).to(tokens.device)
+        return self.model.decode(self.memory, self.src_mask, tokens, mask)
+
+
+def make_steps(
+    model: nn.Module,
+    src: Tensor,
+    src_mask: Tensor | None,
+    max_len: int,
+    start_symbol: int | None,
+    end_symbol: int | None,
+    pad_symbol: int | None,
+    cache: bool | DecoderCache,
+) -> Steps:
+    """Return the steps of a model that decodes, after the checks that all kinds of search share."""
+    require_token_ids("src", src)
+    require_size(max_len=max_len)
+    if start_symbol is not None:
+        require_size(0, start_symbol=start_symbol)
+    _require_model(model, start_symbol)
+    prompt = 1 if start_symbol is not None else src.shape[1]
+    if not 1 <= prompt <= max_len:
+        raise ValueError(
+            f"max_len is {max_len} and src has {prompt} tokens; expected a prompt of 1 to max_len"
+        )
+    _require_positions(model, max_len)
+    symbols = dict(start_symbol=start_symbol, end_symbol=end_symbol, pad_symbol=pad_symbol)
+    _require_symbols(_vocabulary(model), **symbols)
+    steps = _steps(cache, model, src, src_mask, max_len, start_symbol)
+    pad = end_symbol if pad_symbol is None else pad_symbol
+    if pad is None and isinstance(steps.lengths, Tensor):
+        raise ValueError(
+            "pad_symbol is None and so is end_symbol; expected a token to follow short prompts"
+        )
+    steps.end, steps.pad = end_symbol, 0 if pad is None else pad
+    return steps
+
+
+def _steps(
+    cache: bool | DecoderCache,
+    model: nn.Module,
+    src: Tensor,
+    src_mask: Tensor | None,
+    max_len: int,
+    start_symbol: int | None,
+) -> Steps:
+    """Return steps with a cache, if the model takes one and the caller wants it."""
+    arguments = model, src, src_mask, max_len, start_symbol
+    takes = _takes_cache(model)
+    if not isinstance(cache, DecoderCache):
+        if not (require_flag("cache", cache) and takes):
+            return _RecomputedSteps(*arguments)
+        return _CachedSteps(DecoderCache(max(1, max_len - 1)), *arguments)
+    if not takes:
+        raise ValueError("cache is a DecoderCache, and a module of the model takes none")
+    if cache.capacity < max_len - 1:
+        raise ValueError(
+            f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
+        )
+    cache.reset(src.shape[0] or None)  # an empty batch takes no step, and the buffers stay
+    return _CachedSteps(cache, *arguments)
+
+
+def _require_model(model: Any, start_symbol: int | None) -> None:
+    """Require what `make_model` gives, and a start symbol, or a language model without one."""
+    if callable(getattr(model, "generator", None)) and not hasattr(model, "encode"):
+        if start_symbol is not None:
+            raise ValueError(
+                f"start_symbol is {start_symbol}; expected None: a language model continues src"
+            )
+        return
+    for part in ("encode", "decode", "generator"):
+        if not callable(getattr(model, part, None)):
+            kind = type(model).__name__
+            raise TypeError(f"model is a {kind} without {part}; expected what make_model gives")
+    if start_symbol is None:
+        raise ValueError("start_symbol is None; expected the first token of every row")
+
+
+def _embedding(model: Any) -> nn.Module | None:
+    """Return a module that embeds the tokens that are decoded, and no others."""
+    embed = getattr(model, "tgt_embed", None) if hasattr(model, "encode") else model
+    return embed if isinstance(embed, nn.Module) else None
+
+
+def _vocabulary(model: Any) -> int | None:
+    embed = _embedding(model)
+    for module in () if embed is None else embed.modules():
+        if isinstance(module, Embeddings):
+            return module.lut.num_embeddings
+    return None
+
+
+def _require_positions(model: Any, max_len: int) -> None:
+    """Require positions for all tokens but the last, which no step reads."""
+    embed = _embedding(model)
+    for module in () if embed is None else embed.modules():
+        if isinstance(module, PositionalEncoding) and max_len - 1 > module.pe.shape[1]:
+            raise ValueError(
+                f"max_len is {max_len}; expected at most {module.pe.shape[1] + 1}, "
+                "the positions of the model and the symbol after them"
+            )
+
+
+def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
+    for name, symbol in symbols.items():
+        if symbol is not None:
+            require_size(0, **{name: symbol})
+            if vocabulary is not None and symbol >= vocabulary:
+                raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
+
+
+def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
+    """Return the lengths of prompts [B, S] with padding on the right, which the mask hides."""
+    require_tensor("src_mask", src_mask)
+    mask = src_mask.squeeze(1) if src_mask.dim() == 3 else src_mask
+    if mask.shape != src.shape or mask.is_floating_point():
+        raise ValueError(
+            f"src_mask has shape {shape_of(src_mask)} and dtype {src_mask.dtype}; expected "
+            f"booleans, [B, S] = {shape_of(src)} or [B, 1, S]"
+        )
+    kept = mask != 0
+    if may_read(kept) and not (kept[:, 0].all() and (kept[:, 1:] <= kept[:, :-1]).all()):
+        raise ValueError(
+            "src_mask masks out a token before another one; expected prompts on the left, of one "
+            "token or more, and padding on their right"
+        )
+    return kept.sum(1)
+
+
+def _takes_cache(model: Any) -> bool:
+    """Say whether all modules that decode take a cache, and the positions continue in it."""
+    if not isinstance(model, nn.Module):
+        return False
+    translates = hasattr(model, "encode")
+    embed = getattr(model, "tgt_embed" if translates else "embed", None)
+    decoder = getattr(model, "decoder", None)
+    layers = list(getattr(decoder, "layers", ()))
+    if not layers or not isinstance(embed, nn.Module) or not has_positions(embed):
+        return False
+    forwards: list[Any] = [model.decode if translates else model.forward]
+    forwards.append(getattr(decoder, "forward", None))
+    for layer in layers:
+        attentions = (getattr(layer, name, layer) for name in ("self_attn", "src_attn"))
+        forwards += [layer.forward, *(attention.forward for attention in attentions)]
+    return all(_has_cache(forward) for forward in forwards)
+
+
+def _has_cache(function: Callable[..., Any]) -> bool:
+    return "cache" in inspect.signature(function).parameters

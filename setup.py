@@ -7,13 +7,15 @@ from setuptools import setup
 setup(
     packages=[
         "fastformer",
+        "fastformer.distributed",
+        "fastformer.drop_in",
         "fastformer.cache",
         "fastformer.decoding",
         "fastformer.dispatch",
         "fastformer.nn",
         "fastformer.training",
         "fastformer.tuning",
-        "fastformer.replacements",
+        "fastformer.drop_in.replacements",
         "fastformer.kernels",
         "fastformer.kernels.attention",
         "fastformer.measurements",

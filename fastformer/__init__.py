@@ -13,10 +13,15 @@ from fastformer.backends import current_backend, use_backend
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
-from fastformer.context_parallel import context_parallel
 from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard
-from fastformer.explanation import Explanation, explain
+from fastformer.distributed.context_parallel import context_parallel
+from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
+from fastformer.drop_in.explanation import Explanation, explain
+from fastformer.drop_in.hugging_face import register_transformers
+from fastformer.drop_in.patch import Report, accelerate, restore
+from fastformer.drop_in.replacements.stacks import decode_step
+from fastformer.drop_in.sdpa import sdpa_override
 from fastformer.functional import (
     attention_weights,
     cross_entropy,
@@ -33,7 +38,6 @@ from fastformer.functional import (
     scaled_dot_product_attention,
     swiglu,
 )
-from fastformer.integrations import register_transformers
 from fastformer.nn.attention import MultiHeadedAttention, attention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding
@@ -49,10 +53,6 @@ from fastformer.nn.transformer import (
     make_model,
     subsequent_mask,
 )
-from fastformer.parallel import parallelize, require_same_ranks, sequences_from
-from fastformer.patch import Report, accelerate, restore
-from fastformer.replacements.stacks import decode_step
-from fastformer.sdpa import sdpa_override
 from fastformer.training.training import (
     Batch,
     LabelSmoothing,

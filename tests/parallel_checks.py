@@ -256,11 +256,14 @@ def refusals(folder):
             torch.manual_seed(0)
 
     def versions():
-        known, ff.parallel.__version__ = ff.parallel.__version__, str(rank)
+        known, ff.distributed.parallelize.__version__ = (
+            ff.distributed.parallelize.__version__,
+            str(rank),
+        )
         try:
             ff.require_same_ranks()
         finally:
-            ff.parallel.__version__ = known
+            ff.distributed.parallelize.__version__ = known
 
     def hidden(name, width, mesh=mesh):
         """A feed-forward with dropout whose hidden units are split over all of a mesh."""

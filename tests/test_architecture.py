@@ -19,12 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"integrations", "training"},
-    {"parallel", "patch"},
-    {"explanation", "sdpa", "tuning"},
-    {"decoding", "replacements"},
+    {"training"},
+    {"distributed"},
+    {"decoding", "drop_in", "tuning"},
     {"nn"},
-    {"cache", "context_parallel"},
+    {"cache"},
     {"records"},
     {"functional"},
     {"reference"},
@@ -210,6 +209,14 @@ def test_every_op_is_public_and_documented():
             assert part in function.__doc__, f"{op} has no {part}"
     for name in ff.__all__:
         assert name == "__version__" or getattr(ff, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", ff.__all__)
+def test_no_module_hides_a_public_name(name):
+    """`import fastformer.tune` would put a folder of that name over the function."""
+    assert (
+        not (ROOT / f"fastformer/{name}.py").exists() and not (ROOT / "fastformer" / name).exists()
+    )
 
 
 def test_kernels_are_imported_under_fastformer():

@@ -9,8 +9,8 @@ from test_parallel import run
 
 import fastformer as ff
 from fastformer import backends
-from fastformer.context_parallel import Merged
 from fastformer.description import Attention
+from fastformer.distributed.context_parallel import Merged
 
 HEADS, ROWS, CUTS = 2, 24, (0, 7, 16, 24)
 

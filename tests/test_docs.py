@@ -52,7 +52,7 @@ def test_the_tree_names_every_file(folder):
     drawn = re.search(rf"^{folder}/ .*\n((?:  .*\n)+)", ARCHITECTURE, re.M)[1]
     named = re.findall(r"(?:^| )(\w+(?:\.py|/))(?= |$)", drawn, re.M)
     files = [path.name for path in (ROOT / folder).rglob("*.py") if path.name[0] != "_"]
-    folders = [f"{path.parent.name}/" for path in (ROOT / folder).glob("*/__init__.py")]
+    folders = [f"{path.parent.name}/" for path in (ROOT / folder).rglob("*/__init__.py")]
     assert sorted(named) == sorted(files + folders)
 
 

@@ -16,7 +16,8 @@ import torch
 import torch._dynamo.testing
 
 import fastformer as ff
-from fastformer import functional, integrations, numerics
+from fastformer import functional, numerics
+from fastformer.drop_in import hugging_face as drop_in_hugging_face
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
@@ -272,7 +273,7 @@ def test_layers_that_make_no_masks():
     ):
         if own is not None:
             module.is_causal = own
-        have, weights = integrations.attention(module, x, x, x, None, is_causal=given)
+        have, weights = drop_in_hugging_face.attention(module, x, x, x, None, is_causal=given)
         torch.testing.assert_close(have, want)
         assert weights is None
 
@@ -283,11 +284,11 @@ def test_layers_that_know_no_better(device):
     """
     module, x = torch.nn.Module(), torch.randn(1, 2, 3, 4)
     module.is_causal = True
-    everything = integrations.mask(
+    everything = drop_in_hugging_face.mask(
         1, 3, 3, mask_function=masking_utils.bidirectional_mask_function,
         allow_is_bidirectional_skip=True,
     )  # fmt: skip
-    have, _ = integrations.attention(module, x, x, x, everything)
+    have, _ = drop_in_hugging_face.attention(module, x, x, x, everything)
     torch.testing.assert_close(have, ff.scaled_dot_product_attention(x, x, x).transpose(1, 2))
     model = llama().to(device)
     for layer in model.model.layers:
@@ -321,7 +322,7 @@ def test_masks_of_the_user(kind, device):
 def test_float_mask_beside_a_position_bias(device):
     q, k, v = (torch.randn(B, 4, S, 8, device=device) for _ in range(3))
     mask, bias = torch.randn(B, 1, S, S, device=device), torch.randn(1, 4, S, S, device=device)
-    have, _ = integrations.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
+    have, _ = drop_in_hugging_face.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
     want = ff.scaled_dot_product_attention(q, k, v, mask + bias)
     torch.testing.assert_close(have, want.transpose(1, 2))
 
@@ -412,7 +413,7 @@ def test_the_cheapest_call(device, calls):
 def test_one_query_for_all_sequences(device):
     """As learned queries are; and the layout is that of eager, [B, S, H, D] without gaps."""
     q, k = torch.randn(1, 2, 3, 4, device=device), torch.randn(B, 2, 5, 4, device=device)
-    have, _ = integrations.attention(torch.nn.Module(), q, k, k, None)
+    have, _ = drop_in_hugging_face.attention(torch.nn.Module(), q, k, k, None)
     want = ff.scaled_dot_product_attention(q.expand(B, -1, -1, -1), k, k).transpose(1, 2)
     torch.testing.assert_close(have, want)
     assert have.is_contiguous()
@@ -670,7 +671,7 @@ def seen(mask, q_length, k_length):
     """[B, 1, Sq, Sk]: the keys that a layer gives a weight, under a mask and nothing else."""
     module = torch.nn.Module()
     q, k = (torch.zeros(B, 1, n, 4) for n in (q_length, k_length))
-    out, weights = integrations.attention(module, q, k, k + 1, mask, output_attentions=True)
+    out, weights = drop_in_hugging_face.attention(module, q, k, k + 1, mask, output_attentions=True)
     torch.testing.assert_close(out[:, :, :, 0], weights.sum(-1).transpose(1, 2))
     return weights > 0
 
@@ -697,7 +698,7 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
     sizes |= {"mask_function": function, "attention_mask": tokens}
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    mask = integrations.mask(
+    mask = drop_in_hugging_face.mask(
         **sizes, allow_is_causal_skip=not both, allow_is_bidirectional_skip=both
     )
     assert torch.equal(seen(mask, q_length, k_length), want.expand(B, -1, -1, -1))
@@ -725,7 +726,7 @@ def test_masks_of_a_buffer(pattern, q_length, kind, padding, monkeypatch):
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False).expand(B, -1, -1, -1)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
     for skip in (False, True):
-        mask = integrations.mask(**sizes, allow_is_causal_skip=skip)
+        mask = drop_in_hugging_face.mask(**sizes, allow_is_causal_skip=skip)
         assert mask.held.tolist() == [4 + q_length] * B
         assert (mask.visible is None) == (padding in ("none", "ones"))
         assert torch.equal(seen(mask, q_length, 12), want)
@@ -749,17 +750,17 @@ def test_other_masks_are_complete():
     ]
     sizes = {"batch_size": B, "q_length": 5, "kv_length": 5}
     for function in functions:
-        have = integrations.mask(**sizes, mask_function=function, allow_is_causal_skip=True)
+        have = drop_in_hugging_face.mask(**sizes, mask_function=function, allow_is_causal_skip=True)
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
         assert have.visible.dtype == torch.bool and torch.equal(have.complete(), want)
     for function in (causal, window, utils.bidirectional_mask_function):  # not to be left out
-        have = integrations.mask(**sizes, mask_function=function)
+        have = drop_in_hugging_face.mask(**sizes, mask_function=function)
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
         assert torch.equal(have.complete(), want)
     # A static cache of 8: what is not filled yet lies behind the last query.
     sizes["kv_length"], allowed = 8, {"allow_is_causal_skip": True}
     for offset in (0, torch.tensor(2)):
-        have = integrations.mask(**sizes, q_offset=offset, mask_function=window, **allowed)
+        have = drop_in_hugging_face.mask(**sizes, q_offset=offset, mask_function=window, **allowed)
         want = utils.sdpa_mask(
             **sizes, q_offset=offset, mask_function=window, allow_is_causal_skip=False
         )
@@ -770,7 +771,7 @@ def test_other_masks_are_complete():
         {"q_offset": torch.tensor(0)},
         {"attention_mask": torch.ones(B, 3, dtype=torch.bool)},
     ):
-        have = integrations.mask(**sizes, **more, **allowed)
+        have = drop_in_hugging_face.mask(**sizes, **more, **allowed)
         assert torch.equal(
             have.complete(), utils.sdpa_mask(**sizes, **more, allow_is_causal_skip=False)
         )
@@ -778,7 +779,7 @@ def test_other_masks_are_complete():
 
 def made(left=None, right=0, padding=None, guarded=True):
     """A Mask of 3 queries and 4 keys."""
-    kind = integrations._FunctionMask if guarded else integrations.Mask
+    kind = drop_in_hugging_face._FunctionMask if guarded else drop_in_hugging_face.Mask
     return kind((B, 1, 3, 4), padding, left, right, "cpu", "some_model")
 
 
@@ -811,7 +812,7 @@ def test_what_a_model_may_do_with_a_mask():
         (torch.cat([mask, made()], -1), torch.cat([full, made().complete()], -1)),
         (mask & made(None, 0), full & made(None, 0).complete()),
     ):
-        assert isinstance(have, integrations.Mask) and torch.equal(have.complete(), want)
+        assert isinstance(have, drop_in_hugging_face.Mask) and torch.equal(have.complete(), want)
     assert torch.equal(~mask, ~full) and torch.equal(mask.logical_not(), ~full)
     scores = torch.randn(B, 1, 3, 4)
     assert torch.equal(torch.where(mask, scores, -1.0), torch.where(full, scores, -1.0))
@@ -909,10 +910,10 @@ def layer(**changes):
     arguments = {"query": torch.randn(1, 2, 3, 4), "attention_mask": None, **changes}
     arguments.setdefault("key", arguments["query"])
     arguments.setdefault("value", arguments["key"])
-    return integrations.attention(torch.nn.Module(), **arguments)
+    return drop_in_hugging_face.attention(torch.nn.Module(), **arguments)
 
 
-@pytest.mark.parametrize("name", [*integrations.REFUSED, "tomorrows_keyword"])
+@pytest.mark.parametrize("name", [*drop_in_hugging_face.REFUSED, "tomorrows_keyword"])
 def test_refused_arguments(name):
     for nothing in (None, False):
         layer(**{name: nothing})
@@ -920,16 +921,16 @@ def test_refused_arguments(name):
         layer(**{name: torch.ones(2)})
 
 
-@pytest.mark.parametrize("name", sorted(integrations.KNOWN))
+@pytest.mark.parametrize("name", sorted(drop_in_hugging_face.KNOWN))
 def test_known_arguments(name):
     x = torch.randn(1, 2, 3, 4)
     assert torch.equal(layer(query=x)[0], layer(query=x, **{name: 3})[0])
 
 
-@pytest.mark.parametrize("name", integrations.PACKED)
+@pytest.mark.parametrize("name", drop_in_hugging_face.PACKED)
 def test_packed_sequences_that_the_mask_does_not_hold(name):
     bounds, x = torch.tensor([0, 1, 3]), torch.randn(B, 2, 3, 4)
-    band = integrations.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
+    band = drop_in_hugging_face.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
     for mask in (None, band, torch.ones(1, 1, 1, 3, dtype=torch.bool)):
         with pytest.raises(
             ValueError, match=rf"^{name} \(packed sequences\).*give .* position_ids"
@@ -1077,7 +1078,7 @@ def test_masks_that_are_not_registered(device, monkeypatch):
     model(**given)
 
     functions = transformers.AttentionInterface._global_mapping
-    monkeypatch.setitem(functions, "mine", integrations.attention)
+    monkeypatch.setitem(functions, "mine", drop_in_hugging_face.attention)
     model.set_attn_implementation("mine")
     with pytest.raises(RuntimeError, match="attn_implementation='mine'"):
         model(**given)
@@ -1128,7 +1129,7 @@ def test_a_type_is_no_worse_than_the_table(kind):
 
 def test_the_sweep_sees_what_is_wrong(monkeypatch):
     """An attention that forgets its mask, and one that crashes."""
-    real = integrations.attention
+    real = drop_in_hugging_face.attention
 
     def forgetful(module, q, k, v, mask, **given):
         return real(module, q, k, v, None, **given)
@@ -1138,10 +1139,10 @@ def test_the_sweep_sees_what_is_wrong(monkeypatch):
 
     functions = transformers.AttentionInterface._global_mapping
     monkeypatch.setitem(functions, "fastformer", real)  # after the test, too
-    monkeypatch.setattr(integrations, "attention", forgetful)
+    monkeypatch.setattr(drop_in_hugging_face, "attention", forgetful)
     assert hugging_face.check("bert")[0] == "differs"
     assert hugging_face.check("llama")[0] == "differs"
-    monkeypatch.setattr(integrations, "attention", broken)
+    monkeypatch.setattr(drop_in_hugging_face, "attention", broken)
     assert hugging_face.check("bert") == ("fails", "RuntimeError: somewhere else")
 
 

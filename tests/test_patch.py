@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import patch, use_backend
-from fastformer.replacements.base import running
+from fastformer import use_backend
+from fastformer.drop_in import patch
+from fastformer.drop_in.replacements.base import running
 
 N, L, S, E, H = 2, 5, 7, 16, 2
 INF = float("-inf")

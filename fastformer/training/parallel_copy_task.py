@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastformer.context_parallel import context_parallel
+from fastformer.distributed.context_parallel import context_parallel
+from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
 from fastformer.nn.transformer import EncoderDecoder
-from fastformer.parallel import parallelize, require_same_ranks, sequences_from
 from fastformer.training.copy_task import COMPARED_STEPS, PAD, OneProcess, Settings, faults, train
 from fastformer.training.training import Batch
 

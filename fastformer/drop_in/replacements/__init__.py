@@ -20,20 +20,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastformer.replacements.annotated import (
+from fastformer.drop_in.replacements.annotated import (
     AnnotatedModule,
     FusedAnnotatedAttention,
     FusedAnnotatedFeedForward,
     FusedAnnotatedNorm,
 )
-from fastformer.replacements.attention import FusedMultiheadAttention
-from fastformer.replacements.base import Accelerated
-from fastformer.replacements.layers import (
+from fastformer.drop_in.replacements.attention import FusedMultiheadAttention
+from fastformer.drop_in.replacements.base import Accelerated
+from fastformer.drop_in.replacements.layers import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
 )
-from fastformer.replacements.norms import FusedLayerNorm, FusedRMSNorm
-from fastformer.replacements.stacks import (
+from fastformer.drop_in.replacements.norms import FusedLayerNorm, FusedRMSNorm
+from fastformer.drop_in.replacements.stacks import (
     FusedTransformer,
     FusedTransformerDecoder,
     FusedTransformerEncoder,

@@ -28,12 +28,12 @@ from torch import nn
 
 from fastformer import backends
 from fastformer._version import __version__
+from fastformer.drop_in.replacements.base import Accelerated
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import Embeddings
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stacks import Decoder, Encoder
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
-from fastformer.replacements.base import Accelerated
 
 sequences_from = backends.sequences_from
 

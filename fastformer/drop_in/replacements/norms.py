@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastformer import functional
 from fastformer.checks import autocast_dtype
-from fastformer.replacements.base import Accelerated, ops_of, weight_obstacle
+from fastformer.drop_in.replacements.base import Accelerated, ops_of, weight_obstacle
 
 
 class FusedLayerNorm(Accelerated, nn.LayerNorm):

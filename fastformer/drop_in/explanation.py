@@ -19,8 +19,8 @@ from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
 
 from fastformer import backends
-from fastformer.replacements import KINDS
-from fastformer.replacements.base import Accelerated, running
+from fastformer.drop_in.replacements import KINDS
+from fastformer.drop_in.replacements.base import Accelerated, running
 
 __all__ = ["Explanation", "explain"]
 

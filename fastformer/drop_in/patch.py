@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import backends
-from fastformer.explanation import name_pattern
+from fastformer.drop_in.explanation import name_pattern
+from fastformer.drop_in.replacements import ANNOTATED, KINDS
+from fastformer.drop_in.replacements.annotated import AnnotatedModule
+from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
+from fastformer.drop_in.replacements.base import Accelerated, class_for
+from fastformer.drop_in.replacements.layers import Layer
+from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
-from fastformer.replacements import ANNOTATED, KINDS
-from fastformer.replacements.annotated import AnnotatedModule
-from fastformer.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
-from fastformer.replacements.base import Accelerated, class_for
-from fastformer.replacements.layers import Layer
-from fastformer.replacements.stacks import FusedTransformerEncoder
 
 __all__ = ["Report", "accelerate", "restore"]
 

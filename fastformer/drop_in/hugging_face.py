@@ -130,7 +130,7 @@ def _enter_classes(models: ModuleType) -> None:
 
 def _overridden(sdpa: type) -> type:
     """Return a class whose calls of F.scaled_dot_product_attention run on fastformer."""
-    from fastformer.sdpa import sdpa_override
+    from fastformer.drop_in.sdpa import sdpa_override
 
     class Overridden(sdpa):
         def forward(self, *args: object, **kwargs: object) -> object:

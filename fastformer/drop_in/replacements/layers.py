@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from fastformer import backends
 from fastformer.checks import autocast_dtype
-from fastformer.eager import eager
-from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
-from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.replacements.base import (
+from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
+from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
     parameter_obstacle,
     record_torch,
     tensor_obstacle,
 )
-from fastformer.replacements.norms import FusedLayerNorm
+from fastformer.drop_in.replacements.norms import FusedLayerNorm
+from fastformer.eager import eager
+from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodified
 
 
 class OnStream(Accelerated):

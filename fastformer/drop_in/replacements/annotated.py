@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer import functional
+from fastformer.drop_in.replacements.base import Accelerated, ops_of, tensor_obstacle
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
-from fastformer.replacements.base import Accelerated, ops_of, tensor_obstacle
 
 
 class AnnotatedModule(Accelerated):

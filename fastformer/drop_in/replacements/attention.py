@@ -16,14 +16,14 @@ from fastformer import backends, functional
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of
-from fastformer.nn.padding import Packing, lengths_of
-from fastformer.replacements.base import (
+from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
     record_fallback,
     tensor_obstacle,
     weight_obstacle,
 )
+from fastformer.nn.padding import Packing, lengths_of
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "

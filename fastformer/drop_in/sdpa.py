@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastformer import backends, functional
-from fastformer.replacements.base import record_torch, tensor_obstacle
+from fastformer.drop_in.replacements.base import record_torch, tensor_obstacle
 
 __all__ = ["sdpa_override"]
 

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from fastformer import backends
 from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
-from fastformer.eager import eager
-from fastformer.nn.base import require_linear_input
-from fastformer.nn.padding import Packing, packing_of, pad, unpad
-from fastformer.nn.stream import ResidualStream, is_unmodified
-from fastformer.replacements.attention import FusedMultiheadAttention, Visibility
-from fastformer.replacements.base import Accelerated, ops_of, parameter_obstacle, tensor_obstacle
-from fastformer.replacements.layers import (
+from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
+from fastformer.drop_in.replacements.base import (
+    Accelerated,
+    ops_of,
+    parameter_obstacle,
+    tensor_obstacle,
+)
+from fastformer.drop_in.replacements.layers import (
     FusedTransformerDecoderLayer,
     FusedTransformerEncoderLayer,
     Layer,
@@ -33,6 +34,10 @@ from fastformer.replacements.layers import (
     encoder_visibility,
     layer_parameters,
 )
+from fastformer.eager import eager
+from fastformer.nn.base import require_linear_input
+from fastformer.nn.padding import Packing, packing_of, pad, unpad
+from fastformer.nn.stream import ResidualStream, is_unmodified
 
 # An encoder drops its padding if that is at least this share of the batch, and this many tokens:
 # below, packing and padding cost more than they save.

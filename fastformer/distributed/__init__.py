@@ -1,0 +1,1 @@
+"""A model, or its sequences, on several devices."""

@@ -35,11 +35,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
@@ -62,9 +61,6 @@ def flat(values: Iterable[Any]) -> Iterable[Any]:
             yield from x
         else:
             yield x
-
-
-# ----------------------------------------------------------------------------------- the placements
 
 
 class Call(NamedTuple):
@@ -343,9 +339,6 @@ def _whole(x: Tensor, call: Call, which: str) -> DTensor:
     )
 
 
-# ----------------------------------------------------------------------------------- the local call
-
-
 def _local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
     """Run the shard of this device."""
     if call.op in ("cross_entropy", "linear_cross_entropy"):
@@ -494,88 +487,6 @@ def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
     return out[before:].view(*x.shape[:-1], -1)
 
 
-# ------------------------------------------------------------------------------------------- styles
-
-
-class Placed(ParallelStyle):
-    """Hold the parameters of a module under the placements of their names, and do nothing else.
-
-    The ops take DTensors as they are, and a module without hooks is fused with others. made: the
-    parameters that are distributed already, by the id of what they replace.
-    """
-
-    def __init__(self, made: dict[int, tuple[Any, Any]], **placements: Placement) -> None:
-        self._made, self._placements = made, placements
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self._placements.items():
-            old = module._parameters.get(name)
-            if old is None:
-                continue
-            if id(old) not in self._made:  # which keeps the old one, or another takes its id
-                self._made[id(old)] = old, _distributed(old, device_mesh, placement)
-            module._parameters[name] = self._made[id(old)][1]
-        return module
-
-
-def _distributed(old: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(old.data, mesh, [placement]), old.requires_grad)
-
-
-def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Distribute the parameters that are none yet, whole to each device."""
-    made: dict[int, tuple[Any, Any]] = {}
-    for module in model.modules():
-        own = module._parameters.items()
-        names = [name for name, p in own if p is not None and not isinstance(p, DTensor)]
-        Placed(made, **dict.fromkeys(names, Replicate()))._apply(module, mesh)
-
-
-class Gathered(ParallelStyle):
-    """Gather the tokens that a module is called with, each tensor once."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(self._gather, with_kwargs=True)
-        return module
-
-    @staticmethod
-    def _gather(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        gathered: dict[int, Any] = {}
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, DTensor) and id(x) not in gathered:
-                gathered[id(x)] = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
-        own = {name: gathered.get(id(x), x) for name, x in kwargs.items()}
-        return tuple(gathered.get(id(x), x) for x in args), own
-
-
-class Rows(ParallelStyle):
-    """Split the first tensor [B, S, d] that a module is called with, the start of its residual
-    stream, by sequences, or by tokens where the batch does not divide; gather the second, the
-    memory. A plain tensor is the same on all devices; with `plain`, the output is one as well.
-    """
-
-    def __init__(self, plain: bool = False) -> None:
-        self._plain = plain
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            own = list(args)
-            for i, x in enumerate(args[:2]):
-                if not isinstance(x, Tensor) or not x.is_floating_point():
-                    continue
-                if i or not isinstance(x, DTensor):
-                    own[i] = x = _gathered(x, device_mesh)
-                if i == 0:
-                    rows = Shard(1 if x.shape[0] % device_mesh.size() else 0)
-                    own[i] = x.redistribute(placements=[rows])
-            return tuple(own)
-
-        module.register_forward_pre_hook(split)
-        if self._plain:
-            module.register_forward_hook(lambda module, args, out: out.full_tensor())
-        return module
-
-
 def projected(
     inputs: tuple[Tensor, Tensor, Tensor],
     weights: Sequence[Any],
@@ -594,7 +505,7 @@ def projected(
     local: dict[int, Tensor] = {}  # of each input, once
     for x in inputs:
         if id(x) not in local:
-            local[id(x)] = _gathered(x, mesh).to_local(grad_placements=[Partial()])
+            local[id(x)] = as_replicated(x, mesh).to_local(grad_placements=[Partial()])
     out: list[Tensor] = []
     for _, group in itertools.groupby(range(3), key=lambda i: id(inputs[i])):
         of = list(group)
@@ -607,7 +518,7 @@ def projected(
     return out
 
 
-def _gathered(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return x whole on each device, as a plain tensor is already."""
     whole = [Replicate()] * mesh.ndim
     if isinstance(x, DTensor):
@@ -622,9 +533,6 @@ def _share(x: DTensor, parts: int) -> Tensor:
     mesh = x.device_mesh
     local = x.redistribute(mesh, [Shard(0)]).to_local(grad_placements=[Shard(0)])
     return exchanged(local, mesh.get_group(), parts) if parts > 1 else local
-
-
-# ------------------------------------------------------------------------------------------- losses
 
 
 def _loss(inner: Run, call: Call) -> Tensor:

@@ -94,9 +94,9 @@ def parallelize(
         require_same_ranks(model, mesh.get_group())
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from fastformer import sharding
+    from fastformer.distributed.styles import Placed, replicate_others
 
-    styles = dict(_plan(model, mesh.size(), sharding.Placed)) | dict(plan or {})
+    styles = dict(_plan(model, mesh.size(), Placed)) | dict(plan or {})
     names = {name for name, _ in model.named_modules()}
     for name in plan or ():
         if name not in names:
@@ -104,7 +104,7 @@ def parallelize(
     parallelize_module(model, mesh, {k: v for k, v in styles.items() if v is not None})
     for module in model.modules():
         if isinstance(module, _WHOLE):
-            sharding.replicate_others(module, mesh)
+            replicate_others(module, mesh)
     return model
 
 
@@ -113,7 +113,7 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    from fastformer.sharding import Gathered, Rows
+    from fastformer.distributed.styles import Gathered, Rows
 
     made: dict[int, Any] = {}  # parameters by the id of what they replace: some are shared
     shared = {id(m.proj.weight) for m in model.modules() if isinstance(m, Generator)}

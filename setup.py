@@ -7,6 +7,7 @@ from setuptools import setup
 setup(
     packages=[
         "fastformer",
+        "fastformer.dispatch.sharding",
         "fastformer.distributed",
         "fastformer.drop_in",
         "fastformer.cache",

@@ -9,12 +9,12 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
     __path__.append(str(_here.parent))
 
 from fastformer import records as records  # which register the ops
-from fastformer.backends import current_backend, use_backend
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
 from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard
+from fastformer.dispatch.backends import current_backend, use_backend
 from fastformer.distributed.context_parallel import context_parallel
 from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
 from fastformer.drop_in.explanation import Explanation, explain

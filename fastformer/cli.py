@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from fastformer import backends, cases, environment
+from fastformer import environment
 from fastformer._version import __version__
-from fastformer.dispatch import measurements
-from fastformer.operation import OPERATIONS
+from fastformer.dispatch import backends, cases, measurements
+from fastformer.dispatch.operation import OPERATIONS
 from fastformer.training import copy_task, parallel_copy_task, plots
 from fastformer.tuning import tuner
 

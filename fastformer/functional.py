@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import backends, reference
+from fastformer import reference
 from fastformer.checks import (
     FLOATING,
     INTEGERS,
@@ -51,6 +51,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.description import Attention, RowShard, Shard
+from fastformer.dispatch import backends
 from fastformer.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256

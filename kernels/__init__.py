@@ -14,7 +14,7 @@ launchers, registration, `supports`.
     interpreter.py      repairs of Triton's CPU interpreter
 
 `register("<op>(...)", fake)` makes the launcher below it `torch.ops.fastformer.<op>`, by which name
-fastformer/autograd.py calls it.
+fastformer/dispatch/autograd.py calls it.
 
 Importing this package imports triton; fastformer does so at the first call that needs a kernel.
 

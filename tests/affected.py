@@ -65,7 +65,7 @@ def public() -> dict[str, str]:
 @functools.cache
 def kernels() -> dict[str, str]:
     """Return the module of the kernels of each op."""
-    from fastformer import backends
+    from fastformer.dispatch import backends
 
     return {op: f"fastformer.kernels.{stem}" for op, stem in backends._kernel_files.items()}
 

@@ -174,7 +174,7 @@ def context_order(folder):
             for work in self.works:
                 work.wait()
 
-    send, gradients = own.pass_on, ff.backends.attention_gradients
+    send, gradients = own.pass_on, ff.dispatch.backends.attention_gradients
 
     def pass_on(*tensors):
         events.append("send")
@@ -185,11 +185,14 @@ def context_order(folder):
         events.append("gradients")
         return gradients(*given)
 
-    own.pass_on, ff.backends.attention_gradients = pass_on, attention_gradients
+    own.pass_on, ff.dispatch.backends.attention_gradients = pass_on, attention_gradients
     q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
     try:
         for backend in ("reference", "triton"):
-            with ff.use_backend(backend), ff.backends.observe(lambda x: events.append("forward")):
+            with (
+                ff.use_backend(backend),
+                ff.dispatch.backends.observe(lambda x: events.append("forward")),
+            ):
                 with own:
                     out = ff.scaled_dot_product_attention(q, k, v)
                 assert events == ["send", "forward", "wait"] * (world - 1) + ["forward"], events
@@ -203,7 +206,7 @@ def context_order(folder):
             assert events == [*expected, "wait"], events
             events.clear()
     finally:
-        ff.backends.attention_gradients = gradients
+        ff.dispatch.backends.attention_gradients = gradients
 
 
 def context_seed(folder):
@@ -456,7 +459,7 @@ def context_refusals(folder):
         refused("length is 0", lambda: own.of_length(0).__enter__())
         with own:
             pass
-    assert not ff.backends.sequences_are_sharded()
+    assert not ff.dispatch.backends.sequences_are_sharded()
 
 
 def context_edges(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
 SOURCES = [
-    FOLDER / "sharding.py",
+    *sorted((FOLDER / "dispatch" / "sharding").glob("[a-z]*.py")),
     FOLDER / "description.py",
     *sorted((FOLDER / "records").glob("[a-z]*.py")),
 ]

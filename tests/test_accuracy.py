@@ -22,7 +22,7 @@ def accuracy():
 
 @pytest.mark.sample
 @pytest.mark.parametrize("condition", ["benign", "ill"])
-@pytest.mark.parametrize("op", sorted(ff.backends.OPERATIONS))
+@pytest.mark.parametrize("op", sorted(ff.dispatch.backends.OPERATIONS))
 def test_the_ledger_holds(accuracy, device, op, condition):
     path = accuracy.RESULTS / f"{accuracy.stem(device)}.csv"
     committed = accuracy.read(path) if path.exists() else {}

@@ -12,7 +12,7 @@ import pytest
 
 import fastformer as ff
 from fastformer import functional
-from fastformer.operation import OPERATIONS
+from fastformer.dispatch.operation import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 # A module may import those of the layers after its own.
@@ -27,9 +27,8 @@ LAYERS = [
     {"records"},
     {"functional"},
     {"reference"},
-    {"backends"},
-    {"autograd", "cases", "dispatch", "kernels", "sharding"},
-    {"checks", "environment", "operation"},
+    {"dispatch"},
+    {"checks", "environment", "kernels"},
     {"description", "eager"},
     {"_version"},
 ]

@@ -209,7 +209,7 @@ def test_without_a_tangent_the_kernels_run(device, monkeypatch):
 def test_an_output_that_is_not_used_has_no_gradient(device, monkeypatch):
     """None, where zeros would be a tensor and a pass over it."""
     op = "scaled_dot_product_attention"
-    autograd = pytest.importorskip("fastformer.autograd")
+    autograd = pytest.importorskip("fastformer.dispatch.autograd")
     q = torch.randn(1, 1, 5, 8, device=device, requires_grad=True)
     with use_backend("triton"):
         out, _ = getattr(ff, op)(q, q, q, return_lse=True)
@@ -222,7 +222,7 @@ def test_an_output_that_is_not_used_has_no_gradient(device, monkeypatch):
 
 def test_without_a_gradient_no_graph_is_made(device, monkeypatch):
     """Which costs a call on the host more than the rest of it."""
-    autograd = pytest.importorskip("fastformer.autograd")
+    autograd = pytest.importorskip("fastformer.dispatch.autograd")
     monkeypatch.setattr(autograd._Kernel, "apply", lambda *_: pytest.fail("a graph is made"))
     q = torch.randn(1, 1, 5, 8, device=device, requires_grad=True)
     with use_backend("triton"):
@@ -257,7 +257,7 @@ def test_opcheck(device, name, which):
     """The registered ops themselves: schema, fake tensors with shapes and strides, dynamic shapes,
     no aliasing.
     """
-    from fastformer import autograd
+    from fastformer.dispatch import autograd
 
     function, args, kwargs = arguments(name, device)
     recorded = []
@@ -486,7 +486,7 @@ def test_schemas_name_the_public_arguments():
     """
     import inspect
 
-    from fastformer import backends
+    from fastformer.dispatch import backends
 
     for op, record in backends.OPERATIONS.items():
         backends._load(op)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import autograd, backends, cases, current_backend, explain, use_backend
+from fastformer import current_backend, explain, use_backend
+from fastformer.dispatch import autograd, backends, cases
 
 
 def run(code, **environment):

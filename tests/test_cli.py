@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import backends, cli
+from fastformer import cli
+from fastformer.dispatch import backends
 from fastformer.training import copy_task
 from fastformer.tuning import tuner
 

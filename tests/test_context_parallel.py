@@ -8,8 +8,8 @@ from context_checks import LARGE
 from test_parallel import run
 
 import fastformer as ff
-from fastformer import backends
 from fastformer.description import Attention
+from fastformer.dispatch import backends
 from fastformer.distributed.context_parallel import Merged
 
 HEADS, ROWS, CUTS = 2, 24, (0, 7, 16, 24)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks import stand_in
-from fastformer import backends
+from fastformer.dispatch import backends
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_GPU = torch.cuda.is_available()

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import autograd, backends, current_backend, functional, use_backend
+from fastformer import current_backend, functional, use_backend
+from fastformer.dispatch import autograd, backends
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_GPU = torch.cuda.is_available()

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import fastformer as ff
-from fastformer import backends, functional, use_backend
+from fastformer import functional, use_backend
 from fastformer.description import Attention, pack
+from fastformer.dispatch import backends
 from fastformer.nn import padding
 
 

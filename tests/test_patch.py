@@ -1489,7 +1489,7 @@ def test_explain_leaves_nothing_behind():
     assert running.modules is None
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
-    assert ff.backends._state.on_choice is None
+    assert ff.dispatch.backends._state.on_choice is None
 
 
 def test_explain_tells_of_the_weights(device):

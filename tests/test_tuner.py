@@ -10,10 +10,9 @@ import tuning_worker
 from tuning_worker import CANDIDATES, by_itself
 
 import fastformer as ff
-from fastformer import autograd, backends, cases
-from fastformer.cases import case
-from fastformer.dispatch import measurements
-from fastformer.operation import OPERATIONS, Alternative
+from fastformer.dispatch import autograd, backends, cases, measurements
+from fastformer.dispatch.cases import case
+from fastformer.dispatch.operation import OPERATIONS, Alternative
 from fastformer.tuning import measuring, tuner
 from fastformer.tuning.measuring import Candidate, Job, Work, measure, supervise
 

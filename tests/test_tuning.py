@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import autograd, backends, cases, use_backend
-from fastformer.dispatch import measurements
+from fastformer import use_backend
+from fastformer.dispatch import autograd, backends, cases, measurements
 from fastformer.dispatch.measurements import Entry
-from fastformer.operation import OPERATIONS
+from fastformer.dispatch.operation import OPERATIONS
 
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
 FORWARD = "attention forward"

@@ -217,7 +217,7 @@ def install(
     import triton
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
-    from fastformer import backends
+    from fastformer.dispatch import backends
 
     if triton.knobs.runtime.interpret:
         raise RuntimeError("Triton's interpreter is on: set TRITON_INTERPRET=0 before the start")

@@ -228,7 +228,7 @@ def appear(folder: Path) -> None:
     for name, stand_in_for in _cuda().items():
         setattr(torch.cuda, name, stand_in_for)
 
-    from fastformer import backends
+    from fastformer.dispatch import backends
 
     obstacle = backends._obstacle
     stand_in.install(folder)

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.backends import current_backend
 from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import (
     autocast_dtype,
@@ -22,6 +21,7 @@ from fastformer.checks import (
     require_token_ids,
     shape_of,
 )
+from fastformer.dispatch.backends import current_backend
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer import environment
-from fastformer.operation import OPERATIONS
+from fastformer.dispatch.operation import OPERATIONS
 
 FORMAT = 1
 MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")

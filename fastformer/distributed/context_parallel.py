@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastformer import backends
 from fastformer.checks import (
     require_choice,
     require_flag,
@@ -37,6 +36,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.description import OPTIONS, Attention, Shard, beyond_torch
+from fastformer.dispatch import backends
 
 METHODS = ("auto", "all-to-all", "ring")
 

@@ -4,7 +4,7 @@
     fastformer.parallelize(model, mesh)
 
 torch.distributed.tensor.parallel applies the plan, DTensor moves the data, and the ops run on the
-shards, see `fastformer.sharding`. docs/parallel.md draws who holds what.
+shards, see `fastformer.dispatch.sharding.placements`. docs/parallel.md draws who holds what.
 
     tokens [B, S], the same on each device
       embedding, by features ............ [B, S, d/n]    all-to-all
@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastformer import backends
 from fastformer._version import __version__
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import Accelerated
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import Embeddings

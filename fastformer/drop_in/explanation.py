@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
 
-from fastformer import backends
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
 

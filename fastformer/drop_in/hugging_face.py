@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, functional
+from fastformer import functional
+from fastformer.dispatch import backends
 from fastformer.eager import readable
 from fastformer.nn.padding import lengths_of
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastformer import backends
+from fastformer.dispatch import backends
 from fastformer.drop_in.explanation import name_pattern
 from fastformer.drop_in.replacements import ANNOTATED, KINDS
 from fastformer.drop_in.replacements.annotated import AnnotatedModule

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastformer import backends, functional
+from fastformer import functional
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, tensor_obstacle
 
 __all__ = ["sdpa_override"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, functional
+from fastformer import functional
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
@@ -27,6 +27,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.description import PADDED_OPTIONS
+from fastformer.dispatch import backends
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.padding import Packing, pad, require_tokens

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends
 from fastformer.checks import (
     INTEGERS,
     may_read,
@@ -21,6 +20,7 @@ from fastformer.checks import (
     require_token,
     shape_of,
 )
+from fastformer.dispatch import backends
 from fastformer.nn.base import make_dropout
 from fastformer.nn.stream import add_dropped
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer import backends
 from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
+from fastformer.dispatch import backends
 
 __all__ = ["Packing", "pad", "unpad"]
 

@@ -19,8 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastformer import backends, functional
+from fastformer import functional
 from fastformer.checks import autocast_dtype
+from fastformer.dispatch import backends
 
 __all__ = [
     "GATED",

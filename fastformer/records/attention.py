@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import backends, cases, functional, reference
+from fastformer import functional, reference
 from fastformer.description import Attention, beyond_torch, dims, unpack, words
-from fastformer.operation import (
+from fastformer.dispatch import backends, cases
+from fastformer.dispatch.operation import (
     Alternative,
     Arguments,
     Function,

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer import backends, cases, functional, reference
-from fastformer.operation import (
+from fastformer import functional, reference
+from fastformer.dispatch import backends, cases
+from fastformer.dispatch.operation import (
     ROW_DIMS,
     Arguments,
     Operation,

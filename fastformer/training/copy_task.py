@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
-from fastformer.backends import explain, use_backend
 from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_size
 from fastformer.decoding.search import greedy_decode
+from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.transformer import EncoderDecoder, make_model
 from fastformer.training.training import (

@@ -20,7 +20,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
-from fastformer import backends, functional
+from fastformer import functional
 from fastformer.checks import (
     INTEGERS,
     may_read,
@@ -34,6 +34,7 @@ from fastformer.checks import (
     require_tensor,
     require_token_ids,
 )
+from fastformer.dispatch import backends
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import Generator, subsequent_mask
 

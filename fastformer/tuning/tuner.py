@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fastformer import autograd, backends, cases, checks, environment, numerics
-from fastformer.cases import Case
-from fastformer.dispatch import measurements
+from fastformer import checks, environment, numerics
+from fastformer.dispatch import autograd, backends, cases, measurements
+from fastformer.dispatch.cases import Case
 from fastformer.dispatch.measurements import Class, Entry
+from fastformer.dispatch.operation import OPERATIONS
 from fastformer.eager import written_out
-from fastformer.operation import OPERATIONS
 from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 
 __all__ = ["Tuning", "run", "standard", "tune"]

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends, functional
+from fastformer import functional
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
@@ -214,12 +215,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Project as `_projected` does, where `parallelize` has split the weights by heads."""
-        from fastformer import sharding  # which imports torch.distributed.tensor
+        from fastformer.dispatch.sharding import (
+            placements,  # which imports torch.distributed.tensor
+        )
 
         weights: list[Any] = [self.in_proj_weight]
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        return sharding.projected(inputs, weights, self.in_proj_bias, self.head_dim)
+        return placements.projected(inputs, weights, self.in_proj_bias, self.head_dim)
 
     def _projections(
         self, counts: Sequence[int] = (1, 1, 1)

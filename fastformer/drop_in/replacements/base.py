@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastformer import backends
+from fastformer.dispatch import backends
 
 
 class Accelerated(nn.Module):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import backends
 from fastformer.checks import autocast_dtype
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,

@@ -14,9 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import backends
 from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
     Accelerated,

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer import autograd, cases
 from fastformer.description import Attention
-from fastformer.dispatch import measurements
+from fastformer.dispatch import autograd, cases, measurements
+from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager
-from fastformer.operation import OPERATIONS, Arguments, Operation
 
 BACKENDS = ("auto", "triton", "reference")
 # GPU models on which a run of the whole suite is committed under benchmarks/results.
@@ -484,14 +483,14 @@ def _is_part(arguments: Arguments) -> bool:
 
 def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> Any:
     """Run an op on the shard that this process has of its arguments; part: of its sequences."""
-    from fastformer import sharding  # which imports torch.distributed.tensor
+    from fastformer.dispatch.sharding import placements  # which imports torch.distributed.tensor
 
     with sequences_from(None):
         if part and "attention" in arguments:
             return _context.attention(**arguments, first=first)
         if part:
-            return sharding.run_chunks(run, op, dict(arguments), first or 0, _context)
-        return sharding.run(run, op, dict(arguments), first or 0)
+            return placements.run_chunks(run, op, dict(arguments), first or 0, _context)
+        return placements.run(run, op, dict(arguments), first or 0)
 
 
 def _first() -> int | None:

@@ -42,7 +42,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
-from fastformer.operation import OPERATIONS, ROW_DIMS, Arguments, ShardingRule
+from fastformer.dispatch.operation import OPERATIONS, ROW_DIMS, Arguments, ShardingRule
 
 Run = Callable[..., Any]  # `backends.run`
 Placement = Any  # torch's, of which only some kinds have a `dim`

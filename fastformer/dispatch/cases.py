@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastformer.description import power_of_2
-from fastformer.operation import OPERATIONS, Arguments, Options, Sizes
+from fastformer.dispatch.operation import OPERATIONS, Arguments, Options, Sizes
 
 DROPOUT, SEED = 0.1, 7
 

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
+from fastformer.dispatch.operation import OPERATIONS, Alternative
 from fastformer.eager import written_out
-from fastformer.operation import OPERATIONS, Alternative
 
 
 class _Pair:

@@ -483,13 +483,16 @@ def _is_part(arguments: Arguments) -> bool:
 
 def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> Any:
     """Run an op on the shard that this process has of its arguments; part: of its sequences."""
-    from fastformer.dispatch.sharding import placements  # which imports torch.distributed.tensor
+    from fastformer.dispatch.sharding import (
+        local,  # which imports torch.distributed.tensor
+        placements,
+    )
 
     with sequences_from(None):
         if part and "attention" in arguments:
             return _context.attention(**arguments, first=first)
         if part:
-            return placements.run_chunks(run, op, dict(arguments), first or 0, _context)
+            return local.run_chunks(run, op, dict(arguments), first or 0, _context)
         return placements.run(run, op, dict(arguments), first or 0)
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fastformer.dispatch.sharding.placements import Placement, as_replicated
+from fastformer.dispatch.sharding.call import Placement, as_replicated
 
 
 class Placed(ParallelStyle):

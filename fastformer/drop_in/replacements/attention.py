@@ -215,14 +215,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Project as `_projected` does, where `parallelize` has split the weights by heads."""
-        from fastformer.dispatch.sharding import (
-            placements,  # which imports torch.distributed.tensor
-        )
+        from fastformer.dispatch.sharding import projections
 
         weights: list[Any] = [self.in_proj_weight]
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        return placements.projected(inputs, weights, self.in_proj_bias, self.head_dim)
+        return projections.projected(inputs, weights, self.in_proj_bias, self.head_dim)
 
     def _projections(
         self, counts: Sequence[int] = (1, 1, 1)

@@ -1,0 +1,180 @@
+"""Losses whose rows, or whose vocabulary, several devices share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.dispatch.sharding.call import Call, Run
+
+
+def sharded_loss(inner: Run, call: Call) -> Tensor:
+    """Return the loss: of rows [...], or their sum; for a mean its share of it."""
+    own, reduction = dict(call.arguments), call.arguments["reduction"]
+    if "v" in call.ways:
+        rows = _over_the_vocabulary(call)
+        loss = rows if reduction == "none" else rows.sum()
+    else:
+        own["reduction"] = "none" if reduction == "none" else "sum"
+        loss = inner(call.op, **own)
+    if reduction != "mean":
+        return loss
+    count = (own["target"] != own["ignore_index"]).sum()
+    for way in dict.fromkeys(call.ways):
+        for group in call.groups(way) if way and way != "v" else ():
+            dist.all_reduce(count, group=group)
+    return torch.where(count > 0, loss / count.clamp(min=1), float("nan"))
+
+
+def _over_the_vocabulary(call: Call) -> Tensor:
+    own = call.arguments
+    labels = own["ignore_index"], own["label_smoothing"], own["smoothing"]
+    if call.op == "cross_entropy":
+        x, weight, bias = own["logits"], None, None
+    else:
+        x, weight, bias = own["input"], own["linear_weight"], own["linear_bias"]
+    place = call.offsets["v"], call.sizes["v"], call.groups("v")
+    return _VocabularyLoss.apply(x, weight, bias, own["target"], labels, place)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """The loss of each row, of logits whose classes are shared by several devices:
+
+        loss = constant + lse - sum_c q_c x_c
+        dx_c = exp(x_c - lse) - q_c
+
+    Each device has the lse and the sum over its own classes; two reductions merge the first, and
+    one the second. The logits of a chunk of rows are computed again in the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        target: Tensor,
+        labels: tuple[int, float, str],
+        place: tuple[int, int, list[dist.ProcessGroup]],
+    ) -> Tensor:
+        ctx.labels = smoothed = _Labels(*labels, *place[:2])
+        x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        lse, dot = (x.new_empty(len(x), dtype=wide) for _ in range(2))
+        for part in smoothed.chunks(x, weight):
+            logits = _logits(x[part], weight, bias, wide)
+            lse[part], dot[part] = logits.logsumexp(1), smoothed.dot(logits, flat[part])
+        for group in place[2]:
+            top = lse.clone()
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            top.clamp_(min=torch.finfo(wide).min)
+            lse = (lse - top).exp_()
+            dist.all_reduce(lse, group=group)
+            lse = lse.log_() + top
+            dist.all_reduce(dot, group=group)
+        ctx.save_for_backward(input, weight, bias, target, lse)
+        loss = (lse - dot + smoothed.constant()).masked_fill_(flat == labels[0], 0.0)
+        return loss.view(target.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target, lse = ctx.saved_tensors
+        smoothed: _Labels = ctx.labels
+        x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+        g = grad.reshape(-1, 1).masked_fill(flat.view(-1, 1) == smoothed.ignore_index, 0.0)
+        dx = torch.empty_like(x)
+        dw = None if weight is None else torch.zeros_like(weight, dtype=lse.dtype)
+        db = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
+        for part in smoothed.chunks(x, weight):
+            logits = _logits(x[part], weight, bias, lse.dtype)
+            d = smoothed.gradient(logits, flat[part], lse[part]) * g[part]
+            if weight is None:
+                dx[part] = d
+                continue
+            dx[part] = d.to(weight.dtype) @ weight
+            dw += d.t() @ x[part].to(d.dtype)
+            if db is not None:
+                db += d.sum(0)
+        dw = None if weight is None or dw is None else dw.to(weight.dtype)
+        db = None if bias is None or db is None else db.to(bias.dtype)
+        return dx.view(input.shape), dw, db, None, None, None
+
+
+def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (x if weight is None else F.linear(x, weight, bias)).to(dtype)
+
+
+class _Labels(NamedTuple):
+    """The smoothed targets q of the classes first .. of `classes` that are here."""
+
+    ignore_index: int
+    label_smoothing: float
+    smoothing: str
+    first: int
+    classes: int
+
+    def chunks(self, x: Tensor, weight: Tensor | None) -> list[slice]:
+        """Return slices of rows whose logits take some 64 MB."""
+        step = max(1, 2**24 // max(1, (x if weight is None else weight.t()).shape[1]))
+        return [slice(first, first + step) for first in range(0, len(x), step)]
+
+    def probabilities(self) -> tuple[float, float]:
+        """Return q at most classes, and what q has more at the target."""
+        e = self.label_smoothing
+        if self.smoothing == "uniform":
+            return e / self.classes, 1 - e
+        return e / (self.classes - 2), 1 - e - e / (self.classes - 2)
+
+    def constant(self) -> float:
+        """Return what the loss has beside the cross entropy: of "kl" less the entropy of q."""
+        if self.smoothing == "uniform":
+            return 0.0
+        off, more = self.probabilities()
+        terms = ((1, off + more), (self.classes - 2, off))
+        return sum(n * p * math.log(p) for n, p in terms if p > 0)
+
+    def _of_target(self, target: Tensor, here: int) -> tuple[Tensor, Tensor]:
+        """Return the column of each target [M, 1], and whether it is here."""
+        at = (target - self.first).view(-1, 1)
+        inside = (at >= 0) & (at < here)
+        return at.where(inside, 0), inside
+
+    def _padding(self, here: int) -> int | None:
+        """Return the column of the padding class, to which "kl" gives nothing; None elsewhere."""
+        at = self.ignore_index - self.first
+        return at if self.smoothing == "kl" and 0 <= at < here else None
+
+    def dot(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return sum_c q_c x_c over the classes here, [M]."""
+        off, more = self.probabilities()
+        here = logits.shape[1]
+        if here == 0:
+            return logits.new_zeros(len(logits))
+        at, inside = self._of_target(target, here)
+        total = (logits.gather(1, at).where(inside, 0.0) * more).squeeze(1)
+        if off > 0:
+            padding = self._padding(here)
+            total = total + off * logits.sum(1)
+            if padding is not None:
+                total = total - off * logits[:, padding]
+        return total
+
+    def gradient(self, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
+        """Return exp(x_c - lse) - q_c, [M, classes here]."""
+        off, more = self.probabilities()
+        d = (logits - lse.view(-1, 1)).exp_()
+        if off > 0:
+            d.sub_(off)
+            padding = self._padding(logits.shape[1])
+            if padding is not None:
+                d[:, padding] += off
+        if logits.shape[1]:
+            at, inside = self._of_target(target, logits.shape[1])
+            d.scatter_add_(1, at, -more * inside.to(d.dtype))
+        return d

@@ -7,6 +7,12 @@ from setuptools import setup
 setup(
     packages=[
         "fastformer",
+        "fastformer.ops",
+        "fastformer.ops.attention",
+        "fastformer.ops.embedding",
+        "fastformer.ops.feed_forward",
+        "fastformer.ops.loss",
+        "fastformer.ops.norms",
         "fastformer.dispatch.sharding",
         "fastformer.distributed",
         "fastformer.drop_in",

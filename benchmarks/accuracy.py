@@ -275,8 +275,8 @@ CASES = [
 
 def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
     """Apply dropout with the masks of this package, of planes or of rows, for p as it rounds it."""
-    from fastformer import reference
     from fastformer.checks import require_dropout
+    from fastformer.ops import reference
 
     p = require_dropout("p", p)
     at = torch.tensor([seed], device=x.device)
@@ -371,7 +371,7 @@ def _add_rms_norm(input, residual, weight, dropout_p=0.0, dropout_seed=0):
 
 
 def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
-    from fastformer.reference import ACTIVATIONS
+    from fastformer.ops.reference import ACTIVATIONS
 
     hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
     hidden = _drop(hidden, dropout_p, dropout_seed, 1) if dropout_p else hidden
@@ -471,7 +471,8 @@ def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
     """Return the rows of one call: output and gradients of each provider that can run it."""
-    from fastformer import reference, use_backend
+    from fastformer import use_backend
+    from fastformer.ops import reference
 
     kind = DTYPES[dtype]
     torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))

@@ -8,7 +8,6 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this folder
     __path__.append(str(_here.parent))
 
-from fastformer import records as records  # which register the ops
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
@@ -22,22 +21,6 @@ from fastformer.drop_in.hugging_face import register_transformers
 from fastformer.drop_in.patch import Report, accelerate, restore
 from fastformer.drop_in.replacements.stacks import decode_step
 from fastformer.drop_in.sdpa import sdpa_override
-from fastformer.functional import (
-    attention_weights,
-    cross_entropy,
-    dropout_add_layer_norm,
-    dropout_add_rms_norm,
-    embed,
-    feed_forward,
-    geglu,
-    layer_norm,
-    linear_cross_entropy,
-    packed_attention,
-    paged_attention,
-    rms_norm,
-    scaled_dot_product_attention,
-    swiglu,
-)
 from fastformer.nn.attention import MultiHeadedAttention, attention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding
@@ -52,6 +35,23 @@ from fastformer.nn.transformer import (
     make_decoder,
     make_model,
     subsequent_mask,
+)
+from fastformer.ops import records as records  # which register the ops
+from fastformer.ops.functional import (
+    attention_weights,
+    cross_entropy,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+    embed,
+    feed_forward,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    packed_attention,
+    paged_attention,
+    rms_norm,
+    scaled_dot_product_attention,
+    swiglu,
 )
 from fastformer.training.training import (
     Batch,

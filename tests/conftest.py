@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fastformer import numerics, reference, use_backend
+from fastformer import numerics, use_backend
+from fastformer.ops import reference
 
 # The package of the benchmarks, which is not installed. Once it is imported, its modules are found
 # without the checkout on the path, where the folder kernels/ would hide Hugging Face's `kernels`.

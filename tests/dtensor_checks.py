@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastformer as ff
-from fastformer import reference
+from fastformer.ops import reference
 
 SEED, P = 11, 0.4
 WHOLE = "."  # of a dimension of the mesh: nothing is split

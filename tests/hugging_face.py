@@ -439,7 +439,7 @@ def generated(model, given):
 @contextlib.contextmanager
 def counted():
     """How often fastformer's attention runs."""
-    from fastformer import functional
+    from fastformer.ops import functional
 
     calls, attend = [], functional.scaled_dot_product_attention
 

@@ -1295,7 +1295,7 @@ DRAWN_FROM = {
         "fastformer/cache/rows.py",
         "fastformer/distributed/context_parallel.py",
         "fastformer/decoding/search.py",
-        "fastformer/functional.py",
+        "fastformer/ops/functional.py",
         "fastformer/drop_in/hugging_face.py",
         "fastformer/nn/attention.py",
         "fastformer/drop_in/replacements/annotated.py",

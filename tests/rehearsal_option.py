@@ -29,7 +29,7 @@ CHANGE = {
             '    Option("parity", "bool", packed=True),\n',
         ),
     ],
-    "fastformer/functional.py": [
+    "fastformer/ops/functional.py": [
         (
             "    return_lse: bool = False,\n    shard: Sequence[int] | None = None,\n",
             "    return_lse: bool = False,\n    shard: Sequence[int] | None = None,\n"
@@ -48,7 +48,7 @@ CHANGE = {
             "        parity=parity,\n        cu_seqlens_q=cu_seqlens_q.contiguous(),\n",
         ),
     ],
-    "fastformer/reference.py": [
+    "fastformer/ops/reference.py": [
         (
             "    if key_lengths is not None or left >= 0 or right >= 0:\n",
             "    if key_lengths is not None or left >= 0 or right >= 0 or attention.parity:\n",

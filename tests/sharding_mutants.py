@@ -8,7 +8,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
 SOURCES = [
     *sorted((FOLDER / "dispatch" / "sharding").glob("[a-z]*.py")),
     FOLDER / "description.py",
-    *sorted((FOLDER / "records").glob("[a-z]*.py")),
+    *sorted((FOLDER / "ops").glob("*/record.py")),
 ]
 
 BROKEN = [

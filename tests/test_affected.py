@@ -8,7 +8,7 @@ CHANGES = {  # a file: tests that depend on it, and tests that do not
     "kernels/attention/decode.py": ("attention decode_attention", "embedding layer_norm"),
     "fastformer/training/plots.py": ("plots cli", "attention decoding"),
     "fastformer/decoding/search.py": ("decoding language_model", "layer_norm padding"),
-    "fastformer/functional.py": ("attention patch decoding", "mutation packaging"),
+    "fastformer/ops/functional.py": ("attention patch decoding", "mutation packaging"),
     "tests/policy.py": ("cache decode_attention", "embedding"),
     "tests/parallel_worker.py": ("parallel context_parallel", "modules"),
     "tests/test_plots.py": ("plots", "cli"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fastformer as ff
-from fastformer import functional
 from fastformer.dispatch.operation import OPERATIONS
+from fastformer.ops import functional
 
 ROOT = Path(__file__).resolve().parents[1]
 # A module may import those of the layers after its own.
@@ -24,9 +24,7 @@ LAYERS = [
     {"decoding", "drop_in", "tuning"},
     {"nn"},
     {"cache"},
-    {"records"},
-    {"functional"},
-    {"reference"},
+    {"ops"},
     {"dispatch"},
     {"checks", "environment", "kernels"},
     {"description", "eager"},

@@ -8,8 +8,9 @@ from mutants import PLANTED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import use_backend
 from fastformer.description import Attention, Shard, pack
+from fastformer.ops import functional
 
 B, H, SQ, SK, D = 2, 2, 65, 127, 40
 LOW = [torch.float16, torch.bfloat16]

@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import reference, use_backend
+from fastformer import use_backend
 from fastformer.description import Attention
+from fastformer.ops import reference
 
 
 @pytest.fixture(autouse=True)

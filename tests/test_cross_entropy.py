@@ -9,7 +9,8 @@ from mutants import PLANTED
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import functional, reference, use_backend
+from fastformer import use_backend
+from fastformer.ops import functional, reference
 
 LOW = [torch.float16, torch.bfloat16]
 

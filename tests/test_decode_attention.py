@@ -17,7 +17,7 @@ def near(have, call, tensors, options, dtype):
 
     def eager(kind):
         moved = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
-        with use_backend("reference"), ff.reference.written_out():
+        with use_backend("reference"), ff.ops.reference.written_out():
             results = call(**moved, **options)
         return results if isinstance(results, tuple) else (results,)
 
@@ -511,7 +511,7 @@ def test_pages_are_the_keys_in_order(backend, device, options):
 
 def test_pages_out_of_range(backend, device, monkeypatch):
     """Where the table is not looked at they are clamped."""
-    from fastformer import functional
+    from fastformer.ops import functional
 
     monkeypatch.setattr(functional, "may_read", lambda x: False)
     tensors = paged(1, 2, 1, 2, [70])

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
-from fastformer import checks, reference, use_backend
+from fastformer import checks, use_backend
+from fastformer.ops import reference
 
 try:
     import triton

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from mutants import PLANTED
 
 import fastformer as ff
-from fastformer import functional, reference, use_backend
+from fastformer import use_backend
+from fastformer.ops import functional, reference
 
 V, N = 23, 40
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from mutants import PLANTED
 
 import fastformer as ff
-from fastformer import functional, reference, use_backend
+from fastformer import use_backend
+from fastformer.ops import functional, reference
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fastformer as ff
-from fastformer import functional
 from fastformer.dispatch import autograd, backends
+from fastformer.ops import functional
 
 CASES = 50  # of an op, in each run
 SLOW = 2000  # with --slow; a fifth of it on the interpreted kernels

@@ -16,8 +16,9 @@ import torch
 import torch._dynamo.testing
 
 import fastformer as ff
-from fastformer import functional, numerics
+from fastformer import numerics
 from fastformer.drop_in import hugging_face as drop_in_hugging_face
+from fastformer.ops import functional
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402

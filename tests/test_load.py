@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import current_backend, functional, use_backend
+from fastformer import current_backend, use_backend
 from fastformer.dispatch import autograd, backends
+from fastformer.ops import functional
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_GPU = torch.cuda.is_available()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from fastformer import reference
+from fastformer.ops import reference
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import use_backend
 from fastformer.description import Attention, pack
 from fastformer.dispatch import backends
 from fastformer.nn import padding
+from fastformer.ops import functional
 
 
 def packed(device, lengths_q=(5, 0, 33, 17), lengths_k=(9, 4, 40, 0), h=2, g=1, d=16, **options):

@@ -1564,13 +1564,13 @@ def test_explain_direct_calls(backend, device):
 def test_causal_masks_are_seen(monkeypatch, device):
     """nn.TransformerEncoder and -Decoder find out that a mask is causal; then none is read."""
     given = []
-    op = ff.functional.scaled_dot_product_attention
+    op = ff.ops.functional.scaled_dot_product_attention
 
     def spy(query, key, value, mask, p, is_causal, **options):
         given.append((mask is not None or options["bias"] is not None, is_causal))
         return op(query, key, value, mask, p, is_causal, **options)
 
-    monkeypatch.setattr(ff.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(ff.ops.functional, "scaled_dot_product_attention", spy)
     model = nn.Transformer(E, H, 1, 1, 24, batch_first=True).to(device)
     ff.accelerate(model)
     x = torch.randn(N, S, E, device=device)

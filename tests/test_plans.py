@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
-from fastformer import functional, use_backend
+from fastformer import use_backend
+from fastformer.ops import functional
 
 FLAT = {  # memory to take views of
     torch.float32: torch.zeros(4096),

@@ -21,12 +21,12 @@ from fastformer import (
     PositionalEncoding,
     PositionwiseFeedForward,
     SublayerConnection,
-    functional,
     make_decoder,
     make_model,
     subsequent_mask,
     use_backend,
 )
+from fastformer.ops import functional
 
 H = 2
 

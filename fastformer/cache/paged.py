@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import functional
 from fastformer.cache.rows import SelfAttentionCache, make_buffers, require_rows
 from fastformer.checks import require_size
+from fastformer.ops import functional
 
 __all__ = ["PagedKVCache"]
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer import functional
 from fastformer.checks import (
     FLOATING,
     INTEGERS,
@@ -21,6 +20,7 @@ from fastformer.checks import (
     require_tensor,
     shape_of,
 )
+from fastformer.ops import functional
 
 
 class AttendedCache:

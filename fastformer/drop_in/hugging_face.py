@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.dispatch import backends
 from fastformer.eager import readable
 from fastformer.nn.padding import lengths_of
+from fastformer.ops import functional
 
 NAME = "fastformer"
 _Sides = tuple[int | None, int | None]  # of a band: left and right

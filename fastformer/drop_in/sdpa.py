@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastformer import functional
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, tensor_obstacle
+from fastformer.ops import functional
 
 __all__ = ["sdpa_override"]
 

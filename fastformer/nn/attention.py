@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
@@ -32,6 +31,7 @@ from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.padding import Packing, pad, require_tokens
 from fastformer.nn.stream import dropout_probability, is_unmodified
+from fastformer.ops import functional
 
 __all__ = ["MultiHeadedAttention", "attention"]
 

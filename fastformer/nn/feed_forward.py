@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.checks import require_choice, require_size
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.stream import GATED, apply_feed_forward
+from fastformer.ops import functional
 
 __all__ = ["PositionwiseFeedForward"]
 

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.checks import (
     require_callable,
     require_choice,
@@ -22,6 +21,7 @@ from fastformer.checks import (
 )
 from fastformer.nn.base import AliasedModule, make_dropout
 from fastformer.nn.stream import add_dropped, is_unmodified
+from fastformer.ops import functional
 
 __all__ = ["LayerNorm", "RMSNorm", "SublayerConnection"]
 

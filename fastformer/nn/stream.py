@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.checks import autocast_dtype
 from fastformer.dispatch import backends
+from fastformer.ops import functional
 
 __all__ = [
     "GATED",

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.cache.decoder import DecoderCache
 from fastformer.checks import require_callable, require_flag, require_size, require_tensor
 from fastformer.nn.attention import MultiHeadedAttention
@@ -34,6 +33,7 @@ from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer, require_cache
 from fastformer.nn.stream import dropout_probability, is_unmodified
+from fastformer.ops import functional
 
 __all__ = [
     "EncoderDecoder",

@@ -20,7 +20,6 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
-from fastformer import functional
 from fastformer.checks import (
     INTEGERS,
     may_read,
@@ -37,6 +36,7 @@ from fastformer.checks import (
 from fastformer.dispatch import backends
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import Generator, subsequent_mask
+from fastformer.ops import functional
 
 __all__ = [
     "Batch",

@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.drop_in.replacements.base import Accelerated, ops_of, tensor_obstacle
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
+from fastformer.ops import functional
 
 
 class AnnotatedModule(Accelerated):

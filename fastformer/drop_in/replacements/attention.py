@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of
@@ -25,6 +24,7 @@ from fastformer.drop_in.replacements.base import (
     weight_obstacle,
 )
 from fastformer.nn.padding import Packing, lengths_of
+from fastformer.ops import functional
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "

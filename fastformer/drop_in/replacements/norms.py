@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer import functional
 from fastformer.checks import autocast_dtype
 from fastformer.drop_in.replacements.base import Accelerated, ops_of, weight_obstacle
+from fastformer.ops import functional
 
 
 class FusedLayerNorm(Accelerated, nn.LayerNorm):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import functional, reference
 from fastformer.description import Attention, beyond_torch, dims, unpack, words
 from fastformer.dispatch import backends, cases
 from fastformer.dispatch.operation import (
@@ -21,6 +20,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
+from fastformer.ops import functional, reference
 
 _aten = torch.ops.aten
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import reference
 from fastformer.checks import (
     FLOATING,
     INTEGERS,
@@ -52,7 +51,8 @@ from fastformer.checks import (
 )
 from fastformer.description import Attention, RowShard, Shard
 from fastformer.dispatch import backends
-from fastformer.reference import ACTIVATIONS
+from fastformer.ops import reference
+from fastformer.ops.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)

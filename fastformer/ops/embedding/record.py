@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer import functional, reference
 from fastformer.dispatch import backends, cases
 from fastformer.dispatch.operation import (
     ROW_DIMS,
@@ -17,6 +16,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
+from fastformer.ops import functional, reference
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:

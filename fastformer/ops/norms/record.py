@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer import functional, reference
 from fastformer.dispatch import backends, cases
 from fastformer.dispatch.operation import (
     ROW_DIMS,
@@ -20,6 +19,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
+from fastformer.ops import functional, reference
 
 _aten = torch.ops.aten
 

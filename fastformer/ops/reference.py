@@ -1,4 +1,4 @@
-"""Every op of `fastformer.functional` in eager PyTorch, with the same names.
+"""Every op of `fastformer.ops.functional` in eager PyTorch, with the same names.
 
 It is the path on a CPU, where it calls the fastest op of torch that computes the same, and the
 oracle of the tests: in float64 each op is its written-out formula. `functional` has checked the

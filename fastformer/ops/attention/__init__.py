@@ -1,0 +1,1 @@
+"""Attention: padded, packed, and over pages."""

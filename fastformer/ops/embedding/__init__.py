@@ -1,0 +1,1 @@
+"""Embedding, scale, positions and dropout."""

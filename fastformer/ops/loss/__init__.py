@@ -1,0 +1,1 @@
+"""The label-smoothed loss, of logits or of a linear layer."""

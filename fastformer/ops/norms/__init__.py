@@ -1,0 +1,1 @@
+"""The norms, alone and behind a sum."""

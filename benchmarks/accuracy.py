@@ -276,15 +276,15 @@ CASES = [
 def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
     """Apply dropout with the masks of this package, of planes or of rows, for p as it rounds it."""
     from fastformer.checks import require_dropout
-    from fastformer.ops import reference
+    from fastformer.ops import dropout
 
     p = require_dropout("p", p)
     at = torch.tensor([seed], device=x.device)
     rows, columns = x.shape[-2:]
     if planes:
-        gone = reference.dropped(at, planes, rows, columns, p).view(x.shape)
+        gone = dropout.dropped(at, planes, rows, columns, p).view(x.shape)
     else:
-        gone = reference.dropped_rows(at, x.numel() // columns, columns, p).view(x.shape)
+        gone = dropout.dropped_rows(at, x.numel() // columns, columns, p).view(x.shape)
     return x.masked_fill(gone, 0.0) / (1 - p)
 
 
@@ -371,7 +371,7 @@ def _add_rms_norm(input, residual, weight, dropout_p=0.0, dropout_seed=0):
 
 
 def _feed_forward(input, w_1, b_1, w_2, b_2, activation="relu", dropout_p=0.0, dropout_seed=0):
-    from fastformer.ops.reference import ACTIVATIONS
+    from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
     hidden = ACTIVATIONS[activation](F.linear(input, w_1, b_1))
     hidden = _drop(hidden, dropout_p, dropout_seed, 1) if dropout_p else hidden
@@ -471,15 +471,15 @@ def providers(op: str) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 def measure(case: Case, condition: str, dtype: str, device: torch.device) -> list[Row]:
     """Return the rows of one call: output and gradients of each provider that can run it."""
+    from fastformer import eager as fastformer_eager
     from fastformer import use_backend
-    from fastformer.ops import reference
 
     kind = DTYPES[dtype]
     torch.manual_seed(zlib.crc32(f"{case} {condition}".encode()))
     tensors = {name: x.to(device) for name, x in case.make(condition == "ill", kind).items()}
     tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
-    with use_backend("reference"), reference.written_out():
+    with use_backend("reference"), fastformer_eager.written_out():
         oracle = results(_ours(case.op), case, wide, kind)
 
     rows: dict[tuple[str, str], Row] = {}

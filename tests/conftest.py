@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fastformer import eager as fastformer_eager
 from fastformer import numerics, use_backend
-from fastformer.ops import reference
 
 # The package of the benchmarks, which is not installed. Once it is imported, its modules are found
 # without the checkout on the path, where the folder kernels/ would hide Hugging Face's `kernels`.
@@ -37,7 +37,7 @@ def _run(function, tensors, constants, backend, cotangent, written_out):
     }
     with use_backend(backend):
         if written_out:
-            with reference.written_out():
+            with fastformer_eager.written_out():
                 output = function(**{**tensors, **leaves}, **constants)
         else:
             output = function(**{**tensors, **leaves}, **constants)

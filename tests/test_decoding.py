@@ -343,8 +343,9 @@ def recorded(monkeypatch):
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
-    monkeypatch.setattr(ff.ops.reference, "readable", lambda x: False)
-    monkeypatch.setattr(ff.ops.reference, "_torch_computes", lambda *_: False)
+    for module in [m for m in modules if hasattr(m, "readable")]:
+        monkeypatch.setattr(module, "readable", lambda x: False)
+    monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
     recorded.captures = captures
     return recorded
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import checks, use_backend
-from fastformer.ops import reference
+from fastformer.ops import dropout
 
 try:
     import triton
@@ -50,7 +50,7 @@ def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu
 def test_known_answer():
     """Single elements against the rule worked out in Python integers above."""
     seed = -0x123456789ABCDEF
-    drop = reference.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
+    drop = dropout.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
     for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
         word = word_by_hand(seed & (2**64 - 1), plane, i, j)
         assert drop[plane, i, j] == (word < round(0.4 * 2**16))
@@ -74,14 +74,14 @@ def test_rows_past_int32(device, first):
     _rows_kept[(1,)](out, seed, first, 2**30, BM=4, BLOCK=16)
     for i, j in [(0, 0), (1, 5), (2, 14), (3, 3)]:
         low, high = (first + i) & M32, first + i >> 32
-        words = reference.philox4x32(j // 4, low, high, 1, 77)
+        words = dropout.philox4x32(j // 4, low, high, 1, 77)
         assert out[i, j] == (words[j % 4] >= 2**30)
 
 
 def test_a_word_on_the_threshold_is_kept(backend, device):
     """Of attention and of rows; with p one step larger it is dropped."""
     of_attention = word_by_hand(9, 0, 19, 37)
-    of_row = int(reference.philox4x32(5 // 4, 3, 0, 1, 9)[5 % 4]) >> 16
+    of_row = int(dropout.philox4x32(5 // 4, 3, 0, 1, 9)[5 % 4]) >> 16
     ones = torch.ones(4, 8, device=device)
     for more in (0, 1):
         weights = weights_of(9, (of_attention + more) / 2**16, backend=backend, device=device)
@@ -96,7 +96,7 @@ def test_a_word_on_the_threshold_is_kept(backend, device):
 def test_at_one_the_largest_word_is_dropped_too(backend, device):
     """Which no threshold of 32 bits drops: such words come once in 2^32, here for these seeds."""
     assert word_by_hand(6219259928, 0, 1, 9) == 0xFFFF
-    assert reference.philox4x32(4 // 4, 1, 0, 1, 78149343)[4 % 4] == M32
+    assert dropout.philox4x32(4 // 4, 1, 0, 1, 78149343)[4 % 4] == M32
     weights = weights_of(6219259928, 1.0, backend=backend, device=device)
     rows = ff.embed(
         torch.zeros(2, dtype=torch.long, device=device), torch.ones(1, 8, device=device), None,
@@ -110,27 +110,27 @@ def test_numpy_and_torch_draw_the_same():
     seed = -(2**62) - 5
     tensor = torch.tensor([seed])
     for size in ((3, 30, 80), (20, 5, 7), (2, 100, 1100), (0, 3, 3), (2, 0, 3), (2, 3, 0)):
-        a = reference._dropped_by_numpy(seed, *size, 2**15)
-        assert torch.equal(a, reference._dropped_by_torch(tensor, *size, 2**15))
+        a = dropout._dropped_by_numpy(seed, *size, 2**15)
+        assert torch.equal(a, dropout._dropped_by_torch(tensor, *size, 2**15))
         assert a.shape == size
-    a = reference._dropped_rows_by_numpy(seed, 70, 9, 2**31)
-    assert torch.equal(a, reference._dropped_rows_by_torch(tensor, 70, 9, 2**31))
+    a = dropout._dropped_rows_by_numpy(seed, 70, 9, 2**31)
+    assert torch.equal(a, dropout._dropped_rows_by_torch(tensor, 70, 9, 2**31))
     assert 0.4 < a.float().mean() < 0.6
 
 
 def test_published_philox():
     """Random123's known-answer tests of Philox4x32 and Philox2x32: the rounds themselves."""
     ones = torch.tensor([M32])
-    words = reference.philox4x32(ones, ones, ones, ones, torch.tensor([-1]), rounds=10)
+    words = dropout.philox4x32(ones, ones, ones, ones, torch.tensor([-1]), rounds=10)
     assert [int(w) for w in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     for rounds, answer in ((7, [0xBEDBBE6B, 0xE4C770B3]), (10, [0xDD7CE038, 0xF62A4C12])):
-        words = reference.philox2x32(0x243F6A88, 0x85A308D3, 0x13198A2E, rounds)
+        words = dropout.philox2x32(0x243F6A88, 0x85A308D3, 0x13198A2E, rounds)
         assert list(words) == answer
 
 
 def test_published_splitmix():
     """The first outputs of SplitMix64 that starts at 1234567, as its users publish them."""
-    low, high = reference.splitmix(torch.arange(1, 4), 1234567)
+    low, high = dropout.splitmix(torch.arange(1, 4), 1234567)
     outputs = [int(a) + (int(b) << 32) for a, b in zip(low, high)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
@@ -139,7 +139,7 @@ def test_published_splitmix():
 def test_every_tile_and_backend_draws_the_same(device, tiles, blocks):
     tiles(*blocks)
     seed = 2**40 + 12345
-    drop = reference.dropped(torch.tensor([seed], device=device), 4, 40, 56, 0.3).view(2, 2, 40, 56)
+    drop = dropout.dropped(torch.tensor([seed], device=device), 4, 40, 56, 0.3).view(2, 2, 40, 56)
     for backend in ("reference", "triton"):
         weights = weights_of(seed, 0.3, 2, 2, backend=backend, device=device)
         assert torch.equal(weights == 0, drop)
@@ -154,7 +154,7 @@ def test_philox_of_the_kernels(monkeypatch, device):
 
     monkeypatch.setattr(common, "philox", interpreter.replaced.get("philox", common.philox))
     weights = weights_of(-7, 0.5, backend="triton", device=device)
-    drop = reference.dropped(torch.tensor([-7], device=device), 1, 40, 56, 0.5)
+    drop = dropout.dropped(torch.tensor([-7], device=device), 1, 40, 56, 0.5)
     assert torch.equal(weights[0] == 0, drop)
 
 
@@ -172,7 +172,7 @@ def test_forward_and_backward_use_one_mask(backend, device):
     k = torch.zeros(1, 1, 200, 8, device=device)
     v = torch.randn(1, 1, 200, 8, device=device, requires_grad=True)
     ff.scaled_dot_product_attention(q, k, v, dropout_p=0.5, dropout_seed=4).sum().backward()
-    drop = reference.dropped(torch.tensor([4], device=device), 1, 1, 200, 0.5)
+    drop = dropout.dropped(torch.tensor([4], device=device), 1, 1, 200, 0.5)
     assert torch.equal(v.grad[0, 0, :, 0] == 0, drop[0, 0])
 
 
@@ -182,7 +182,7 @@ def test_feed_forward_draws_plane_zero(backend, device):
     hidden = ff.feed_forward(
         x, w, None, torch.eye(56, device=device), None, "relu", 0.3, dropout_seed=6
     )
-    drop = reference.dropped(torch.tensor([6], device=device), 1, 40, 56, 0.3)[0]
+    drop = dropout.dropped(torch.tensor([6], device=device), 1, 40, 56, 0.3)[0]
     assert torch.equal(hidden == 0, drop)
     assert torch.allclose(hidden[~drop], torch.full_like(hidden, 1 / 0.7)[~drop])
 
@@ -193,7 +193,7 @@ def test_fraction_and_independence(p):
     and seeds uncorrelated.
     """
     seeds = torch.tensor([11]), torch.tensor([12])
-    a, b = (reference.dropped(s, 8, 512, 512, p).float() for s in seeds)
+    a, b = (dropout.dropped(s, 8, 512, 512, p).float() for s in seeds)
     n = a.numel()
     assert abs(a.mean() - p) < 5 * (p * (1 - p) / n) ** 0.5
 
@@ -275,7 +275,7 @@ def test_probabilities_are_multiples(device):
     few = ff.embed(token, weight, None, 2**-16 * 1.4, scale=1.0, dropout_seed=1)
     assert abs((few == 0).sum() - 16) < 5 * 4
     assert few.max() == torch.tensor(1 / (1 - 2**-16))
-    drop = reference.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 2**-16)
+    drop = dropout.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 2**-16)
     assert abs(drop.sum() - 16) < 5 * 4
-    high = reference.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 1 - 2**-16)
+    high = dropout.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 1 - 2**-16)
     assert abs((~high).sum() - 16) < 5 * 4

@@ -7,7 +7,7 @@ from mutants import PLANTED
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.ops import functional, reference
+from fastformer.ops import dropout, functional
 
 V, N = 23, 40
 
@@ -37,7 +37,7 @@ def test_shapes(backend, device, against_oracle, shape, n, dtype, dropout_p):
 def test_by_its_parts(backend, device, scale):
     x, tokens = inputs(device=device), ids(2, 7, device=device)
     out = ff.embed(tokens, **x, dropout_p=0.25, scale=scale, dropout_seed=5)
-    drop = reference.dropped_rows(torch.tensor([5], device=device), 14, N, 0.25).view(2, 7, N)
+    drop = dropout.dropped_rows(torch.tensor([5], device=device), 14, N, 0.25).view(2, 7, N)
     want = F.embedding(tokens, x["weight"]) * (N**0.5 if scale is None else scale)
     want = torch.where(drop, 0.0, want + x["positional"][:7]) / 0.75
     torch.testing.assert_close(out, want)

@@ -9,7 +9,8 @@ from mutants import PLANTED
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.ops import functional, reference
+from fastformer.ops import functional
+from fastformer.ops.feed_forward import reference
 
 LOW = [torch.float16, torch.bfloat16]
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.ops import functional, reference
+from fastformer.ops import dropout, functional
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -311,7 +311,7 @@ def test_sum_without_a_bias_and_strided(backend, device, against_oracle):
 def test_the_sum_by_its_parts(backend, device):
     x = added(2, 5, 16, device=device)
     normalized, total = ff.dropout_add_layer_norm(**x, dropout_p=0.5, dropout_seed=3)
-    drop = reference.dropped_rows(torch.tensor([3], device=device), 10, 16, 0.5).view(2, 5, 16)
+    drop = dropout.dropped_rows(torch.tensor([3], device=device), 10, 16, 0.5).view(2, 5, 16)
     torch.testing.assert_close(total, x["residual"] + torch.where(drop, 0.0, x["input"]) * 2)
     want = F.layer_norm(total, (16,), x["weight"], x["bias"])
     torch.testing.assert_close(normalized, want)
@@ -344,9 +344,9 @@ def test_every_probability(device, p):
 def test_the_words_of_a_row():
     """Single elements against the rule worked out in Python integers."""
     seed = -0x123456789ABCDEF
-    drop = reference.dropped_rows(torch.tensor([seed]), 7, 50, 0.4)
+    drop = dropout.dropped_rows(torch.tensor([seed]), 7, 50, 0.4)
     for i, j in [(0, 0), (0, 1), (3, 2), (6, 49), (5, 35)]:
-        words = reference.philox4x32(j // 4, i, 0, 1, seed % 2**64)
+        words = dropout.philox4x32(j // 4, i, 0, 1, seed % 2**64)
         assert drop[i, j] == (words[j % 4] >> 16 < round(0.4 * 2**16))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from fastformer.ops import reference
+from fastformer.ops.feed_forward import reference
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -52,7 +52,7 @@ from fastformer.checks import (
 from fastformer.description import Attention, RowShard, Shard
 from fastformer.dispatch import backends
 from fastformer.ops import reference
-from fastformer.ops.reference import ACTIVATIONS
+from fastformer.ops.feed_forward.reference import ACTIVATIONS
 
 MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)

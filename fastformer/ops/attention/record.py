@@ -21,6 +21,7 @@ from fastformer.dispatch.operation import (
     Workload,
 )
 from fastformer.ops import functional, reference
+from fastformer.ops.attention import reference as attention_reference
 
 _aten = torch.ops.aten
 
@@ -224,7 +225,7 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
-        part_gradients=reference.attention_gradients,
+        part_gradients=attention_reference.attention_gradients,
     )
 )
 backends.register(

@@ -20,6 +20,7 @@ from fastformer.dispatch.operation import (
     Workload,
 )
 from fastformer.ops import functional, reference
+from fastformer.ops.norms import reference as norms_reference
 
 _aten = torch.ops.aten
 
@@ -205,7 +206,7 @@ backends.register(
         tuned=_TUNED,
         alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
         signature=_signature,
-        reference_backward=reference.dropout_add_layer_norm_backward,
+        reference_backward=norms_reference.dropout_add_layer_norm_backward,
     )
 )
 backends.register(
@@ -218,6 +219,6 @@ backends.register(
         tuned=_TUNED,
         alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         signature=_signature,
-        reference_backward=reference.dropout_add_rms_norm_backward,
+        reference_backward=norms_reference.dropout_add_rms_norm_backward,
     )
 )

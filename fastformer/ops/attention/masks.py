@@ -1,0 +1,130 @@
+"""Which keys a query sees, and what is added to their scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastformer.description import Attention
+from fastformer.eager import readable
+from fastformer.ops.attention.reference import NO_TERMS
+
+# What is added to a score and lies below this leaves the key out: -inf, and the finfo.min of
+# float32 and bfloat16, which in base 2 is no float32 any more.
+MASKED_OUT = -2.3586574359122396e38
+
+
+def visible_keys(
+    key: Tensor, i: Tensor, shift: int | Tensor, attention: Attention
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return (which query sees which key, which keys any query may see), None for all.
+
+    Both are booleans that broadcast to [B, H, Sq, Sk]. i: the indices of the queries, [Sq, 1].
+    shift: the distance by which the diagonal of the band is moved.
+    """
+    k_length = key.shape[-2]
+    visible, keys = None, None
+    bias, key_lengths = attention.bias, attention.key_lengths
+    left, right = (-1, -1) if attention.window is None else attention.window
+    if attention.is_causal:
+        right = 0
+    if key_lengths is not None or left >= 0 or right >= 0:
+        j = torch.arange(k_length, device=key.device)
+    if key_lengths is not None:
+        first = 0 if attention.shard is None else attention.shard.key
+        visible = keys = j < key_lengths.view(-1, 1, 1, 1) - first
+    for mask in (attention.attn_mask, None if bias is None else _left_by(bias)):
+        if mask is None:
+            continue
+        mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+        if mask.shape[-2] == 1 and mask.shape[-1] == k_length:
+            keys = mask if keys is None else keys & mask
+        visible = mask if visible is None else visible & mask
+    if right >= 0:
+        inside = j <= i + (shift + right)
+        visible = inside if visible is None else visible & inside
+    if left >= 0:
+        inside = j >= i + (shift - left)
+        visible = inside if visible is None else visible & inside
+    return visible, keys
+
+
+# What a bias of each dtype holds at least where it masks out no key.
+LEAST = {
+    dtype: max(MASKED_OUT, torch.finfo(dtype).min)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+}
+
+
+def _left_by(bias: Tensor) -> Tensor | None:
+    """Return the keys that a bias does not mask out; None where these are known to be all."""
+    bias, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
+    if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
+        return None
+    return ~(bias < least)  # NaN stays
+
+
+def diagonal_shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
+    """Return the shift of the diagonal: 0, or the one that aligns last query and last key; and for
+    a shard, by how much more its queries than its keys lie behind the first of the whole.
+    """
+    shard, queries, keys = attention.shard, query.shape[-2], key.shape[-2]
+    moved = 0
+    if shard is not None:
+        moved, queries, keys = shard.query - shard.key, shard.queries, shard.keys
+    if attention.causal_alignment == "top_left":
+        return moved
+    if attention.key_lengths is None:
+        return keys - queries + moved
+    return (attention.key_lengths.long() - queries + moved).view(-1, 1, 1, 1)
+
+
+def added_to_scores(
+    attention: Attention, i: Tensor, shift: int | Tensor, key: Tensor
+) -> Tensor | None:
+    """Return the term bias - slope |i + shift - j| of the scores, or None."""
+    bias, slopes = attention.bias, attention.alibi_slopes
+    if slopes is None:
+        return bias
+    distance = (i + shift - torch.arange(key.shape[-2], device=key.device)).abs()
+    slopes = slopes[..., None, None].to(
+        torch.float64 if key.dtype == torch.float64 else torch.float32
+    )
+    alibi = slopes * -distance
+    return alibi if bias is None else alibi + bias
+
+
+def score_terms(
+    query: Tensor, key: Tensor, attention: Attention, others: list[str]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the two masks of `visible_keys` and the term of `added_to_scores`, each None where it changes
+    nothing. others: of `beyond_torch`.
+    """
+    if not attention.is_causal and NO_TERMS.issuperset(others):
+        return None, None, None
+    i = torch.arange(query.shape[2], device=query.device).view(-1, 1)
+    shift = diagonal_shift(query, key, attention)
+    return *visible_keys(key, i, shift, attention), added_to_scores(attention, i, shift, key)
+
+
+def finite(x: Tensor) -> bool:
+    """Say whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
+    return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
+
+
+def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+    """Return the rows that no query may see, [.., Sk, 1], where they may hold NaN: 0 times NaN is
+    NaN.
+    """
+    if keys is None or (finite(key) and finite(value)):
+        return None
+    return ~keys.transpose(-2, -1)
+
+
+def is_causal_as_torch(attention: Attention) -> bool:
+    """Return whether causality, if there is any, counts from the top left of these scores."""
+    if not attention.is_causal:
+        return True
+    return attention.shard is None and attention.causal_alignment == "top_left"

@@ -1,0 +1,293 @@
+"""Attention in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.description import Attention, beyond_torch
+from fastformer.eager import readable
+from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
+from fastformer.ops.attention.masks import (
+    added_to_scores,
+    diagonal_shift,
+    finite,
+    hidden_rows,
+    is_causal_as_torch,
+    score_terms,
+    visible_keys,
+)
+from fastformer.ops.dropout import dropout_scale, dropped
+
+
+def _grouped(key: Tensor, heads: int) -> Tensor:
+    """Repeat the key-value heads [B, G, S, D], so that each query head has its own."""
+    return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    attention: Attention,
+    added: Tensor | None,
+    visible: Tensor | None,
+) -> Tensor:
+    """Return the scores [B, H, Sq, Sk]: the lowest finite number where a key is masked out, and the
+    sinks as a last column where there are any. They have the dtype of the query, or at least
+    float32 where something is added.
+    """
+    softcap, sinks = attention.softcap, attention.sinks
+    scores = (query * attention.scale) @ key.transpose(-2, -1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if added is not None or sinks is not None:
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+    if added is not None:
+        scores = scores + added
+    if visible is not None:
+        with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
+            scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return scores
+    column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1)
+
+
+def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum over the last dimension, without gradient, and the log-sum beside it: they
+    add up to logsumexp. Their gradient keeps its digits where that is large: the gradient of
+    torch's op takes exp(score - result).
+    """
+    if scores.shape[-1] == 0:
+        log_sum = scores.logsumexp(-1)
+        return torch.zeros_like(log_sum), log_sum
+    peak = scores.detach().amax(-1, keepdim=True)
+    peak = peak.masked_fill(peak.isinf(), 0.0)
+    return peak.squeeze(-1), (scores - peak).logsumexp(-1)
+
+
+def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
+    """Return the weights of the keys, without the weight of a sink."""
+    low = dtype in (torch.float16, torch.bfloat16)
+    weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
+    return weights if sinks is None else weights[..., :-1]
+
+
+# Options that are no mask and no term of the scores: torch's op computes none of them.
+NO_TERMS = frozenset({"dropout_p", "softcap", "sinks"})
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    return_lse: bool = False,
+    apart: bool = False,  # return lse as the two terms of `_log_sum_exp`
+) -> Any:
+    heads = query.shape[1]
+    if key.shape[1] != heads:
+        key, value = _grouped(key, heads), _grouped(value, heads)
+    others = beyond_torch(attention)
+    fast = not return_lse and torch_computes(query, value, attention, others)
+    out = by_torch(query, key, value, attention, others) if fast else None
+    if out is not None:
+        return out
+    if not others and is_causal_as_torch(attention):  # without a result the formula computes it
+        fast = False
+    visible, keys, added = score_terms(query, key, attention, others)
+    hidden = hidden_rows(keys, key, value)
+    if hidden is not None:
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)
+    mask = visible
+    if fast and added is not None:
+        mask = added if visible is None else added.masked_fill(~visible, float("-inf"))
+        mask = torch.atleast_2d(mask)
+        fast = not differentiates(query, key, value, attention.bias) or near_zero(mask)
+    if fast:
+        scale = attention.scale
+        out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    else:
+        scores = _scores(query, key, attention, added, visible)
+        out = _weighted(scores, value, attention)
+    empty = None if visible is None else ~visible.any(-1, keepdim=True)
+    if empty is not None and (not readable(empty) or empty.any()):
+        out = out.masked_fill(empty, 0.0)
+    if not return_lse:
+        return out
+    scores = scores if query.dtype == torch.float64 else scores.float()
+    peak, log_sum = _log_sum_exp(scores)
+    if empty is not None:  # such a row has its sink alone
+        sinks = attention.sinks
+        nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
+        log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
+    return (out, peak, log_sum) if apart else (out, peak + log_sum)
+
+
+def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
+    """Return dropout(softmax(scores)) value, [B, H, Sq, Dv] in the dtype of the value."""
+    weights = _softmax(scores, value.dtype, attention.sinks)
+    drop = _dropped_weights(weights, attention)
+    if drop is None:
+        return weights @ value
+    return weights.masked_fill(drop, 0.0) @ value * dropout_scale(attention.dropout_p)
+
+
+def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
+    """Return which of the weights [B, H, Sq, Sk] dropout removes, None for none."""
+    if attention.dropout_p == 0:
+        return None
+    assert attention.dropout_seed is not None
+    batch, heads, rows, columns = weights.shape
+    place, shard = None, attention.shard
+    if shard is not None:
+        first = shard.batch * shard.heads + shard.head
+        place = first, heads, shard.heads, shard.query, shard.key
+    drop = dropped(attention.dropout_seed, batch * heads, rows, columns, attention.dropout_p, place)
+    return drop.view(weights.shape)
+
+
+def attention_gradients(
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    attention: Attention,
+    outputs: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """Return the gradients of query, key, value, bias and sinks, of a part of the keys, given the
+    outputs for all keys: output, lse, and [.., 2], the maximum of the scores and minus the log-sum
+    beside it, or -inf for a row that sees nothing. With the scores S of the part, of which dropout
+    leaves Z,
+
+        P = exp(S - lse)   dV = (Z P)^T dO   dS = P (Z dO V^T - delta)   delta = dO . O - dlse
+    """
+    grad, grad_lse = grads
+    (query, key, value), (output, lse, statistics) = inputs, outputs
+    given = query, key, value, attention.bias, attention.sinks
+    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+    with torch.enable_grad():
+        q, k, v, bias, sinks = leaves
+        assert q is not None and k is not None and v is not None
+        heads = q.shape[1]
+        described = attention._replace(bias=bias, sinks=sinks)
+        visible, keys, added = score_terms(q, k, described, beyond_torch(described))
+        values, hidden = _grouped(v, heads), hidden_rows(keys, key, value)
+        if hidden is not None:
+            k, values = _grouped(k, heads).masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+        scores = _scores(q, _grouped(k, heads), described, added, visible)
+    here = scores.detach().to(lse.dtype)
+    peak, offset = statistics.unsqueeze(-2).unbind(-1)
+    weights = (here - peak + offset).exp()
+    kept = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
+    moved = grad @ values.detach().mT
+    drop = _dropped_weights(kept, attention)
+    if drop is not None:
+        scale = dropout_scale(attention.dropout_p)
+        kept, moved = (x.masked_fill(drop, 0.0) * scale for x in (kept, moved))
+    delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
+    moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
+    wanted = [x for x in leaves if x is not None]
+    found = (weights * moved).to(scores.dtype), kept.mT @ grad
+    results = iter(torch.autograd.grad((scores, values), wanted, found))
+    return [None if x is None else next(results) for x in leaves]
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+    cu_seqlens_q, cu_seqlens_k = attention.cu_seqlens_q, attention.cu_seqlens_k
+    assert cu_seqlens_q is not None and cu_seqlens_k is not None
+    max_q, max_k = attention.max_q, attention.max_k
+    rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
+    queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
+    batch = queries.shape[0]
+    q, k, v = (
+        x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
+        for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
+    )
+    mask = None
+    if attention.is_causal or attention.window is not None:  # a diagonal for each sequence
+        shift: int | Tensor = 0
+        if attention.causal_alignment == "bottom_right":
+            shift = (keys - queries).long().view(-1, 1, 1, 1)
+        i = torch.arange(max_q, device=query.device).view(-1, 1)
+        mask, _ = visible_keys(k, i, shift, attention)
+    shard = attention.shard
+    if shard is not None:  # of whole sequences
+        shard = shard._replace(queries=max_q, keys=max_k)
+    attention = attention._replace(shard=shard)
+    padded = attention._replace(attn_mask=mask, is_causal=False, window=None, key_lengths=keys)
+    out = scaled_dot_product_attention(q, k, v, padded)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)[rows]
+
+
+def _lengths(cu_seqlens: Tensor) -> Tensor:
+    """Return the tokens of each sequence, [B].
+
+    An exported program gets one more sequence, an empty one: torch would take a tensor with one
+    element less than cu_seqlens as a sign that B is at least 2.
+    """
+    if torch.compiler.is_exporting():
+        return (cu_seqlens.roll(-1) - cu_seqlens).clamp(min=0)
+    return cu_seqlens.diff()
+
+
+def _places(cu_seqlens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sequence, position in it) of each token of a packed x [tokens, ..]."""
+    tokens = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
+    b = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    return b, (tokens - cu_seqlens[b]).long()
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    attention: Attention,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    places = block_table.clamp(0, key_pages.shape[0] - 1).long()
+    key, value = (x[places].flatten(1, 2).transpose(1, 2) for x in (key_pages, value_pages))
+    return scaled_dot_product_attention(query, key, value, attention, return_lse)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attention: Attention,
+    rows: slice | Tensor | None = None,
+    heads: slice | Tensor | None = None,
+) -> Tensor:
+    shift = diagonal_shift(query, key, attention)
+    every_i = torch.arange(query.shape[2], device=query.device)
+    every_h = torch.arange(query.shape[1], device=query.device)
+    i = every_i if rows is None else every_i[rows]
+    h = every_h if heads is None else every_h[heads]
+    key = key[:, h // max(1, query.shape[1] // max(1, key.shape[1]))]
+    query = query[:, h][:, :, i]
+    slopes, sinks = attention.alibi_slopes, attention.sinks
+    attention = attention._replace(
+        attn_mask=_chosen(attention.attn_mask, h, i),
+        bias=_chosen(attention.bias, h, i),
+        alibi_slopes=None if slopes is None else slopes[..., h],
+        sinks=None if sinks is None else sinks[h],
+    )
+    i = i.view(-1, 1)
+    visible, keys = visible_keys(key, i, shift, attention)
+    if keys is not None and not finite(key):
+        key = key.masked_fill(~keys.transpose(-2, -1), 0.0)
+    scores = _scores(query, key, attention, added_to_scores(attention, i, shift, key), visible)
+    weights = _softmax(scores, query.dtype, attention.sinks)
+    return weights if visible is None else weights.masked_fill(~visible, 0.0)
+
+
+def _chosen(x: Tensor | None, heads: Tensor, rows: Tensor) -> Tensor | None:
+    """Select heads and rows of a mask or bias that broadcasts to [B, H, Sq, Sk]."""
+    if x is None:
+        return None
+    x = x.view((1,) * (4 - x.dim()) + x.shape)
+    x = x if x.shape[1] == 1 else x[:, heads]
+    return x if x.shape[2] == 1 else x[:, :, rows]

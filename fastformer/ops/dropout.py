@@ -1,0 +1,327 @@
+"""The words of dropout: which elements a seed drops, on every device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastformer.description import row_shard
+from fastformer.eager import readable
+
+# Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
+# draws the words of tiles, 4x32 those of rows.
+PHILOX_ROUNDS = 7
+_WORD = 0xFFFFFFFF
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_CHUNK = 1 << 15  # counters at a time: their temporaries stay in the cache
+_FEW = 1 << 12  # counters: with fewer NumPy's calls cost more than what they compute
+_FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
+_KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
+_EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
+_HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
+_ROUND = 0xD256D193
+_FACTOR = np.array(_ROUND, np.uint64)
+_STEPS = _KEY_STEPS[:, :1, None]  # [rounds, 1, 1, 1]
+_MIX_STEP, _MIX_A, _MIX_B = (
+    x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+Words = Any  # 32-bit words: a Tensor of int64, an array of uint64, or an int
+
+
+def philox4x32(
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: Tensor | int, rounds: int = PHILOX_ROUNDS
+) -> tuple[Words, Words, Words, Words]:
+    """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
+
+    The counters broadcast against each other, and keep their shapes until a round mixes them. A
+    64-bit product wraps, so that its bits 32..63 are the high word of the unsigned product. `seed`
+    is the 64-bit key, a tensor of one element or an int.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(rounds):
+        b, a = c2 * _ROUND_B, c0 * _ROUND_A
+        c0, c2 = ((b >> 32) ^ (c1 ^ k0)) & _WORD, ((a >> 32) ^ (c3 ^ k1)) & _WORD
+        c1, c3 = b, a
+        k0, k1 = (k0 + _KEY_A) & _WORD, (k1 + _KEY_B) & _WORD
+    return c0, c1 & _WORD, c2, c3 & _WORD
+
+
+def philox2x32(
+    c0: Words, c1: Words, key: Words, rounds: int = PHILOX_ROUNDS
+) -> tuple[Words, Words]:
+    """Return two random words for each counter (c0, c1) and key, likewise."""
+    for _ in range(rounds):
+        product = c0 * _ROUND
+        c0, c1 = ((product >> 32) ^ c1 ^ key) & _WORD, product & _WORD
+        key = key + _KEY_A & _WORD
+    return c0, c1
+
+
+def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
+    """Return the low and the high word of output n = 1, 2, .. of SplitMix64 (Steele et al. 2014,
+    "Fast Splittable Pseudorandom Number Generators") that starts at the seed, for int64 n.
+    """
+    z = n * _MIX_STEP + seed
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> copies the sign: the mask removes it
+    z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX_B
+    z = z ^ (z >> 31 & (1 << 33) - 1)
+    return z & _WORD, z >> 32 & _WORD
+
+
+def dropout_threshold(p: float) -> int:
+    """Return the least 16-bit word whose element is kept."""
+    return round(p * 2**16)
+
+
+Place = Sequence[int]  # where a shard lies in the whole
+
+
+def dropped(
+    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+) -> Tensor:
+    """Return a boolean [planes, rows, columns], True where dropout removes an element.
+
+    place: of a shard, (first plane, planes of a sequence here, planes of one in the whole, first
+        row, first column), the last two multiples of 16.
+
+    Element (plane, i, j) reads one of the four words of 16 bits that Philox2x32 gives for the
+    counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
+    of word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
+    one thread holds in a tensor-core accumulator. Key and shift of a plane are the low and the high
+    word of output number plane + 1 of SplitMix64, which starts at the seed. The mask is a pure
+    function of (seed, plane, i, j).
+    """
+    if readable(seed):
+        return _dropped(seed, planes, rows, columns, p, place)
+    # One node of a graph for all sizes: with the loops, other sizes would compile again.
+    return torch.ops.fastformer.dropped(seed, planes, rows, columns, p, place)
+
+
+def dropped_rows(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
+    """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
+
+    Element (i, j) reads the high half of word j % 4 that Philox4x32 gives for the counter (j // 4,
+    i's low word, its high word, 1), in the order in which a kernel that owns whole rows holds them.
+
+    row, column: the first ones, of a part of the matrix; column is a multiple of 4.
+    """
+    if readable(seed):
+        return _dropped_rows(seed, rows, columns, p, row, column)
+    return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
+
+
+def _dropped_rows(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
+    quarter, threshold = -(-columns // 4), dropout_threshold(p) << 16
+    if seed.device.type == "cpu":
+        mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold, row, column // 4)
+    else:
+        mask = _dropped_rows_by_torch(seed, rows, quarter, threshold, row, column // 4)
+    return mask.view(rows, quarter * 4)[:, :columns]
+
+
+def _dropped_rows_by_numpy(
+    seed: int, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
+) -> Tensor:
+    mask = np.empty((rows, quarter, 4), np.bool_)
+    words, limit = mask.transpose(2, 0, 1), np.array(threshold, np.uint64)
+    j = np.arange(column, column + quarter, dtype=np.uint64)
+    step = max(1, _CHUNK // max(1, quarter))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        i = np.arange(row + first, row + last, dtype=np.uint64).reshape(-1, 1)
+        low, high = (i, 0) if row + last <= 1 << 32 else (i & _WORD, i >> 32)
+        even, odd = _philox_by_numpy(j, low, high, 1, seed, (last - first, quarter))
+        np.less(even, limit, out=words[0::2, first:last])
+        np.less(odd, limit, out=words[1::2, first:last])
+    return torch.from_numpy(mask)
+
+
+def _dropped_rows_by_torch(
+    seed: Tensor, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
+) -> Tensor:
+    i, j = (torch.arange(n, device=seed.device) for n in (rows, quarter))
+    i, j = row + i.view(-1, 1), column + j
+    words = philox4x32(j, i & _WORD, i >> 32, 1, seed)
+    return torch.stack([word < threshold for word in words], -1)
+
+
+def _dropped(
+    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+) -> Tensor:
+    sizes = planes, rows, columns, dropout_threshold(p), place or _WHOLE
+    if seed.device.type == "cpu":
+        return _dropped_by_numpy(int(seed), *sizes)
+    return _dropped_by_torch(seed, *sizes)
+
+
+_WHOLE = 0, 1, 1, 0, 0
+
+
+def _dropped_by_torch(
+    seed: Tensor, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+) -> Tensor:
+    first, here, whole, row, column = place
+    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
+    number, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
+    number, i, j = first + number // here * whole + number % here, i + row // 2, j + column // 2
+    key, shift = splitmix(number.view(-1, 1, 1) + 1, seed)
+    words = philox2x32(i.view(-1, 1), j ^ shift, key)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    mask = torch.stack([half < threshold for half in halves])
+    mask = mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
+    mask = mask.reshape(planes, tiles_i * 16, tiles_j * 16)
+    return mask[:, :rows, :columns].contiguous()
+
+
+def _dropped_by_numpy(
+    seed: int, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+) -> Tensor:
+    """Compute `dropped` on a CPU.
+
+    It takes a half to a third of the time of `_dropped_by_torch`, whose calls cost more.
+    """
+    first, here, whole, row, column = place
+    tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
+    mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
+    words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
+    numbers = np.arange(planes, dtype=np.int64).reshape(-1, 1, 1)
+    if place is not _WHOLE:
+        numbers = first + numbers // here * whole + numbers % here
+    key, shift = (word.view(np.uint64) for word in splitmix(numbers + 1, seed))
+    keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
+    i, j = (
+        np.arange(start // 2, start // 2 + tiles * 8, dtype=np.uint64)
+        for start, tiles in ((row, tiles_i), (column, tiles_j))
+    )
+    c0, c1 = i.reshape(-1, 1), j ^ shift
+    step_i = max(1, min(tiles_i, _CHUNK // max(1, tiles_j * 64)))
+    step = max(1, _CHUNK // max(1, step_i * tiles_j * 64))
+    for plane in range(0, planes, step):
+        own = slice(plane, plane + step)
+        for t in range(0, tiles_i, step_i):
+            pair = _philox2x32_by_numpy(c0[t * 8 : (t + step_i) * 8], c1[own], keys[:, own])
+            halves = pair.view(np.uint16)
+            for column in range(2):
+                drop = (halves[..., column::4] <= last).view(np.uint64)
+                target = words[column, :, own, t : t + step_i]
+                target[:] = drop.reshape(target.shape)
+    elements = mask.view(np.bool_).reshape(planes, tiles_i * 16, tiles_j * 16)
+    return torch.from_numpy(np.ascontiguousarray(elements[:, :rows, :columns]))
+
+
+def _philox2x32_by_numpy(
+    c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Compute `philox2x32`, [2, planes, n, m], of counters c0 [n, 1] and c1 [planes, 1, m] in as
+    few calls of NumPy as possible. The high words of the second half are not zero.
+    """
+    odd = c0 * _FACTOR
+    words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
+    even = np.bitwise_xor((odd >> _HALF) ^ keys[0], c1, out=words[1])
+    for n in range(1, PHILOX_ROUNDS):
+        product = words[0 if n % 2 else 2]  # the last one is words[2]
+        np.multiply(even, _FACTOR, out=product)
+        np.right_shift(product, _HALF, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_xor(even, keys[n], out=even)
+        np.bitwise_and(even, _LOW, out=even)
+        odd = product
+    return words[1:]
+
+
+def _philox_by_numpy(
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: int, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Compute `philox4x32` in pairs [2, *shape]: the first and third words, the second and fourth.
+
+    The calls of NumPy cost most of the time where the counters are few. So one call serves both
+    words of a pair, and its operands are contiguous or have no dimensions, which is fastest.
+    """
+    narrow = 0 if math.prod(shape) <= _FEW else 2  # until then not all counters are of full shape
+    if narrow:
+        c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seed, narrow)
+    pairs = np.empty((3, 2, *shape), np.uint64)
+    pairs[0, 0], pairs[0, 1], pairs[1, 0], pairs[1, 1] = c0, c2, c1, c3
+    even, odd, product = pairs.reshape(3, 2, -1)
+    even_0, even_1 = even
+    start = np.array([[seed & _WORD], [(seed >> 32) & _WORD]], np.uint64)
+    keys = np.bitwise_and(start + _KEY_STEPS, _LOW)  # [rounds, 2, 1]
+    if not narrow:
+        keys = keys.repeat(even.shape[1], 2)
+    for key in keys[narrow:]:
+        np.multiply(even_0, _FACTOR_A, out=product[1])
+        np.multiply(even_1, _FACTOR_B, out=product[0])
+        np.bitwise_xor(odd, key, out=odd)
+        np.right_shift(product, _HALF, out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_and(even, _LOW, out=even)
+        odd, product = product, odd
+    np.bitwise_and(odd, _LOW, out=odd)
+    return even.reshape(2, *shape), odd.reshape(2, *shape)
+
+
+_library = torch.library.Library("fastformer", "FRAGMENT")
+_library.define(
+    "dropped(Tensor seed, SymInt planes, SymInt rows, SymInt columns, float p, "
+    "SymInt[]? place=None) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("dropped", _dropped, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fastformer::dropped",
+    lambda seed, *sizes: seed.new_empty(sizes[:3], dtype=torch.bool),
+    lib=_library,
+)
+_library.define(
+    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p, SymInt row=0, "
+    "SymInt column=0) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl(
+    "dropped_rows", lambda *args: _dropped_rows(*args).contiguous(), "CompositeExplicitAutograd"
+)
+torch.library.register_fake(
+    "fastformer::dropped_rows",
+    lambda seed, *sizes: seed.new_empty(sizes[:2], dtype=torch.bool),
+    lib=_library,
+)
+
+
+def dropped_hidden(
+    seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
+) -> Tensor:
+    """Return `dropped` of a feed-forward layer's hidden elements [rows, columns], of one plane."""
+    return dropped(seed, 1, rows, columns, p, (0, 1, 1, row, column))[0]
+
+
+def of_runs(
+    draw: Callable[..., Tensor],
+    seed: Tensor | None,
+    rows: int,
+    columns: int,
+    p: float,
+    shard: Place | None,
+) -> Tensor:
+    """Return what `draw` draws for [rows, columns], or for a shard, run after run of its rows."""
+    given = row_shard(shard)
+    if given is None:
+        return draw(seed, rows, columns, p)
+    runs = range(0, max(1, rows), given.run)
+    first = [given.row + n * given.sequence for n in range(len(runs))]
+    sizes = [min(given.run, rows - start) for start in runs]
+    return torch.cat([draw(seed, n, columns, p, i, given.column) for n, i in zip(sizes, first)])
+
+
+def dropout_scale(p: float) -> float:
+    return 1.0 / (1.0 - p) if p < 1 else 0.0

@@ -1,0 +1,31 @@
+"""The embedding in eager PyTorch."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.description import RowShard
+from fastformer.ops.dropout import dropout_scale
+from fastformer.ops.norms.reference import masked
+
+
+def embed(
+    tokens: Tensor,
+    weight: Tensor,
+    positional: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> Tensor:
+    scale = weight.shape[1] ** 0.5 if scale is None else scale
+    out = F.embedding(tokens.long(), weight, padding_idx) * scale
+    if positional is not None:
+        out = out + positional[: tokens.shape[-1]].to(out.dtype)
+    if dropout_p == 0:
+        return out
+    kept = masked(out, [weight.shape[1]], dropout_p, dropout_seed, shard)
+    return kept * dropout_scale(dropout_p)

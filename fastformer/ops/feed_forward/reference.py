@@ -1,0 +1,101 @@
+"""The feed-forward layer in eager PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.description import RowShard
+from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def feed_forward(
+    input: Tensor,
+    w_1: Tensor,
+    b_1: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> Tensor:
+    if dropout_p == 0:
+        return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
+    assert dropout_seed is not None
+    rows = math.prod(input.shape[:-1])  # numel() would be a constant of an exported program
+    hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
+    drop = of_runs(dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
+    if (
+        activation == "relu"
+    ):  # dropout goes first: relu's gradient is 0 there, without a second mask
+        with torch.no_grad():
+            hidden.masked_fill_(drop, 0.0)
+        hidden = hidden.relu_()
+    else:
+        hidden = ACTIVATIONS[activation](hidden).masked_fill(drop, 0.0)
+    out = hidden @ w_2.t()
+    kept = dropout_scale(dropout_p)  # the factor costs least here: d_out is smaller than d_ff
+    out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
+    return out.view(*input.shape[:-1], w_2.shape[0])
+
+
+def _gated(
+    activation: str,
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    shard: RowShard | None,
+) -> Tensor:
+    z, v = F.linear(input, w, b).chunk(2, -1)
+    hidden = ACTIVATIONS[activation](z) * v
+    if dropout_p > 0:
+        assert dropout_seed is not None
+        rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
+        drop = of_runs(dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
+        hidden = hidden.masked_fill(drop.view(hidden.shape), 0.0) * dropout_scale(dropout_p)
+    return F.linear(hidden, w_2, b_2)
+
+
+def geglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> Tensor:
+    return _gated("gelu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)
+
+
+def swiglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> Tensor:
+    return _gated("silu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)

@@ -1,0 +1,183 @@
+"""The norms in eager PyTorch, and the backward of those behind a sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.description import RowShard
+from fastformer.eager import formula, written_out
+from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+) -> Tensor:
+    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias))
+    if not unbiased and not mixed and input.dtype != torch.float64:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    x = input if input.dtype == torch.float64 else input.float()
+    features = tuple(range(-len(normalized_shape), 0))
+    if unbiased:  # std, not the root of var: its gradient is finite where a row is constant
+        std, mean = torch.std_mean(x, features, correction=1, keepdim=True)
+        y = (x - mean) / (std + eps)
+    else:
+        variance, mean = torch.var_mean(x, features, correction=0, keepdim=True)
+        y = (x - mean) * (variance + eps).rsqrt()
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(input.dtype)
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    mixed = weight is not None and weight.dtype != input.dtype
+    if not mixed and input.dtype != torch.float64 and not formula.always:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    x = input if input.dtype == torch.float64 else input.float()
+    features = tuple(range(-len(normalized_shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = x * (x.square().mean(features, keepdim=True) + eps).rsqrt()
+    return (y if weight is None else y * weight).to(input.dtype)
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
+    return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
+
+
+def dropout_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float = 0.0,
+    eps: float | None = None,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
+    return rms_norm(total, list(weight.shape), weight, eps), total
+
+
+def _dropout_add(
+    input: Tensor,
+    residual: Tensor,
+    shape: list[int],
+    p: float,
+    seed: Tensor | None,
+    shard: RowShard | None,
+) -> Tensor:
+    """Return residual + dropout(input), for rows of a shape."""
+    return torch.add(residual, masked(input, shape, p, seed, shard), alpha=dropout_scale(p))
+
+
+def masked(
+    x: Tensor, shape: list[int], p: float, seed: Tensor | None, shard: RowShard | None
+) -> Tensor:
+    """Return x [.., *shape] with zeros where dropout by rows removes an element."""
+    if p == 0:
+        return x
+    assert seed is not None
+    columns = math.prod(shape)
+    rows = x.numel() // columns if columns else 0
+    drop = of_runs(dropped_rows, seed, rows, columns, p, shard)
+    return x.masked_fill(drop.view(x.shape), 0.0)
+
+
+def dropout_add_layer_norm_backward(
+    grad_normalized: Tensor,
+    grad_residual_out: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    eps: float,
+    unbiased: bool,
+    dropout_seed: Tensor | None,
+    shard: RowShard | None,
+    residual_out: Tensor,
+    mean: Tensor,
+    reciprocal: Tensor,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return differentiable gradients of (input, residual, weight, bias, seed).
+
+    residual_out counts as an input of its own: its gradient is that through the norm and its own.
+    """
+    shape = list(weight.shape)
+
+    def norm(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return layer_norm(x, shape, w, b, eps, unbiased=unbiased)
+
+    given = [residual_out, weight] if bias is None else [residual_out, weight, bias]
+    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
+    kept = masked(grad, shape, dropout_p, dropout_seed, shard)
+    kept = kept * dropout_scale(dropout_p)
+    grads = [kept, grad, *rest, None]
+    return [g if need else None for g, need in zip(grads, needs)]
+
+
+def dropout_add_rms_norm_backward(
+    grad_normalized: Tensor,
+    grad_residual_out: Tensor | None,
+    weight: Tensor,
+    dropout_p: float,
+    eps: float,
+    dropout_seed: Tensor | None,
+    shard: RowShard | None,
+    residual_out: Tensor,
+    reciprocal: Tensor,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return differentiable gradients of (input, residual, weight), as that of LayerNorm does."""
+    shape = list(weight.shape)
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return rms_norm(x, shape, w, eps)
+
+    given = [residual_out, weight]
+    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
+    kept = masked(grad, shape, dropout_p, dropout_seed, shard)
+    kept = kept * dropout_scale(dropout_p)
+    return [g if need else None for g, need in zip([kept, grad, *rest], needs)]
+
+
+def _through_norm(
+    norm: Callable[..., Tensor],
+    given: list[Tensor],
+    grad_normalized: Tensor,
+    grad_sum: Tensor | None,
+) -> list[Tensor]:
+    """Return differentiable gradients of what a norm is given, the sum and its parameters."""
+    given = [x.view_as(x) for x in given]
+    with written_out():
+        normalized = norm(*given)
+    grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
+    return [grad if grad_sum is None else grad + grad_sum, *rest]

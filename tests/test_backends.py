@@ -247,7 +247,7 @@ def test_seven_frames_lead_to_a_launch(device, monkeypatch, op):
     with use_backend("triton"):
         getattr(ff, op)(**given)
     assert paths and all(1 < len(frames) <= 7 for frames in paths)
-    assert all(frames[-1] == package / "functional.py" for frames in paths)
+    assert all(frames[-1].is_relative_to(package / "ops") for frames in paths)
 
 
 @pytest.fixture

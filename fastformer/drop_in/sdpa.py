@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, tensor_obstacle
 from fastformer.ops import functional
+from fastformer.ops.attention import arguments
 
 __all__ = ["sdpa_override"]
 
@@ -116,8 +117,8 @@ def _heads_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
         if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
             return "the heads of key do not divide those of query"
     dims = (query.shape[-1], value.shape[-1])
-    if 0 in dims or max(dims) > functional.MAX_HEAD_DIM or key.shape[-1] != dims[0]:
-        return f"a head dim is 0 or above {functional.MAX_HEAD_DIM}, or key has another than query"
+    if 0 in dims or max(dims) > arguments.MAX_HEAD_DIM or key.shape[-1] != dims[0]:
+        return f"a head dim is 0 or above {arguments.MAX_HEAD_DIM}, or key has another than query"
     return None
 
 

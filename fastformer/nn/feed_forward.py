@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from fastformer.checks import require_choice, require_size
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.stream import GATED, apply_feed_forward
-from fastformer.ops import functional
+from fastformer.ops.feed_forward import reference
 
 __all__ = ["PositionwiseFeedForward"]
 
-ACTIVATIONS = (*functional.ACTIVATIONS, *GATED)  # of the feed-forward layer
+ACTIVATIONS = (*reference.ACTIVATIONS, *GATED)  # of the feed-forward layer
 
 
 class PositionwiseFeedForward(AliasedModule):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastformer.checks import autocast_dtype
 from fastformer.dispatch import backends
 from fastformer.ops import functional
+from fastformer.ops.feed_forward import reference
 
 __all__ = [
     "GATED",
@@ -130,9 +131,9 @@ def _activated(hidden: Tensor, activation: str | Callable[[Tensor], Tensor]) -> 
     if not isinstance(activation, str):
         return activation(hidden)
     if activation not in GATED:
-        return functional.ACTIVATIONS[activation](hidden)
+        return reference.ACTIVATIONS[activation](hidden)
     z, v = hidden.chunk(2, -1)
-    return functional.ACTIVATIONS[GATED[activation]](z) * v
+    return reference.ACTIVATIONS[GATED[activation]](z) * v
 
 
 def dropout_probability(dropout: nn.Dropout) -> float:

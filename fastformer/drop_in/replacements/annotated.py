@@ -19,6 +19,7 @@ from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
 from fastformer.ops import functional
+from fastformer.ops.attention import arguments
 
 
 class AnnotatedModule(Accelerated):
@@ -49,8 +50,8 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         reason = tensor_obstacle(query, key, value, mask)
-        if reason is None and self.d_k > functional.MAX_HEAD_DIM:
-            reason = f"the head dim is {self.d_k}; the op takes up to {functional.MAX_HEAD_DIM}"
+        if reason is None and self.d_k > arguments.MAX_HEAD_DIM:
+            reason = f"the head dim is {self.d_k}; the op takes up to {arguments.MAX_HEAD_DIM}"
         if type(self.dropout) is not nn.Dropout or not is_unmodified(self.dropout):
             reason = "its dropout has hooks or was replaced"
         if reason is None and mask is not None and mask.dim() != 3:

@@ -25,6 +25,7 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.nn.padding import Packing, lengths_of
 from fastformer.ops import functional
+from fastformer.ops.attention import arguments
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "
@@ -131,8 +132,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _obstacle(self) -> str | None:
         """Why the op cannot replace the forward of this module, or None."""
-        if self.head_dim > functional.MAX_HEAD_DIM:
-            return f"the head dim is {self.head_dim}; the op takes up to {functional.MAX_HEAD_DIM}"
+        if self.head_dim > arguments.MAX_HEAD_DIM:
+            return f"the head dim is {self.head_dim}; the op takes up to {arguments.MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         return weight_obstacle(
             (packed, self.in_proj_bias),

@@ -20,8 +20,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
-from fastformer.ops import functional, reference
-from fastformer.ops.attention import reference as attention_reference
+from fastformer.ops.attention import contract, reference
 
 _aten = torch.ops.aten
 
@@ -214,7 +213,7 @@ _TUNED = (
 backends.register(
     Operation(
         kernel="attention",
-        contract=functional.scaled_dot_product_attention,
+        contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
         sharding=_SHARDING,
         workload=Workload(_describe, _arguments, _LIMITS, (_EXAMPLE, {})),
@@ -225,13 +224,13 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
-        part_gradients=attention_reference.attention_gradients,
+        part_gradients=reference.attention_gradients,
     )
 )
 backends.register(
     Operation(
         kernel="attention",
-        contract=functional.packed_attention,
+        contract=contract.packed_attention,
         reference=reference.packed_attention,
         sharding=_SHARDING,
         workload=Workload(_describe_packed, _packed_arguments, _LIMITS, (_EXAMPLE, {})),
@@ -241,7 +240,7 @@ backends.register(
 backends.register(
     Operation(
         kernel="attention",
-        contract=functional.paged_attention,
+        contract=contract.paged_attention,
         reference=reference.paged_attention,
         sharding=_SHARDING,
         workload=Workload(

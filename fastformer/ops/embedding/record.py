@@ -16,7 +16,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
-from fastformer.ops import functional, reference
+from fastformer.ops.embedding import contract, reference
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:
@@ -50,7 +50,7 @@ def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
 backends.register(
     Operation(
         kernel="embedding",
-        contract=functional.embed,
+        contract=contract.embed,
         reference=reference.embed,
         sharding=_SHARDING,
         workload=Workload(

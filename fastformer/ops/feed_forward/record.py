@@ -16,7 +16,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
-from fastformer.ops import functional, reference
+from fastformer.ops.feed_forward import contract, reference
 
 # --------------------------------------------------------------------------------------- sharding
 
@@ -69,7 +69,7 @@ _LIMITS, _SIZES = dict(M=496), dict(M=1, d=16, F=16, out=16)
 backends.register(
     Operation(
         kernel="feed_forward",
-        contract=functional.feed_forward,
+        contract=contract.feed_forward,
         reference=reference.feed_forward,
         sharding=_SHARDING,
         workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))),
@@ -77,8 +77,8 @@ backends.register(
     )
 )
 for _contract, _reference in (
-    (functional.geglu, reference.geglu),
-    (functional.swiglu, reference.swiglu),
+    (contract.geglu, reference.geglu),
+    (contract.swiglu, reference.swiglu),
 ):
     backends.register(
         Operation(

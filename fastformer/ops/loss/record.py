@@ -16,7 +16,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
-from fastformer.ops import functional, reference
+from fastformer.ops.loss import contract, reference
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:
@@ -57,7 +57,7 @@ _LIMITS = dict(M=112)
 backends.register(
     Operation(
         kernel="cross_entropy",
-        contract=functional.cross_entropy,
+        contract=contract.cross_entropy,
         reference=reference.cross_entropy,
         sharding=_SHARDING,
         workload=Workload(
@@ -69,7 +69,7 @@ backends.register(
 backends.register(
     Operation(
         kernel="cross_entropy",
-        contract=functional.linear_cross_entropy,
+        contract=contract.linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
         workload=Workload(

@@ -19,8 +19,7 @@ from fastformer.dispatch.operation import (
     Sizes,
     Workload,
 )
-from fastformer.ops import functional, reference
-from fastformer.ops.norms import reference as norms_reference
+from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
 
@@ -170,7 +169,7 @@ _TUNED = "layer_norm forward", "layer_norm backward"
 backends.register(
     Operation(
         kernel="layer_norm",
-        contract=functional.layer_norm,
+        contract=contract.layer_norm,
         reference=reference.layer_norm,
         sharding=_SHARDING,
         workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
@@ -185,7 +184,7 @@ backends.register(
 backends.register(
     Operation(
         kernel="layer_norm",
-        contract=functional.rms_norm,
+        contract=contract.rms_norm,
         reference=reference.rms_norm,
         sharding=_SHARDING,
         workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
@@ -197,7 +196,7 @@ backends.register(
 backends.register(
     Operation(
         kernel="layer_norm",
-        contract=functional.dropout_add_layer_norm,
+        contract=contract.dropout_add_layer_norm,
         reference=reference.dropout_add_layer_norm,
         sharding=_SHARDING_OF_SUMS,
         workload=Workload(
@@ -206,19 +205,19 @@ backends.register(
         tuned=_TUNED,
         alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
         signature=_signature,
-        reference_backward=norms_reference.dropout_add_layer_norm_backward,
+        reference_backward=reference.dropout_add_layer_norm_backward,
     )
 )
 backends.register(
     Operation(
         kernel="layer_norm",
-        contract=functional.dropout_add_rms_norm,
+        contract=contract.dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
         sharding=_SHARDING_OF_SUMS,
         workload=Workload(_describe, _rms_sum_arguments, _LIMITS, (_SIZES, dict(weight=True))),
         tuned=_TUNED,
         alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         signature=_signature,
-        reference_backward=norms_reference.dropout_add_rms_norm_backward,
+        reference_backward=reference.dropout_add_rms_norm_backward,
     )
 )

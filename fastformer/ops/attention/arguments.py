@@ -1,0 +1,364 @@
+"""The checks of the arguments of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastformer.checks import (
+    INTEGERS,
+    autocast_dtype,
+    may_read,
+    require_device,
+    require_int,
+    require_number,
+    require_size,
+    require_tensor,
+    shape_of,
+)
+from fastformer.description import Shard
+from fastformer.dispatch import backends
+
+MAX_HEAD_DIM = 256
+PAGE_SIZES = (16, 32, 64, 128, 256)
+ALIGNMENTS = ("top_left", "bottom_right")
+Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
+
+
+def require_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
+) -> tuple[float, Scores]:
+    """Check the shapes [B, H, S, D] against each other. Return the scale or its default, and the
+    shape of the scores.
+    """
+    batch, heads, q_length, dim = query.shape
+    key_batch, key_heads, k_length, key_dim = key.shape
+    value_batch, value_heads, value_length, value_dim = value.shape
+    if key_batch != batch or value_batch != batch:
+        raise ValueError(
+            f"key {shape_of(key)} and value {shape_of(value)}; "
+            f"expected the batch of query {shape_of(query)}, {batch}"
+        )
+    if key_dim != dim:
+        raise ValueError(
+            f"key {shape_of(key)}; expected the head dim of query {shape_of(query)}, {dim}"
+        )
+    if value_heads != key_heads or value_length != k_length:
+        raise ValueError(
+            f"value {shape_of(value)}; expected the heads and the length of key {shape_of(key)}"
+        )
+    if not enable_gqa and key_heads != heads:
+        raise ValueError(
+            f"key {shape_of(key)}; "
+            f"expected the {heads} heads of query {shape_of(query)} (or enable_gqa=True)"
+        )
+    if enable_gqa and (heads % key_heads if key_heads else heads):
+        raise ValueError(f"key {shape_of(key)}; expected a number of heads that divides {heads}")
+    if dim > MAX_HEAD_DIM or value_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query {shape_of(query)}, value {shape_of(value)}; "
+            f"expected head dims of at most {MAX_HEAD_DIM}"
+        )
+    return default_scale(scale, dim), (batch, heads, q_length, k_length)
+
+
+def default_scale(scale: float | None, dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(max(1, dim))
+    return require_number("scale", scale, "a number or None")
+
+
+def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
+    """Check pages and table against the query, and return how many keys a sequence may have."""
+    batch, heads, _, dim = query.shape
+    for name, x in (("key_pages", keys), ("value_pages", values)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected [P, page, G, D]")
+    if keys.shape[1] not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected pages of {sizes} keys")
+    if keys.shape[0] < 1:
+        raise ValueError(f"key_pages has shape {shape_of(keys)}; expected one page or more")
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"value_pages has shape {shape_of(values)}; "
+            f"expected the pages and the heads of key_pages {shape_of(keys)}"
+        )
+    if keys.shape[3] != dim:
+        raise ValueError(
+            f"key_pages {shape_of(keys)}; expected the head dim of query {shape_of(query)}, {dim}"
+        )
+    if heads % keys.shape[2] if keys.shape[2] else heads:
+        raise ValueError(
+            f"key_pages {shape_of(keys)}; expected a number of heads that divides {heads}"
+        )
+    if dim > MAX_HEAD_DIM or values.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"query {shape_of(query)}, value_pages {shape_of(values)}; "
+            f"expected head dims of at most {MAX_HEAD_DIM}"
+        )
+    require_tensor("block_table", table, "an int32 tensor")
+    if table.dtype != torch.int32:
+        raise TypeError(f"block_table has dtype {table.dtype}; expected torch.int32")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(
+            f"block_table has shape {shape_of(table)}; expected [B, blocks] with B = {batch}"
+        )
+    require_device("block_table", table, "query", query)
+    return table.shape[1] * keys.shape[1]
+
+
+def require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
+    """Require that the entries which hold keys are pages."""
+    pages, page = keys.shape[:2]
+    first = torch.arange(table.shape[1], device=table.device) * page
+    used = table[first < key_lengths.view(-1, 1)]
+    if used.numel():
+        low, high = map(int, used.aminmax())
+        if low < 0 or high >= pages:
+            raise ValueError(
+                f"block_table holds page {low if low < 0 else high}; "
+                f"expected pages from 0 to {pages - 1}"
+            )
+
+
+def refuse_context(name: str) -> None:
+    if backends.sequences_are_sharded():
+        raise ValueError(
+            f"{name} within context_parallel, which shards scaled_dot_product_attention alone; "
+            f"expected it, or {name} outside of the context"
+        )
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, which paged_attention does not compute; "
+                "expected tensors without, or a call under torch.no_grad()"
+            )
+
+
+def mask_and_bias(
+    attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, scores: Scores, three: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask and the bias, checked; a floating mask is the bias, and a mask or a bias
+    [B, Sq, Sk] gets one head where the query has none.
+    """
+    bias_name = "bias"
+    if attn_mask is not None:
+        require_tensor("attn_mask", attn_mask)
+        if attn_mask.dtype is torch.bool:
+            attn_mask = _broadcast("attn_mask", attn_mask, query, scores, three)
+        elif not attn_mask.is_floating_point():
+            raise TypeError(
+                f"attn_mask has dtype {attn_mask.dtype}; expected torch.bool, True where a key "
+                "takes part, or a floating dtype, to be added to the scores"
+            )
+        elif bias is not None:
+            raise ValueError(
+                f"attn_mask has dtype {attn_mask.dtype} and is added as bias is; "
+                "expected one of the two, or a boolean mask"
+            )
+        else:
+            attn_mask, bias, bias_name = None, attn_mask, "attn_mask"
+    if bias is not None:
+        _require_bias(bias_name, bias, query)
+        if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
+            bias = bias.to(query.dtype)
+        bias = _broadcast("bias", bias, query, scores, three)
+    return attn_mask, bias
+
+
+def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
+    require_tensor(name, bias)
+    if bias.dtype in (torch.float32, query.dtype):
+        return
+    if autocast_dtype(query) is None or not bias.is_floating_point():
+        raise TypeError(
+            f"{name} has dtype {bias.dtype}; expected the dtype of query, {query.dtype}, or float32"
+        )
+
+
+def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool) -> Tensor:
+    if x.device != query.device:
+        require_device(name, x, "query", query)
+    shape, full = x.shape, scores[:1] + scores[2:] if three else scores
+    fits = len(shape) <= len(full)
+    for have, want in zip(reversed(shape), reversed(full)):
+        fits = fits and (have == want or have == 1)
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {shape_of(x)}; expected one that broadcasts to {list(full)}"
+        )
+    return x.unsqueeze(1) if three and len(shape) == 3 else x
+
+
+def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
+    require_tensor("key_lengths", key_lengths, "an integer tensor")
+    if key_lengths.dtype not in INTEGERS:
+        raise TypeError(f"key_lengths has dtype {key_lengths.dtype}; expected integers")
+    if key_lengths.shape != (query.shape[0],):
+        raise ValueError(
+            f"key_lengths has shape {shape_of(key_lengths)}; expected [B] = [{query.shape[0]}]"
+        )
+    require_device("key_lengths", key_lengths, "query", query)
+    if may_read(key_lengths) and key_lengths.numel():
+        lengths = key_lengths.tolist()  # of a few numbers Python finds the range in less time
+        low, high = min(lengths), max(lengths)
+        if low < 0 or high > k_length:
+            raise ValueError(
+                f"key_lengths holds {low if low < 0 else high}; "
+                f"expected lengths from 0 to Sk = {k_length}"
+            )
+
+
+def require_offsets(name: str, cu: Tensor, x_name: str, x: Tensor, longest: int) -> None:
+    require_tensor(name, cu, "an int32 tensor")
+    if cu.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {cu.dtype}; expected torch.int32")
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise ValueError(f"{name} has shape {shape_of(cu)}; expected [B + 1]")
+    require_device(name, cu, x_name, x)
+    length_name = "max" + name[-2:]
+    require_int(length_name, longest)
+    if not 0 <= longest < 2**31:
+        raise ValueError(f"{length_name} is {longest}; expected 0 or more, of 32 bits")
+    if not may_read(cu):
+        return
+    first, last, steps = int(cu[0]), int(cu[-1]), cu.diff()
+    if first != 0 or last != x.shape[0]:
+        raise ValueError(
+            f"{name} goes from {first} to {last}; "
+            f"expected from 0 to the tokens of {x_name}, {x.shape[0]}"
+        )
+    if steps.numel() and int(steps.min()) < 0:
+        raise ValueError(f"{name} decreases by {-int(steps.min())}; expected offsets in order")
+    if steps.numel() and int(steps.max()) > longest:
+        raise ValueError(
+            f"{length_name} is {longest}; expected at least the longest sequence, "
+            f"{int(steps.max())}"
+        )
+
+
+def require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) -> None:
+    if x is None:
+        return
+    if isinstance(x, slice):
+        for bound in (x.start, x.stop):
+            if bound is not None:
+                require_int(name, bound)
+                if not -n <= bound <= n:
+                    raise ValueError(f"{name} is {x}; there are {n}")
+        if x.step is not None:
+            require_int(name, x.step)
+            if x.step < 1:
+                raise ValueError(f"{name} is {x}; expected a step of 1 or more")
+        return
+    require_tensor(name, x, "a slice or a tensor of indices")
+    if x.dtype != torch.int64 or x.dim() != 1:
+        raise ValueError(
+            f"{name} has shape {shape_of(x)} and dtype {x.dtype}; expected one dimension of int64"
+        )
+    require_device(name, x, "query", query)
+    if may_read(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
+        raise ValueError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
+
+
+def checked_window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
+    """Return (left, right), -1 for a side without a bound; None where neither side has one."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; expected (left, right)")
+    for side in window:
+        if side is None:
+            continue
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"window is {window!r}; expected two ints, or None for no bound")
+        if side < 0:
+            hint = " (None for no bound, which is -1 in flash-attn)" if side == -1 else ""
+            raise ValueError(f"window is {window!r}; expected sides that are not negative{hint}")
+    left, right = (-1 if side is None else min(side, 2**30) for side in window)
+    return None if left == right == -1 else (left, right)
+
+
+def checked_slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
+    if alibi_slopes is None:
+        return None
+    require_tensor("alibi_slopes", alibi_slopes)
+    if not alibi_slopes.is_floating_point():
+        raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
+    batch, heads = query.shape[:2]
+    if alibi_slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes has shape {shape_of(alibi_slopes)}; "
+            f"expected [H] = [{heads}] or [B, H] = [{batch}, {heads}]"
+        )
+    require_device("alibi_slopes", alibi_slopes, "query", query)
+    return alibi_slopes.detach()
+
+
+def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    _require_bias("sinks", sinks, query)
+    heads = query.shape[1]
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks has shape {shape_of(sinks)}; expected [H] = [{heads}]")
+    require_device("sinks", sinks, "query", query)
+    if sinks.dtype not in (torch.float32, query.dtype):  # under autocast
+        sinks = sinks.to(query.dtype)
+    return sinks.contiguous()
+
+
+def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
+    """Return the shard with the sizes of the whole; None where it is the whole, and where the
+    sequence and the head of a shard of these make no difference.
+    """
+    if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
+        fields = ", ".join(Shard._fields)
+        raise TypeError(f"shard is {shard!r}; expected Shard({fields}), which has ints")
+    for name, n in zip(Shard._fields, shard):
+        require_size(0, **{f"shard.{name}": n})
+    given = Shard(*shard)
+    _, *here = scores
+    firsts, wholes = given[1:4], tuple(n or own for n, own in zip(given[4:], here))
+    for name, first, own, whole in zip(Shard._fields[4:], firsts, here, wholes):
+        if first + own > whole:
+            raise ValueError(
+                f"shard has {name} {first} .. {first + own - 1} of {whole}; "
+                f"expected all of its {own} {name} in the whole"
+            )
+    if p == 0:
+        given, wholes = given._replace(batch=0, head=0), (here[0], *wholes[1:])
+    elif given.query % 16 or given.key % 16:
+        raise ValueError(
+            f"shard begins at query {given.query} and key {given.key}; "
+            "expected multiples of 16, of which dropout draws its words"
+        )
+    is_whole = given[:4] == (0,) * 4 and wholes == tuple(here)
+    if is_whole and not backends.sequences_are_sharded():
+        return None
+    return Shard(*given[:4], *wholes)
+
+
+def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:
+    if isinstance(shard, (tuple, list)) and any((*shard[2:4], *shard[5:])):
+        raise ValueError(
+            f"shard is {tuple(shard)}; expected one of whole sequences, whose query, key, queries "
+            "and keys are 0"
+        )
+    return checked_shard(shard, (0, heads, 0, 0), p)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    softcap = require_number("softcap", softcap, "a number or None")
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; expected a positive number")
+    return softcap

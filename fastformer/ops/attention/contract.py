@@ -1,0 +1,483 @@
+"""The public functions of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.checks import (
+    FLOATING,
+    STRIDED,
+    autocast,
+    autocasts,
+    may_read,
+    require_choice,
+    require_dropout,
+    require_flag,
+    require_floating,
+    seed_tensor,
+    shape_of,
+)
+from fastformer.description import Attention
+from fastformer.dispatch import backends
+from fastformer.ops import reference
+from fastformer.ops.attention.arguments import (
+    ALIGNMENTS,
+    Scores,
+    checked_packed_shard,
+    checked_shard,
+    checked_sinks,
+    checked_slopes,
+    checked_softcap,
+    checked_window,
+    default_scale,
+    mask_and_bias,
+    refuse_context,
+    refuse_gradients,
+    require_attention,
+    require_index,
+    require_lengths,
+    require_offsets,
+    require_pages,
+    require_table,
+)
+
+__all__ = [
+    "attention_weights",
+    "packed_attention",
+    "paged_attention",
+    "scaled_dot_product_attention",
+]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    shard: Sequence[int] | None = None,
+) -> Any:
+    """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
+
+    Args:
+        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256. Any strides.
+        key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa` H is a multiple of G, and
+            query head h reads key-value head h // (H / G).
+        value: [B, G, Sk, Dv]. All three may come without their heads, [B, S, D].
+        attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk] (without heads: to
+            [B, Sq, Sk]); True keeps the key. It is read through its strides, never expanded. None
+            keeps all keys. A floating mask is a `bias`, as in torch.
+        dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
+            the others are scaled by 1/(1 - dropout_p). It always applies: pass 0 in evaluation.
+        is_causal: query i sees keys j <= i + shift.
+        scale: the factor on query key^T; 1/sqrt(D) by default.
+        bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
+            attn_mask does. -inf masks the key out, and so does everything below -2.3586e38, the
+            lowest float32 times log 2, such as the finfo.min of float32 and bfloat16. It has a
+            gradient, of the shape of what is passed; so pass a bias unexpanded.
+        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Whole blocks
+            past it are skipped.
+        window: (left, right): query i sees keys i + shift - left <= j <= i + shift + right, both
+            ends included; None for a side without a bound.
+        causal_alignment: "top_left", shift = 0, as in torch, or "bottom_right", shift = Sk - Sq, Sk
+            being the key length of the sequence where one is given: the last query is aligned
+            with the last key.
+        alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
+        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks, with
+            an absolute error of some c 2^-24 in the kernels: it is meant for caps up to hundreds.
+        sinks: [H], float32 or the dtype of the query: a logit of each head that takes part in the
+            denominator of the softmax alone, exp(sink_h) + sum_j exp(score_ij), as a key whose
+            value is zero. Bias, ALiBi and softcap do not touch it; -inf is none. It has a gradient.
+        dropout_seed: the key of the dropout mask, an int of 64 bits or a tensor of one int64: the
+            mask is a function of it and of (b, h, i, j) alone, the same on every backend. None
+            draws one from torch's generator.
+        return_lse: also returns log sum_j exp(score_ij), the sink included.
+        shard: where in a larger call, the whole, this one lies: `Shard(batch, head, query, key,
+            heads, queries, keys)`, the index in the whole of its first sequence, head, query and
+            key, and the H, Sq and Sk of the whole, 0 for those of this call. Causality, window,
+            alignment, ALiBi and dropout are then those of the whole, and `key_lengths` has its
+            lengths; the other tensors have the part of the shard. Beside dropout, query and key
+            are multiples of 16. The sinks belong to one shard of the keys alone. Outputs of shards
+            of the keys are merged by their lse; its rounding, up to 2^-24 |lse| in float32, is then
+            the relative error of their weights, 6% for |lse| = 1e6. `context_parallel` has no such
+            error.
+
+    Mask, bias, causality, window and lengths combine: a query sees a key where all allow it.
+    Four queries (down) and six keys (across), x where the query sees the key:
+
+        is_causal      bottom_right   window=(1, 1)   window=(1, 0),   key_lengths=[5],
+                                                      bottom_right     is_causal, bottom_right
+        x . . . . .    x x x . . .    x x . . . .     . x x . . .      x x . . . .
+        x x . . . .    x x x x . .    x x x . . .     . . x x . .      x x x . . .
+        x x x . . .    x x x x x .    . x x x . .     . . . x x .      x x x x . .
+        x x x x . .    x x x x x x    . . x x x .     . . . . x x      x x x x x .
+
+    Returns:
+        [B, H, Sq, Dv] in the dtype of the query. A query that sees no key gives zeros, and finite
+        gradients. With `return_lse` also the natural logarithm [B, H, Sq] of the sum, float32
+        (float64 for float64), before dropout; where no key is seen the sink, or -inf. It has a
+        gradient.
+
+    NaN that a query may see - in itself, in a key, value or bias that it may see, in scale, slope
+    or sink - reaches its output, its logarithm and the gradients, as in torch's math path. A key
+    that no query may see - past its length, or masked out for all queries by a mask or a bias of
+    shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
+    every key and value has to be finite, as in torch.
+
+    A second derivative, and forward-mode differentiation, go through the reference. (Where that is
+    torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is
+    not implemented; in float64 it is.)
+
+    Raises:
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
+            negative side of the window, an unknown alignment, a softcap that is not positive, a
+            floating attn_mask beside a bias, a shard that does not lie inside of the whole, several
+            devices.
+        TypeError: dtypes that differ or are not floating, a mask of integers.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
+    2023, "FlashAttention-2", section 3.1; of few queries: Dao et al. 2023, "Flash-Decoding for
+    long-context inference"; ALiBi: Press et al. 2021, "Train Short, Test Long", section 3; windows:
+    Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024, "Gemma 2", section 2;
+    sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
+    al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+    """
+    three = False
+    if not _are_heads(query, key, value):
+        query, key, value = autocast(query, key, value)
+        require_floating(query=query, key=key, value=value)
+        three = query.dim() == 3
+        query, key, value = _with_heads(three, query=query, key=key, value=value)
+    enable_gqa = require_flag("enable_gqa", enable_gqa)
+    scale, scores = require_attention(query, key, value, scale, enable_gqa)
+    if shard is None and backends.sequences_are_sharded():
+        scores = (*scores[:3], backends.full_length(scores[3]))  # of all keys
+    if attn_mask is not None or bias is not None:
+        attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, three)
+    p = require_dropout("dropout_p", dropout_p)
+    if shard is not None:
+        shard = checked_shard(shard, scores, p)
+    if key_lengths is not None:
+        require_lengths(key_lengths, query, scores[3] if shard is None else shard.keys)
+        key_lengths = key_lengths.contiguous()
+    attention = Attention(
+        attn_mask,
+        p,
+        require_flag("is_causal", is_causal),
+        scale,
+        bias,
+        key_lengths,
+        None if window is None else checked_window(window),
+        require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        None if alibi_slopes is None else checked_slopes(alibi_slopes, query),
+        None if softcap is None else checked_softcap(softcap),
+        None if sinks is None else checked_sinks(sinks, query),
+        None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
+        shard,
+    )
+    result = backends.run(
+        "scaled_dot_product_attention",
+        query=query,
+        key=key,
+        value=value,
+        attention=attention,
+        return_lse=require_flag("return_lse", return_lse),
+    )
+    if not three:
+        return result
+    return tuple(x.squeeze(1) for x in result) if return_lse else result.squeeze(1)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    causal_alignment: str = "top_left",
+    window: Sequence[int | None] | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
+
+    The tokens of all sequences stand one after the other; sequence b has the queries
+    cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees its own keys alone. `fastformer.unpad` makes
+    such a batch.
+
+        tokens         a a a b b c c c c          cu_seqlens  0 3 5 9
+
+    Args:
+        query: [Tq, H, D], float32, float16, bfloat16 or float64. D is at most 256.
+        key: [Tk, G, D], of the same dtype; G divides H, and query head h reads key-value head
+            h // (H / G).
+        value: [Tk, G, Dv].
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32: from 0, not decreasing, to Tq and to Tk.
+        max_q, max_k: the longest sequence, or more.
+        dropout_p, scale, sinks: as in `scaled_dot_product_attention`.
+        is_causal, causal_alignment, window: likewise, with i and j counted inside of the sequence,
+            and the bottom right its own.
+        dropout_seed: likewise; the mask is that of the padded batch.
+        shard: likewise, of whole sequences: with its batch, head and heads alone.
+
+    Returns:
+        [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.
+
+    Raises:
+        ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease or do not
+            end at the number of tokens; a sequence longer than max_q or max_k; a shard of queries
+            or keys.
+        TypeError: dtypes that differ or are not floating, offsets that are not int32.
+
+    Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
+    Packing without Cross-contamination".
+    """
+    query, key, value = autocast(query, key, value)
+    require_floating(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    scale, _ = require_attention(q, k, v, scale, True)
+    for name, cu, x_name, x, longest in (
+        ("cu_seqlens_q", cu_seqlens_q, "query", query, max_q),
+        ("cu_seqlens_k", cu_seqlens_k, "key", key, max_k),
+    ):
+        require_offsets(name, cu, x_name, x, longest)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has shape {shape_of(cu_seqlens_k)}; "
+            f"expected that of cu_seqlens_q, {shape_of(cu_seqlens_q)}"
+        )
+    p = require_dropout("dropout_p", dropout_p)
+    if shard is None:
+        refuse_context("packed_attention")
+    attention = Attention(
+        None,
+        p,
+        require_flag("is_causal", is_causal),
+        scale,
+        window=checked_window(window),
+        causal_alignment=require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        sinks=checked_sinks(sinks, q),
+        dropout_seed=seed_tensor(dropout_seed, p, query.device),
+        shard=None if shard is None else checked_packed_shard(shard, query.shape[1], p),
+        cu_seqlens_q=cu_seqlens_q.contiguous(),
+        cu_seqlens_k=cu_seqlens_k.contiguous(),
+        max_q=max_q,
+        max_k=max_k,
+    )
+    return backends.run("packed_attention", query=query, key=key, value=value, attention=attention)
+
+
+def paged_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    key_lengths: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Compute `scaled_dot_product_attention` over keys and values that lie in pages.
+
+    Key j of sequence b stands in page block_table[b, j // page], at place j % page.
+
+    Args:
+        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256.
+        key_pages: [P, page, G, D], of the same dtype, any strides. A page has 16, 32, 64, 128 or
+            256 keys. G divides H, and query head h reads key-value head h // (H / G).
+        value_pages: [P, page, G, Dv].
+        block_table: [B, blocks] int32: the pages of each sequence, in order. Sk below is
+            blocks * page. Only entries that hold keys are read.
+        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1.
+        attn_mask, bias: as in `scaled_dot_product_attention`, without gradient.
+        is_causal, scale, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
+        return_lse: likewise.
+
+    Returns:
+        [B, H, Sq, Dv] in the dtype of the query, and with `return_lse` the logarithm [B, H, Sq] of
+        the sum, as in `scaled_dot_product_attention`. They have no gradient.
+
+    Raises:
+        ValueError: what `scaled_dot_product_attention` raises; a page of another size; a length
+            outside [0, Sk]; a page outside [0, P) among the entries that hold keys. On a GPU, where
+            the table is not looked at, such a page is clamped.
+        TypeError: dtypes that differ or are not floating, a table that is not int32.
+        RuntimeError: a tensor requires a gradient, outside of torch.no_grad().
+
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", section 4.1.
+    """
+    query, key_pages, value_pages = autocast(query, key_pages, value_pages)
+    require_floating(query=query, key_pages=key_pages, value_pages=value_pages)
+    _with_heads(False, query=query)
+    k_length = require_pages(query, key_pages, value_pages, block_table)
+    require_lengths(key_lengths, query, k_length)
+    if may_read(block_table) and may_read(key_lengths):
+        require_table(block_table, key_lengths, key_pages)
+    scale, scores = default_scale(scale, query.shape[3]), (*query.shape[:3], k_length)
+    band = is_causal, window, causal_alignment
+    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
+    attention = _described(query, scores, scale, band, *others)
+    refuse_context("paged_attention")
+    if torch.is_grad_enabled():
+        given = dict(query=query, key_pages=key_pages, value_pages=value_pages)
+        refuse_gradients(**given, bias=attention.bias, sinks=attention.sinks)
+    return backends.run(
+        "paged_attention",
+        query=query,
+        key_pages=key_pages,
+        value_pages=value_pages,
+        block_table=block_table.contiguous(),
+        attention=attention,
+        return_lse=require_flag("return_lse", return_lse),
+    )
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    bias: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    window: Sequence[int | None] | None = None,
+    causal_alignment: str = "top_left",
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    rows: slice | Tensor | None = None,
+    heads: slice | Tensor | None = None,
+) -> Tensor:
+    """Compute the weights of the values in `scaled_dot_product_attention`, without dropout.
+
+    It computes some rows and heads at a time, because the attention itself never holds all
+    weights. It is plain PyTorch on every backend, with gradients.
+
+    Args:
+        query, key: as in `scaled_dot_product_attention`, with their heads.
+        attn_mask, is_causal, scale, enable_gqa, bias: as there.
+        key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
+        rows: the queries wanted, a slice within them or a tensor of int64 indices; None for all.
+        heads: the heads wanted, likewise.
+
+    Returns:
+        [B, heads, rows, Sk] in the dtype of the query. The weights of a query that sees no key are
+        zeros; the others sum to 1, or with the weight of the sink to 1.
+
+    Raises:
+        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither;
+            an index, or a bound of a slice, past the end.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
+    """
+    refuse_context("attention_weights")
+    query, key = autocast(query, key)
+    require_floating(query=query, key=key)
+    query, key = _with_heads(False, query=query, key=key)
+    enable_gqa = require_flag("enable_gqa", enable_gqa)
+    scale, scores = require_attention(query, key, key, scale, enable_gqa)
+    if key_lengths is not None:
+        require_lengths(key_lengths, query, scores[3])
+    for name, x, n in (("rows", rows, scores[2]), ("heads", heads, scores[1])):
+        require_index(name, x, n, query)
+    band = is_causal, window, causal_alignment
+    others = attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks
+    attention = _described(query, scores, scale, band, *others)
+    return reference.attention_weights(query, key, attention, rows, heads)
+
+
+def _described(
+    query: Tensor,
+    scores: Scores,
+    scale: float,
+    band: tuple[bool, Sequence[int | None] | None, str],
+    attn_mask: Tensor | None,
+    bias: Tensor | None,
+    key_lengths: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Attention:
+    """Return the description of attention with heads and without dropout, after the checks of all
+    but scale and lengths. (`scaled_dot_product_attention` writes it out, where a call is faster.)
+    """
+    is_causal, window, alignment = band
+    attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, False)
+    return Attention(
+        attn_mask,
+        0.0,
+        require_flag("is_causal", is_causal),
+        scale,
+        bias,
+        None if key_lengths is None else key_lengths.contiguous(),
+        checked_window(window),
+        require_choice("causal_alignment", alignment, ALIGNMENTS),
+        checked_slopes(alibi_slopes, query),
+        checked_softcap(softcap),
+        checked_sinks(sinks, query),
+    )
+
+
+def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Say whether these are dense tensors [B, H, S, D] of one dtype and device, and not to be cast.
+
+    Most calls have such; one look at each costs a third of the checks that name what is wrong.
+    """
+    return (
+        type(query) is type(key) is type(value) is Tensor
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in FLOATING
+        and query.device == key.device == value.device
+        and query.layout is key.layout is value.layout is STRIDED
+        and query.dim() == key.dim() == value.dim() == 4
+        and not (query.is_nested or key.is_nested or value.is_nested or autocasts())
+    )
+
+
+def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
+    """Return each as [B, H, S, D]; one head is added where the query has three dimensions."""
+    for name, x in tensors.items():
+        if x.dim() != 4 - three:
+            known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"
+            if name == "query":
+                known = "four dimensions [B, H, S, D], or three [B, S, D]"
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected {known}")
+    return [x.unsqueeze(1) if three else x for x in tensors.values()]

@@ -1,0 +1,109 @@
+"""The public function of the embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastformer.checks import (
+    require_device,
+    require_dropout,
+    require_floating,
+    require_ids,
+    require_number,
+    require_token,
+    seed_tensor,
+    shape_of,
+)
+from fastformer.dispatch import backends
+from fastformer.ops.row_shards import row_shard
+
+__all__ = ["embed"]
+
+
+def embed(
+    tokens: Tensor,
+    weight: Tensor,
+    positional: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute dropout(scale * weight[tokens] + positional[0 .. S-1]).
+
+    Args:
+        tokens: [..., S] integers, the rows of weight.
+        weight: [V, N], float32, float16, bfloat16 or float64, as nn.Embedding stores it.
+        positional: [at least S, N], of weight's dtype or float32, shared by all sequences; None
+            leaves the term out.
+        dropout_p: probability in [0, 1] that an element is dropped, as in
+            `scaled_dot_product_attention`.
+        scale: the factor on the embedding; sqrt(N) by default.
+        padding_idx: the token whose row gets no gradient; -1 is the last one, as in torch.
+        dropout_seed: as in `dropout_add_layer_norm`.
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
+            which tokens of the whole these are, and which of its N = columns features, from a
+            multiple of 4 on. `positional` has the part of the shard.
+
+    Returns:
+        [..., S, N] in the dtype of weight.
+
+    Raises:
+        ValueError: shapes that do not fit, more than the positions there are, a token outside of
+            [0, V), a padding_idx outside [-V, V), dropout_p outside [0, 1], several devices.
+        TypeError: tokens that are not integers, parameters that are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.4, 3.5 and 5.4.
+    """
+    require_floating(weight=weight)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V, N]")
+    require_ids("tokens", tokens, weight)
+    if tokens.dim() < 1:
+        raise ValueError("tokens is a scalar; expected [..., S]")
+    classes, width = weight.shape
+    if positional is not None and shard is None:
+        positional = backends.rows_here("positional", positional, tokens.shape[-1])
+    if positional is not None:
+        require_floating(positional=positional)
+        if positional.dtype not in (weight.dtype, torch.float32):
+            raise TypeError(
+                f"positional has dtype {positional.dtype}; "
+                f"expected the dtype of weight, {weight.dtype}, or float32"
+            )
+        if positional.dim() != 2 or positional.shape[1] != width:
+            raise ValueError(
+                f"positional has shape {shape_of(positional)}; expected [positions, {width}]"
+            )
+        if tokens.shape[-1] > positional.shape[0]:
+            raise ValueError(
+                f"tokens has {tokens.shape[-1]} positions; "
+                f"expected at most the {positional.shape[0]} of positional"
+            )
+        require_device("positional", positional, "weight", weight)
+    if padding_idx is not None:
+        padding_idx = require_token("padding_idx", padding_idx, classes)
+    if scale is not None:
+        scale = require_number("scale", scale, "a number or None")
+    p = require_dropout("dropout_p", dropout_p)
+    features = width
+    if shard is not None:
+        given, shard = shard, row_shard(shard, tokens.numel(), width, p, (1, 4))
+        features = given[2] or width
+    return backends.run(
+        "embed",
+        tokens=tokens,
+        weight=weight,
+        positional=positional,
+        dropout_p=p,
+        scale=math.sqrt(features) if scale is None else scale,
+        padding_idx=padding_idx,
+        dropout_seed=seed_tensor(dropout_seed, p, weight.device),
+        shard=shard,
+    )

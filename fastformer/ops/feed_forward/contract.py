@@ -1,0 +1,204 @@
+"""The public functions of the feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.checks import (
+    autocast,
+    require_choice,
+    require_dropout,
+    require_floating,
+    seed_tensor,
+    shape_of,
+)
+from fastformer.description import RowShard
+from fastformer.dispatch import backends
+from fastformer.ops.feed_forward.reference import ACTIVATIONS
+from fastformer.ops.row_shards import row_shard
+
+__all__ = ["feed_forward", "geglu", "swiglu"]
+
+
+def feed_forward(
+    input: Tensor,
+    w_1: Tensor,
+    b_1: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    activation: str = "relu",
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
+
+    Bias, activation and dropout are the epilogue of the first GEMM; the second is torch's own,
+    where nothing is left to fuse.
+
+    Args:
+        input: [..., d], float32, float16, bfloat16 or float64.
+        w_1: [d_ff, d], b_1: [d_ff] or None, as nn.Linear stores them.
+        w_2: [d_out, d_ff], b_2: [d_out] or None.
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
+        dropout_p: probability in [0, 1] that a hidden element is dropped, as in
+            `scaled_dot_product_attention`.
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
+            (token, hidden unit).
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
+            which tokens of the whole these are, and which of its d_ff = columns hidden units, for
+            the mask of the whole. row, column, run and sequence are multiples of 16.
+
+    Returns:
+        [..., d_out] in the dtype of the input.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation, dropout_p outside [0, 1], several
+            devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
+    Gimpel 2016; SiLU: Elfwing et al. 2017.
+    """
+    input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
+    _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
+    require_choice("activation", activation, ACTIVATIONS)
+    p = require_dropout("dropout_p", dropout_p)
+    return backends.run(
+        "feed_forward",
+        input=input,
+        w_1=w_1,
+        b_1=b_1,
+        w_2=w_2,
+        b_2=b_2,
+        activation=activation,
+        dropout_p=p,
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _hidden_shard(shard, input, w_1.shape[0], p),
+    )
+
+
+def geglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
+
+    The GEMMs are torch's own; one kernel takes activation, product and dropout together, and one
+    their backward.
+
+    Args:
+        input: [..., d], float32, float16, bfloat16 or float64.
+        w: [2 d_ff, d]: the rows of z, then those of v. b: [2 d_ff] or None.
+        w_2: [d_out, d_ff], b_2: [d_out] or None.
+        dropout_p, dropout_seed, shard: as in `feed_forward`.
+
+    Returns:
+        [..., d_out] in the dtype of the input.
+
+    Raises:
+        ValueError: shapes that do not fit, an odd number of rows of w, dropout_p outside [0, 1],
+            several devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    """
+    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+
+
+def swiglu(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute dropout(silu(z) v) w_2^T + b_2, with [z, v] = input w^T + b: `geglu` with silu.
+
+    Args:
+        input, w, b, w_2, b_2: [..., d], [2 d_ff, d], [2 d_ff], [d_out, d_ff] and [d_out], as in
+            `geglu`.
+        dropout_p, dropout_seed, shard: as in `feed_forward`.
+
+    Returns:
+        [..., d_out] in the dtype of the input.
+
+    Raises:
+        ValueError, TypeError: what `geglu` raises.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    """
+    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+
+
+def _gated(
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    shard: Sequence[int] | None,
+) -> dict[str, Any]:
+    """Check the arguments of a gated feed-forward layer, and return them by name."""
+    input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
+    _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
+    p = require_dropout("dropout_p", dropout_p)
+    seed = seed_tensor(dropout_seed, p, input.device)
+    if shard is not None:
+        shard = _hidden_shard(shard, input, w_2.shape[1], p)
+    tensors = dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2)
+    return dict(**tensors, dropout_p=p, dropout_seed=seed, shard=shard)
+
+
+def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:
+    return row_shard(shard, x.shape[:-1].numel(), columns, p, (16, 16))
+
+
+def _require_layers(
+    names: tuple[str, str, str],
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    halves: int,
+) -> None:
+    """Check two linear layers, the first of which returns `halves` hidden vectors."""
+    w_name, b_name, rows = names
+    tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
+    require_floating((b_name, "b_2"), **tensors)
+    if input.dim() < 1:
+        raise ValueError("input is a scalar; expected [..., d]")
+    if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
+        raise ValueError(
+            f"{w_name} has shape {shape_of(w)}; "
+            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
+        )
+    width = w.shape[0] // halves
+    if w_2.dim() != 2 or w_2.shape[1] != width:
+        raise ValueError(
+            f"w_2 has shape {shape_of(w_2)}; expected [d_out, d_ff] with d_ff = {width}"
+        )
+    for name, bias, like, weight in ((b_name, b, w_name, w), ("b_2", b_2, "w_2", w_2)):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{name} has shape {shape_of(bias)}; "
+                f"expected [{weight.shape[0]}], the rows of {like}"
+            )

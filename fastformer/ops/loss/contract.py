@@ -1,0 +1,209 @@
+"""The public functions of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.checks import (
+    autocast,
+    autocast_dtype,
+    may_read,
+    require_choice,
+    require_device,
+    require_floating,
+    require_int,
+    require_probability,
+    require_tensor,
+    shape_of,
+)
+from fastformer.dispatch import backends
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+REDUCTIONS = ("mean", "sum", "none")
+SMOOTHINGS = ("uniform", "kl")
+
+
+def _is_ambiguous(logits: Tensor) -> bool:
+    """Say whether the classes could be the second dimension as well, where torch has them.
+
+    An exported program takes every length, and is not asked.
+    """
+    if torch.compiler.is_exporting():
+        return False
+    return logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    """Compute -sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
+
+    `linear_cross_entropy` computes the logits as well, and never holds them all. Class weights and
+    class probabilities as the target are those of torch.nn.functional.cross_entropy alone.
+
+    In eager mode the kernel of a "mean" writes the gradient of the logits with the loss, except in
+    float16, whose losses are scaled. The backward returns that memory, and reads the logits again
+    only if the gradient of the loss is not 1 or the graph is retained.
+
+    Args:
+        logits: [..., V], float32, float16, bfloat16 or float64, any strides.
+        target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
+        reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
+        ignore_index: rows with this target have loss 0, and gradient 0 where their logits are
+            finite. It may be a class.
+        label_smoothing: e in [0, 1].
+        smoothing: "uniform", torch's: q_c = e/V, and 1 - e more at the target. "kl", the loss of
+            the Annotated Transformer's LabelSmoothing: q_c = e/(V-2) at every class but the target,
+            where it is 1 - e, and the padding class ignore_index, where it is 0; the loss is the
+            Kullback-Leibler divergence, which is the above less the entropy of q.
+
+    Returns:
+        A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
+        float64); in float32 under torch.autocast. The mean is nan where every target is ignored. As
+        in torch.
+
+    Raises:
+        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be the second
+            dimension, as in torch (flatten them to [M, V]); a target outside of the classes;
+            label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or
+            with an ignore_index that is no class.
+        TypeError: logits that are not floating, a target that is not int64.
+
+    Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
+    section 7; "kl": harvardnlp/annotated-transformer.
+    """
+    require_floating(logits=logits)
+    if logits.dim() < 1:
+        raise ValueError("logits is a scalar; expected [..., V]")
+    if logits.dim() > 2 and _is_ambiguous(logits):
+        raise ValueError(
+            f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
+            "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
+        )
+    rows, classes = ("logits", logits), logits.shape[-1]
+    options = _loss_options(
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
+    )
+    loss = backends.run("cross_entropy", logits=logits, target=target, **options)
+    return loss if autocast_dtype(logits) else loss.to(logits.dtype)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    smoothing: str = "uniform",
+) -> Tensor:
+    """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
+
+    It never holds all the logits: torch's own GEMM makes those of a chunk of tokens, and one kernel
+    their losses. For "mean" and "sum", where gradients are wanted, that kernel writes the gradient
+    of the logits in their place, from which two GEMMs take those of input and weight; the backward
+    then only multiplies. For "none" the backward computes the logits again.
+
+    Args:
+        input: [..., N], float32, float16, bfloat16 or float64.
+        linear_weight: [V, N], as nn.Linear stores it. linear_bias: [V] or None.
+        target: [...] int64, 0 .. V - 1, or ignore_index.
+        reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
+
+    Returns:
+        A scalar, or [...] for "none", in float32 (float64 for float64), summed in it, as the
+        gradients of weight and bias are.
+
+    Raises:
+        ValueError: as `cross_entropy`; a weight of another width.
+        TypeError: dtypes that differ or are not floating, a target that is not int64.
+
+    Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
+    """
+    input, linear_weight, linear_bias = autocast(input, linear_weight, linear_bias)
+    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    require_floating(("linear_bias",), **tensors)
+    if input.dim() < 1:
+        raise ValueError("input is a scalar; expected [..., N]")
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"linear_weight has shape {shape_of(linear_weight)}; "
+            f"expected [V, N] with N = {input.shape[-1]}, as input {shape_of(input)}"
+        )
+    classes = linear_weight.shape[0]
+    if linear_bias is not None and linear_bias.shape != (classes,):
+        raise ValueError(
+            f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
+        )
+    rows = "input", input
+    options = _loss_options(
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
+    )
+    return backends.run(
+        "linear_cross_entropy",
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        **options,
+    )
+
+
+def _loss_options(
+    target: Tensor,
+    rows: tuple[str, Tensor],
+    classes: int,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    smoothing: str,
+) -> dict[str, Any]:
+    """Check what both losses take, and return the options by name, in their order."""
+    require_tensor("target", target, "an int64 tensor")
+    if target.dtype != torch.int64:
+        raise TypeError(
+            f"target has dtype {target.dtype}; expected torch.int64, the class of each row "
+            "(torch.nn.functional.cross_entropy takes class probabilities)"
+        )
+    name, x = rows
+    if target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"target has shape {shape_of(target)}; "
+            f"expected {list(x.shape[:-1])}, one class for each row of {name} {shape_of(x)}"
+        )
+    require_device("target", target, name, x)
+    require_choice("reduction", reduction, REDUCTIONS)
+    require_choice("smoothing", smoothing, SMOOTHINGS)
+    require_int("ignore_index", ignore_index)
+    e = require_probability("label_smoothing", label_smoothing)
+    if classes < 1:
+        raise ValueError("there are no classes; expected V of 1 or more")
+    if smoothing == "kl" and classes < 3:
+        raise ValueError(f"there are {classes} classes; expected 3 or more with smoothing='kl'")
+    if smoothing == "kl" and not 0 <= ignore_index < classes:
+        raise ValueError(
+            f"ignore_index is {ignore_index}; "
+            f"expected the padding class, 0 .. {classes - 1}, with smoothing='kl'"
+        )
+    if may_read(target):
+        kept = target[target != ignore_index]
+        if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
+            bad = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
+            raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
+    return {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": e,
+        "smoothing": smoothing,
+    }

@@ -1,0 +1,278 @@
+"""The public functions of the norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastformer.checks import (
+    INTS,
+    autocast_dtype,
+    require_device,
+    require_dropout,
+    require_eps,
+    require_flag,
+    require_floating,
+    require_tensor,
+    seed_tensor,
+    shape_of,
+)
+from fastformer.description import RowShard
+from fastformer.dispatch import backends
+from fastformer.ops.row_shards import row_shard
+
+__all__ = ["dropout_add_layer_norm", "dropout_add_rms_norm", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+) -> Tensor:
+    """Compute weight * (x - mean) / sqrt(var + eps) + bias, over the trailing dimensions.
+
+    var is the mean of (x - mean)^2. With `unbiased=True` the formula is the one that the Annotated
+    Transformer computes, weight * (x - mean) / (std + eps) + bias, std with N - 1 in its
+    denominator and eps outside of the root.
+
+    Args:
+        input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
+        normalized_shape: an int or a sequence of ints, N elements in all.
+        weight, bias: `normalized_shape`, of the input's dtype or float32; None leaves the factor or
+            the term out.
+        eps: added to the variance (to the standard deviation with `unbiased`).
+
+    Returns:
+        The shape and the dtype of the input. Mean and variance are taken in float32 (float64 for
+        float64).
+
+    Raises:
+        ValueError: shapes that do not fit, unbiased=True over a single feature, several devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype.
+
+    Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
+    harvardnlp/annotated-transformer.
+    """
+    require_floating(input=input)
+    shape = _require_rows(input, normalized_shape, weight, bias)
+    return backends.run(
+        "layer_norm",
+        input=input,
+        normalized_shape=shape,
+        weight=weight,
+        bias=bias,
+        eps=require_eps(eps),
+        unbiased=_require_spread(unbiased, shape),
+    )
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Compute weight * x / sqrt(mean(x^2) + eps), over the trailing dimensions.
+
+    Args:
+        input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
+        normalized_shape: an int or a sequence of ints.
+        weight: `normalized_shape`, of the input's dtype or float32; None leaves the factor out.
+        eps: added to the mean of the squares; None for the machine epsilon of float32 (of float64
+            for float64), in which the mean is taken, as in torch.
+
+    Returns:
+        The shape and the dtype of the input.
+
+    Raises:
+        ValueError: shapes that do not fit, a negative eps, several devices.
+        TypeError: a dtype that is not floating, or a weight of another dtype.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+    require_floating(input=input)
+    shape = _require_rows(input, normalized_shape, weight, None)
+    eps = _rms_eps(eps, input)
+    return backends.run("rms_norm", input=input, normalized_shape=shape, weight=weight, eps=eps)
+
+
+def dropout_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float = 0.0,
+    eps: float = 1e-5,
+    *,
+    unbiased: bool = False,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute residual_out = residual + dropout(input) and layer_norm(residual_out), in one pass.
+
+    A Transformer computes them between two sublayers: the end of one and the norm of the next.
+
+    Args:
+        input: [..., *weight.shape], float32, float16, bfloat16 or float64: a sublayer's output.
+        residual: of the shape and the dtype of input.
+        weight: of the norm; its shape is what is normalized over. bias: the same, or None. Of the
+            input's dtype or float32.
+        dropout_p: probability in [0, 1] that an element of input is dropped, as in
+            `scaled_dot_product_attention`.
+        eps, unbiased: as in `layer_norm`.
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
+            (row, column).
+        shard: `RowShard(row, column, columns, run, sequence)`: which rows of a larger call, the
+            whole, these are, so that dropout is that of the whole: its index of the first, and for
+            sequences that are cut how many rows of each are here, and how many it has: row i here
+            is row + i // run * sequence + i % run there. column is 0: a norm has whole rows.
+
+    Returns:
+        normalized and residual_out, each with the shape and the dtype of the input, and with a
+        gradient each. The sum is rounded to that dtype before it is normalized.
+
+    Raises:
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], unbiased=True over a single
+            feature, several devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
+    """
+    input, residual, shape = _require_sum(input, residual, weight, bias)
+    p = require_dropout("dropout_p", dropout_p)
+    return backends.run(
+        "dropout_add_layer_norm",
+        input=input,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        dropout_p=p,
+        eps=require_eps(eps),
+        unbiased=_require_spread(unbiased, shape),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _norm_shard(shard, input, shape, p),
+    )
+
+
+def dropout_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    dropout_p: float = 0.0,
+    eps: float | None = None,
+    *,
+    dropout_seed: int | Tensor | None = None,
+    shard: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute residual_out = residual + dropout(input) and rms_norm(residual_out), in one pass.
+
+    Args:
+        input, residual, weight: as in `dropout_add_layer_norm`.
+        dropout_p, dropout_seed, shard: as there; the mask is the same.
+        eps: as in `rms_norm`.
+
+    Returns:
+        normalized and residual_out, as `dropout_add_layer_norm`.
+
+    Raises:
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], a negative eps, several
+            devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
+    """
+    input, residual, shape = _require_sum(input, residual, weight, None)
+    p = require_dropout("dropout_p", dropout_p)
+    return backends.run(
+        "dropout_add_rms_norm",
+        input=input,
+        residual=residual,
+        weight=weight,
+        dropout_p=p,
+        eps=_rms_eps(eps, input),
+        dropout_seed=seed_tensor(dropout_seed, p, input.device),
+        shard=None if shard is None else _norm_shard(shard, input, shape, p),
+    )
+
+
+def _norm_shard(
+    shard: Sequence[int], input: Tensor, shape: Sequence[int], p: float
+) -> RowShard | None:
+    """Return the shard of rows that a norm reads, of which each is whole."""
+    features = math.prod(shape)
+    rows = row_shard(shard, input.numel() // max(1, features), features, p, (1, 4))
+    if rows is not None and rows.columns != features:
+        raise ValueError(f"shard has rows of {rows.columns}; expected all {features} features")
+    return rows
+
+
+def _rms_eps(eps: float | None, x: Tensor) -> float:
+    """Return eps, by default that of the dtype in which the mean of x is taken."""
+    if eps is None:
+        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    return require_eps(eps)
+
+
+def _require_sum(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Check what a sum and its norm take. Return input and residual, under autocast in the dtype in
+    which the sum is taken, and the shape of a row.
+    """
+    if isinstance(input, Tensor) and autocast_dtype(input) is not None:
+        require_tensor("residual", residual)
+        wide = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(wide), residual.to(wide)
+    require_floating(input=input, residual=residual)
+    require_tensor("weight", weight)
+    shape = _require_rows(input, weight.shape, weight, bias)
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"residual has shape {shape_of(residual)}; expected that of input, {shape_of(input)}"
+        )
+    return input, residual, shape
+
+
+def _require_rows(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> list[int]:
+    """Check what a norm takes beside its input, and return normalized_shape as a list."""
+    if isinstance(normalized_shape, (tuple, list, Sequence)):
+        shape = list(normalized_shape)
+    elif isinstance(normalized_shape, INTS):
+        shape = [normalized_shape]
+    else:
+        kind = type(normalized_shape).__name__
+        raise TypeError(f"normalized_shape is a {kind}; expected an int or a sequence of ints")
+    if not shape or list(input.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"input has shape {shape_of(input)}; expected it to end with normalized_shape {shape}"
+        )
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is None:
+            continue
+        require_tensor(name, x)
+        if x.dtype != input.dtype and x.dtype != torch.float32:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; expected the input's {input.dtype}, or float32"
+            )
+        if list(x.shape) != shape:
+            raise ValueError(f"{name} has shape {shape_of(x)}; expected normalized_shape {shape}")
+        require_device(name, x, "input", input)
+    return shape
+
+
+def _require_spread(unbiased: bool, shape: list[int]) -> bool:
+    if require_flag("unbiased", unbiased) and math.prod(shape) < 2:
+        raise ValueError(f"normalized_shape is {shape}; unbiased=True needs two features or more")
+    return bool(unbiased)

@@ -29,7 +29,7 @@ CHANGE = {
             '    Option("parity", "bool", packed=True),\n',
         ),
     ],
-    "fastformer/ops/functional.py": [
+    "fastformer/ops/attention/contract.py": [
         (
             "    return_lse: bool = False,\n    shard: Sequence[int] | None = None,\n",
             "    return_lse: bool = False,\n    shard: Sequence[int] | None = None,\n"
@@ -48,7 +48,7 @@ CHANGE = {
             "        parity=parity,\n        cu_seqlens_q=cu_seqlens_q.contiguous(),\n",
         ),
     ],
-    "fastformer/ops/reference.py": [
+    "fastformer/ops/attention/masks.py": [
         (
             "    if key_lengths is not None or left >= 0 or right >= 0:\n",
             "    if key_lengths is not None or left >= 0 or right >= 0 or attention.parity:\n",
@@ -61,12 +61,12 @@ CHANGE = {
             "    return visible, keys\n",
         ),
         (
-            "    if attention.is_causal or attention.window is not None:  # a diagonal",
-            "    if attention.is_causal or attention.window or attention.parity:  # a diagonal",
+            "    if not attention.is_causal and attention.window is None:\n",
+            "    if not (attention.is_causal or attention.window or attention.parity):\n",
         ),
         (
-            "is_causal=False, window=None, key_lengths=keys)",
-            "is_causal=False, window=None, parity=False, key_lengths=keys)",
+            "is_causal=False, window=None)",
+            "is_causal=False, window=None, parity=False)",
         ),
     ],
     "kernels/attention/scores.py": [
@@ -171,7 +171,7 @@ def check_padded(ff):
 
 def explained(ff, inputs):
     with ff.use_backend("triton"):
-        return ff.backends.explain("scaled_dot_product_attention", *inputs, parity=True).reason
+        return ff.dispatch.backends.explain("scaled_dot_product_attention", *inputs, parity=True).reason
 
 
 def check_shards(ff):
@@ -226,7 +226,7 @@ def check_records(ff):
     inputs = made(QUERIES, KEYS)
     description, cases, operation = (
         importlib.import_module(f"fastformer.{name}")
-        for name in ("description", "cases", "operation")
+        for name in ("description", "dispatch.cases", "dispatch.operation")
     )
     classes, signatures = [], []
     for parity in (False, True):
@@ -236,7 +236,7 @@ def check_records(ff):
         signatures.append(operation.OPERATIONS[names[0]].signature(call))
     assert classes[1] == classes[0] + " parity"
     assert signatures[0] is not None and signatures[1] is None
-    assert ff.backends.explain(names[0], *inputs, parity=True).backend == "reference"
+    assert ff.dispatch.backends.explain(names[0], *inputs, parity=True).backend == "reference"
 
 
 if __name__ == "__main__":

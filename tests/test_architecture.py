@@ -27,7 +27,7 @@ LAYERS = [
     {"ops"},
     {"dispatch"},
     {"checks", "environment", "kernels"},
-    {"description", "eager"},
+    {"description", "eager", "numerics"},
     {"_version"},
 ]
 

@@ -58,7 +58,8 @@ def test_an_option_takes_these_files(tmp_path):
 def test_the_walk_of_an_op_names_every_file_that_names_one():
     """But for the layers and models that call it."""
     named = walk("Add an op")
-    callers = {f"fastformer/{stem}.py" for stem in ("modules", "stream", "training", "transformer")}
+    callers = {"fastformer/nn/norms.py", "fastformer/nn/stream.py", "fastformer/nn/stacks.py"}
+    callers |= {"fastformer/nn/transformer.py", "fastformer/training/training.py"}
     for op, stem in (("dropout_add_rms_norm", "norms"), ("linear_cross_entropy", "loss")):
         found = {
             str(path.relative_to(ROOT))
@@ -67,8 +68,8 @@ def test_the_walk_of_an_op_names_every_file_that_names_one():
             if re.search(rf"\b{op}\b", path.read_text())
         }
         found = {path if folder_of(path) != "kernels" else "kernels/<stem>.py" for path in found}
-        found = {path.replace(f"records/{stem}", "records/<family>") for path in found}
-        assert "fastformer/records/<family>.py" in found
+        found = {path.replace(f"ops/{stem}/", "ops/<family>/") for path in found}
+        assert "fastformer/ops/<family>/record.py" in found
         assert found <= named | callers, found - named - callers
 
 

@@ -2,8 +2,8 @@
 
 A module is replaced by a change of its class: the new class derives from the original one and from
 a class of this package, which overrides `forward` under the original signature and calls the ops of
-`fastformer.ops.functional`. A call that the ops cannot run falls back to the original forward, and is
-counted on the module.
+`fastformer.ops.functional`. A call that the ops cannot run falls back to the original forward, and
+is counted on the module.
 
     KINDS        what replaces a class of torch, and the classes derived from it
     ANNOTATED    what replaces a class that looks like one of the Annotated Transformer

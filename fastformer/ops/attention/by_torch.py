@@ -9,8 +9,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention
 from fastformer.eager import eager, formula, readable
-from fastformer.ops.attention.masks import LEAST, finite, is_causal_as_torch
-from fastformer.ops.attention.reference import NO_TERMS
+from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
 
 def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: list[str]) -> bool:

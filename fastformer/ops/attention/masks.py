@@ -9,11 +9,13 @@ from torch import Tensor
 
 from fastformer.description import Attention
 from fastformer.eager import readable
-from fastformer.ops.attention.reference import NO_TERMS
 
 # What is added to a score and lies below this leaves the key out: -inf, and the finfo.min of
 # float32 and bfloat16, which in base 2 is no float32 any more.
 MASKED_OUT = -2.3586574359122396e38
+
+# Options that are no mask and no term of the scores: torch's op computes none of them.
+NO_TERMS = frozenset({"dropout_p", "softcap", "sinks"})
 
 
 def visible_keys(
@@ -49,6 +51,23 @@ def visible_keys(
         inside = j >= i + (shift - left)
         visible = inside if visible is None else visible & inside
     return visible, keys
+
+
+def band_as_mask(
+    key: Tensor, length: int, queries: Tensor, keys: Tensor, attention: Attention
+) -> Attention:
+    """Return the description of a packed batch, padded to `length` queries, with causality and
+    window as a mask: the sequences have diagonals of their own. queries, keys: their numbers of
+    tokens.
+    """
+    if not attention.is_causal and attention.window is None:
+        return attention
+    shift: int | Tensor = 0
+    if attention.causal_alignment == "bottom_right":
+        shift = (keys - queries).long().view(-1, 1, 1, 1)
+    i = torch.arange(length, device=key.device).view(-1, 1)
+    mask, _ = visible_keys(key, i, shift, attention)
+    return attention._replace(attn_mask=mask, is_causal=False, window=None)
 
 
 # What a bias of each dtype holds at least where it masks out no key.
@@ -99,8 +118,8 @@ def added_to_scores(
 def score_terms(
     query: Tensor, key: Tensor, attention: Attention, others: list[str]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the two masks of `visible_keys` and the term of `added_to_scores`, each None where it changes
-    nothing. others: of `beyond_torch`.
+    """Return the two masks of `visible_keys` and the term of `added_to_scores`, each None if it
+    changes nothing. others: of `beyond_torch`.
     """
     if not attention.is_causal and NO_TERMS.issuperset(others):
         return None, None, None

@@ -14,6 +14,7 @@ from fastformer.eager import readable
 from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
 from fastformer.ops.attention.masks import (
     added_to_scores,
+    band_as_mask,
     diagonal_shift,
     finite,
     hidden_rows,
@@ -75,10 +76,6 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
     low = dtype in (torch.float16, torch.bfloat16)
     weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
     return weights if sinks is None else weights[..., :-1]
-
-
-# Options that are no mask and no term of the scores: torch's op computes none of them.
-NO_TERMS = frozenset({"dropout_p", "softcap", "sinks"})
 
 
 def scaled_dot_product_attention(
@@ -206,18 +203,11 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
         x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
     )
-    mask = None
-    if attention.is_causal or attention.window is not None:  # a diagonal for each sequence
-        shift: int | Tensor = 0
-        if attention.causal_alignment == "bottom_right":
-            shift = (keys - queries).long().view(-1, 1, 1, 1)
-        i = torch.arange(max_q, device=query.device).view(-1, 1)
-        mask, _ = visible_keys(k, i, shift, attention)
+    attention = band_as_mask(k, max_q, queries, keys, attention)
     shard = attention.shard
-    if shard is not None:  # of whole sequences
+    if shard is not None:  # of complete sequences
         shard = shard._replace(queries=max_q, keys=max_k)
-    attention = attention._replace(shard=shard)
-    padded = attention._replace(attn_mask=mask, is_causal=False, window=None, key_lengths=keys)
+    padded = attention._replace(shard=shard, key_lengths=keys)
     out = scaled_dot_product_attention(q, k, v, padded)
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)[rows]

@@ -236,6 +236,28 @@ def test_outputs_can_be_viewed(batch_first, backend, device):
                 assert y.is_contiguous(), (type(module).__name__, mode, grad)
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_memory_order_of_outputs(batch_first, backend, device):
+    """torch's, of an input that is a transposed view: with norm_first the order of that view."""
+    x = torch.randn(3, N, E, device=device).transpose(0, 1)
+    for norm_first, norm in ((True, None), (True, nn.LayerNorm(E)), (False, None)):
+        options = dict(batch_first=batch_first, norm_first=norm_first)
+        encoder_layer = nn.TransformerEncoderLayer(E, H, 24, 0.0, **options)
+        decoder_layer = nn.TransformerDecoderLayer(E, H, 24, 0.0, **options)
+        encoder = nn.TransformerEncoder(encoder_layer, 1, norm, enable_nested_tensor=False)
+        decoder = nn.TransformerDecoder(decoder_layer, 1, norm)
+        for module in (encoder_layer, decoder_layer, encoder, decoder):
+            original = copy.deepcopy(module.to(device))
+            ff.accelerate(module)
+            two = isinstance(module, nn.TransformerDecoderLayer | nn.TransformerDecoder)
+            for given in (x, x[0]):
+                for mode, grad in ((True, True), (False, True), (False, False)):
+                    with torch.set_grad_enabled(grad):
+                        outs = (m.train(mode)(*[given] * (1 + two)) for m in (original, module))
+                        want, have = (out.stride() for out in outs)
+                    assert have == want, (type(module).__name__, norm_first, mode, grad)
+
+
 def test_weights_that_are_thrown_away(backend, device):
     """The report says at once what need_weights=True takes; accelerate(need_weights=False) ends
     it.

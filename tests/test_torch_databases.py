@@ -482,9 +482,9 @@ MEANT = {
         lambda call, kind: " nan" in kind and "| nothing seen" in call.sample,
     ),
     "contiguous": Meant(
-        "an output is contiguous where torch's is a transposed view: with batch_first outside of "
-        "its fast path, or as the input was",
-        ("nn.MultiheadAttention", "nn.TransformerDecoderLayer", "nn.TransformerDecoder", ODD),
+        "an output is contiguous where torch's, outside of its fast path with batch_first, is a "
+        "transposed view",
+        ("nn.MultiheadAttention", ODD),
         lambda call, kind: kind == "output contiguous",
     ),
     "error types": Meant(

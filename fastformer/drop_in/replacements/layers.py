@@ -39,8 +39,8 @@ class OnStream(Accelerated):
         """Why it cannot run on one stream, or None."""
         raise NotImplementedError
 
-    def _stream_output(self, stream: ResidualStream) -> Tensor:
-        """Return what the module returns after `_through` has run."""
+    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
+        """Return what the module returns after `_through` has run; x: its input."""
         raise NotImplementedError
 
     def _forward_on_stream(
@@ -64,7 +64,7 @@ class OnStream(Accelerated):
         assert tensors[0] is not None
         stream = ResidualStream(tensors[0])
         self._through(stream, *context)
-        return self._stream_output(stream)
+        return self._stream_output(stream, tensors[0])
 
 
 class Layer(OnStream):
@@ -73,6 +73,7 @@ class Layer(OnStream):
     _attentions: ClassVar[tuple[str, ...]]  # the names of its attentions
     linear1: nn.Linear
     linear2: nn.Linear
+    norm_first: bool
     dropout: nn.Dropout
     activation: Callable[[Tensor], Tensor]
 
@@ -93,8 +94,16 @@ class Layer(OnStream):
         norms = (getattr(self, name) for name in names if name in self._modules)
         return parameter_obstacle(self.linear1, self.linear2, *norms)
 
-    def _stream_output(self, stream: ResidualStream) -> Tensor:
-        return stream.value().contiguous()
+    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
+        out = stream.value()
+        return in_order_of(x, out) if self._keeps_order(out) else out.contiguous()
+
+    def _keeps_order(self, out: Tensor) -> bool:
+        """Whether torch's layer, whose output is out, returns the memory order of its input.
+
+        With norm_first its output is a sum that begins with the input.
+        """
+        return self.norm_first
 
     def _attention_sublayer(
         self, name: str, visibility: Visibility, memory: Tensor | None = None
@@ -112,6 +121,17 @@ class Layer(OnStream):
     def _feed_forward_sublayer(self, x: Tensor) -> Tensor:
         activation = _op_activation(self.activation)
         return apply_feed_forward(x, self.linear1, activation, self.dropout, self.linear2)
+
+
+def in_order_of(x: Tensor, out: Tensor) -> Tensor:
+    """Return out, of the shape of x, with its dimensions in memory in the order of those of x.
+
+    An expanded x has no such order; then out is contiguous.
+    """
+    if x.is_contiguous() or 0 in x.stride():
+        return out.contiguous()
+    order = sorted(range(x.dim()), key=lambda i: x.stride(i), reverse=True)
+    return out.permute(order).contiguous().movedim(tuple(range(x.dim())), order)
 
 
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
@@ -152,6 +172,18 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             (src, *masks),
             (is_causal,),
             lambda: (encoder_visibility(self, src, masks, is_causal, names),),
+        )
+
+    def _keeps_order(self, out: Tensor) -> bool:
+        # torch's op of a whole layer, which torch takes without gradients, returns it contiguous.
+        return super()._keeps_order(out) and (
+            self.training
+            or out.requires_grad
+            or out.dim() != 3
+            or not self.self_attn.batch_first
+            or autocast_dtype(out) is not None
+            or not torch.backends.mha.get_fastpath_enabled()
+            or self._one_op_arguments(out.dtype) is None
         )
 
     def _through(self, stream: ResidualStream, visibility: Visibility) -> None:

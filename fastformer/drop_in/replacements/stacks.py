@@ -32,6 +32,7 @@ from fastformer.drop_in.replacements.layers import (
     attention_of,
     decoder_context,
     encoder_visibility,
+    in_order_of,
     layer_parameters,
 )
 from fastformer.eager import eager
@@ -75,10 +76,13 @@ class Stack(OnStream):
         for layer in self._layers():
             layer._through(stream, *context)
 
-    def _stream_output(self, stream: ResidualStream) -> Tensor:
-        with ops_of(self):
-            out = stream.value() if self.norm is None else stream.normalize(self.norm)
-        return out.contiguous()
+    def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
+        if self.norm is not None:
+            with ops_of(self):
+                return stream.normalize(self.norm).contiguous()
+        out = stream.value()
+        keeps_order = all(layer._keeps_order(out) for layer in self._layers())
+        return in_order_of(x, out) if keeps_order else out.contiguous()
 
 
 def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
@@ -146,7 +150,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
-        return self._stream_output(stream)
+        return self._stream_output(stream, src)
 
     def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
         """Return src_key_padding_mask if `accelerate(drop_padding=True)` drops it, or None."""
@@ -160,7 +164,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         stream = ResidualStream(tokens)
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
         x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
-        return self._stream_output(ResidualStream(self._batch_as_given(x)))
+        return self._stream_output(ResidualStream(self._batch_as_given(x)), src)
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Swap N and S between [N, S, ..] and the order of the caller, if those differ."""
@@ -307,7 +311,7 @@ def decode_step(
     for i, layer in enumerate(layers):
         own = cache.layer(i)
         layer._through(stream, Visibility(cache=own), memory, seen._replace(cache=own.memory))
-    return decoder._stream_output(stream)
+    return decoder._stream_output(stream, tgt)
 
 
 def _require_step(

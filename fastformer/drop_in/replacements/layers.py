@@ -96,7 +96,9 @@ class Layer(OnStream):
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
         out = stream.value()
-        return in_order_of(x, out) if self._keeps_order(out) else out.contiguous()
+        if x.is_contiguous() or not self._keeps_order(out):
+            return out.contiguous()
+        return in_order_of(x, out)
 
     def _keeps_order(self, out: Tensor) -> bool:
         """Whether torch's layer, whose output is out, returns the memory order of its input.
@@ -128,7 +130,7 @@ def in_order_of(x: Tensor, out: Tensor) -> Tensor:
 
     An expanded x has no such order; then out is contiguous.
     """
-    if x.is_contiguous() or 0 in x.stride():
+    if 0 in x.stride():
         return out.contiguous()
     order = sorted(range(x.dim()), key=lambda i: x.stride(i), reverse=True)
     return out.permute(order).contiguous().movedim(tuple(range(x.dim())), order)

@@ -77,10 +77,10 @@ class Stack(OnStream):
             layer._through(stream, *context)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
-        if self.norm is not None:
-            with ops_of(self):
-                return stream.normalize(self.norm).contiguous()
-        out = stream.value()
+        with ops_of(self):
+            out = stream.value() if self.norm is None else stream.normalize(self.norm)
+        if x.is_contiguous() or self.norm is not None:
+            return out.contiguous()
         keeps_order = all(layer._keeps_order(out) for layer in self._layers())
         return in_order_of(x, out) if keeps_order else out.contiguous()
 

@@ -93,6 +93,15 @@ def models(**options):
     return model, ff.make_decoder(V, **sizes, **options).eval()
 
 
+def accelerated_encoder():
+    """An nn.TransformerEncoder whose attention appends keys."""
+    layer = nn.TransformerEncoderLayer(D, H, F, batch_first=True)
+    layer.self_attn = nn.MultiheadAttention(D, H, add_bias_kv=True, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    ff.accelerate(encoder)
+    return encoder
+
+
 model, decoder = models()
 other_model, other_decoder = models(
     norm_first=False, norm="rms", activation="swiglu", kv_heads=1, learned_positions=True
@@ -132,6 +141,7 @@ CASES = {
     ),
     "padding": (attention, padded),
     "one mask for all": (attention, masked),
+    "accelerate": (accelerated_encoder(), rows),
     "make_model": (model, model_inputs),
     "make_model with masks": (model, masked_model_inputs),
     "make_model, other parts": (other_model, model_inputs),

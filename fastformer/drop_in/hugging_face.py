@@ -295,8 +295,8 @@ def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | Non
         return False, None
     held, lengths = attention_mask.held, attention_mask.lengths
     if held is not None:
-        return True, held if len(held) == batch else held[:1].expand(batch)
-    return False, lengths if lengths is not None and len(lengths) == batch else None
+        return True, held if held.shape[0] == batch else held[:1].expand(batch)
+    return False, lengths if lengths is not None and lengths.shape[0] == batch else None
 
 
 def _cuts(lengths: Tensor, query: Tensor, held: bool) -> bool:
@@ -593,7 +593,7 @@ def mask(
     left, right = _within(sides, q_length, kv_length)
     padding, lengths = _padding(attention_mask, keys), None
     top_left = q_length == kv_length or (left is None and right is None)
-    if padding is not None and top_left and q_length > 1 and len(padding) == batch_size:
+    if padding is not None and top_left and q_length > 1 and padding.shape[0] == batch_size:
         lengths = lengths_of(padding[:, 0, 0])
     return kind(shape, padding, left, right, device, owner, lengths)
 

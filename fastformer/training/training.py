@@ -314,7 +314,7 @@ class SimpleLossCompute:
     def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
         require_tensor("x", x)
         require_tensor("y", y)
-        if x.dim() < 1 or y.numel() != x.shape[:-1].numel():
+        if x.dim() < 1 or y.numel() != math.prod(x.shape[:-1]):
             raise ValueError(
                 f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
             )

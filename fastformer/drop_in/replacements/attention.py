@@ -277,7 +277,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             ends.append((k.new_zeros(1, 1, self.embed_dim),) * 2)
         mask, bias = seen.attn_mask, seen.bias
         for end in ends:
-            shape = (len(k), self.num_heads, 1, self.head_dim)
+            shape = (k.shape[0], self.num_heads, 1, self.head_dim)
             last_k, last_v = (x.view(1, *shape[1:]).expand(shape) for x in end)
             k, v = torch.cat([k, last_k.to(k.dtype)], 2), torch.cat([v, last_v.to(v.dtype)], 2)
             mask = None if mask is None else F.pad(mask, (0, 1), value=True)

@@ -632,3 +632,10 @@ def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, d
     x, residual = x.to(dtype), 8 * residual.to(dtype)
     y, total = ff.dropout_add_layer_norm(x, residual, weight, bias)
     assert torch.equal(y, ff.layer_norm(total, n, weight, bias))
+
+
+def test_the_default_eps_of_the_sum_is_torchs():
+    """Seen in rows whose variance is far below it."""
+    x, weight = torch.randn(4, 16) / 1e4, torch.ones(16)
+    y, total = ff.dropout_add_layer_norm(x, x, weight, None)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(total, [16]), atol=0, rtol=1e-4)

@@ -463,3 +463,12 @@ def test_a_packed_input_has_two_dimensions():
     tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
     with pytest.raises(ValueError, match=r"query has shape \[6, 16, 1\]; expected \[tokens, d_mod"):
         m(tokens.unsqueeze(2), tokens, tokens, packing)
+
+
+def test_offsets_of_any_stride(backend, device):
+    x = torch.randn(6, 2, 16, device=device)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
+    want = ff.packed_attention(x, x, x, offsets, offsets, 4, 4)
+    spread = torch.stack([offsets, offsets + 1], 1)[:, 0]
+    assert not spread.is_contiguous()
+    assert torch.equal(ff.packed_attention(x, x, x, spread, spread, 4, 4), want)

@@ -611,3 +611,10 @@ def test_defaults_of_the_models():
         positions = [x.pe.shape[1] for x in parts if isinstance(x, PositionalEncoding)]
         assert set(positions) == {5000}
         assert {x.p for x in parts if isinstance(x, nn.Dropout)} == {0.1}
+
+
+def test_positions_of_another_dtype_than_the_embeddings():
+    model, (src, _, mask, _) = small_model(), batch()
+    want = model.encode(src, mask)
+    model.src_embed[1].double()
+    assert torch.equal(model.encode(src, mask), want)

@@ -20,8 +20,9 @@ tries the survivors again; the score of a draw counts the first trial only.
 
 `--of api` draws from the modules that users call instead. The share of a file is its share of the
 lines of code. A first run of the tests without a mutant records which of them execute which lines.
-A mutant is tried by the tests that execute its statement, the quickest test of each test function
-first, up to 150 seconds of them. A mutant that no test executes survives at once.
+A mutant is tried by the tests that execute its statement, the quickest of each test function first,
+without the slowest where all take more than 150 seconds. One that no test executes survives at
+once.
 
 Each mutant updates benchmarks/results/mutation.json (mutation_draw for a draw,
 mutation_draw_api for one of the modules). The exit status is 1 if a mutant is left that is not

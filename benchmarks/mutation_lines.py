@@ -108,22 +108,20 @@ class Executed:
                     self._tests[file, line].add(found["test"])
 
     def tests(self, file: str, lines: range) -> list[str]:
-        """Return tests that execute one of the lines, in the order in which to run them: the
-        quickest of each test function, then the second of each, until it is ENOUGH.
+        """Return the tests that execute one of the lines, without the slowest where all are more
+        than ENOUGH: first the quickest of each test function, then the second of each.
         """
         found = set().union(*(self._tests.get((file, line), ()) for line in lines))
         turn: Counter[str] = Counter()
-        order = []
+        order, seconds = [], 0.0
         for test in sorted(found, key=lambda test: (self._seconds[test], test)):
+            seconds += self._seconds[test]
+            if order and seconds > ENOUGH:
+                break
             function = test.partition("[")[0]
             order.append((turn[function], self._seconds[test], test))
             turn[function] += 1
-        chosen, seconds = [], 0.0
-        for _, cost, test in sorted(order):
-            if seconds + cost <= ENOUGH or not chosen:
-                chosen.append(test)
-                seconds += cost
-        return chosen
+        return [test for *_, test in sorted(order)]
 
 
 def code_lines(source: str) -> set[int]:

@@ -1419,6 +1419,7 @@ DRAWN_EQUIVALENT = {
         "context_parallel",
         "422:58 `0.0` -> `1.0`",
     ): "where the sum is -inf each part of it is, whose weight exp(-inf - 1) is 0 as well",
+    ("functional", "827:23 `4` -> `5`"): "a shard of everything computes what no shard does",
     ("replacements", "attention 35:24 `True` -> `False`"): "`accelerate` sets it on each module",
     (
         "replacements",
@@ -1427,6 +1428,7 @@ DRAWN_EQUIVALENT = {
     ("replacements", "base 42:40 `1` -> `2`"): "the first word of a message is the same",
     ("replacements", "layers 43:9 `raise NotImplementedError` -> `pass`"): "each layer and each "
     "stack has the method",
+    ("sharding", "568:38 `1` -> `0`"): "sequences without rows give chunks without rows",
     ("transformer", "601:72 `0` -> `1`"): "all sublayers of a layer are copies of one",
     ("tuning", "257:48 `1` -> `2`"): "another indent in a file of JSON",
 }

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fastformer as ff
-from fastformer import eager as fastformer_eager
+from fastformer.dispatch.sharding import call
+from fastformer.eager import written_out
 
 SEED, P = 11, 0.4
 WHOLE = "."  # of a dimension of the mesh: nothing is split
@@ -88,7 +89,7 @@ class Case:
         """The results of the whole in a dtype, of inputs that were rounded to another."""
         if (dtype, of) not in self.known:
             tensors = self.given(dtype, self.given(of))
-            with ff.use_backend("reference"), fastformer_eager.written_out():
+            with ff.use_backend("reference"), written_out():
                 self.known[dtype, of] = results(self.function, tensors, self.gradients)
         return self.known[dtype, of]
 
@@ -417,3 +418,20 @@ def masks(folder):
     ways = "0", "1", "01", "00", "10"
     kept(ff.dropout_add_layer_norm, sums, letters, *ways, output=lambda out: out[1], bias=None)
     kept(ff.dropout_add_rms_norm, sums, letters, *ways, output=lambda out: out[1])
+
+
+def no_targets(folder):
+    """A mean over no token is NaN, as torch has it."""
+    logits, target = drawn(4, 11), torch.full((4,), -100)
+    mesh = mesh_of("0")
+    for placement in (Shard(0), Replicate()):
+        given = (distribute_tensor(x, mesh, [placement]) for x in (logits, target))
+        assert ff.cross_entropy(*given).full_tensor().isnan()
+
+
+def any_strides(folder):
+    """What devices exchange may be transposed in memory."""
+    group = mesh_of("0").get_group()
+    x = drawn(6, 8, seed=torch.distributed.get_rank()).t()
+    want = call.exchanged(x.contiguous(), group, 2)
+    assert torch.equal(call.exchanged(x, group, 2), want)

@@ -25,12 +25,14 @@ from context_checks import (  # noqa: F401
 )
 from dtensor_checks import (  # noqa: F401
     P,
+    any_strides,
     attention,
     drawn,
     embedding,
     feed_forward,
     losses,
     masks,
+    no_targets,
     norms,
     other_attention,
 )

@@ -176,3 +176,7 @@ def test_a_checkpoint_without_processes(capsys):
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"no process group; expected .*init_process_group"):
         ff.parallelize(ff.make_model(5, 5, 1, 8, 16, 2), None)
+
+
+def test_a_mean_over_no_token_and_strides(tmp_path):
+    run(tmp_path, 2, "no_targets", "any_strides")

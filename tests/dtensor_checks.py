@@ -435,3 +435,14 @@ def any_strides(folder):
     x = drawn(6, 8, seed=torch.distributed.get_rank()).t()
     want = call.exchanged(x.contiguous(), group, 2)
     assert torch.equal(call.exchanged(x, group, 2), want)
+
+
+def one_device(folder):
+    """Hidden units that are split over a dimension of one device: it adds the bias."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    given = drawn(3, 8), drawn(16, 8, seed=1), drawn(16, seed=2), drawn(8, 16, seed=3), drawn(8)
+    split = Replicate(), Shard(0), Shard(0), Shard(1), Replicate()
+    placed = [distribute_tensor(x, mesh, [Replicate(), how]) for x, how in zip(given, split)]
+    have = ff.feed_forward(*placed).full_tensor()
+    torch.testing.assert_close(have, ff.feed_forward(*given))

@@ -34,6 +34,7 @@ from dtensor_checks import (  # noqa: F401
     masks,
     no_targets,
     norms,
+    one_device,
     other_attention,
 )
 from torch import nn

@@ -178,5 +178,5 @@ def test_without_a_process_group():
         ff.parallelize(ff.make_model(5, 5, 1, 8, 16, 2), None)
 
 
-def test_a_mean_over_no_token_and_strides(tmp_path):
-    run(tmp_path, 2, "no_targets", "any_strides")
+def test_few_tokens_strides_and_devices(tmp_path):
+    run(tmp_path, 2, "no_targets", "any_strides", "one_device")

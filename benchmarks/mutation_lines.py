@@ -34,8 +34,10 @@ def start() -> None:
     """Trace this process, and write each line that it executes first at once: a process may end
     in any way. PYTEST_CURRENT_TEST, which it inherits, names the test.
     """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if not test:  # a worker of pytest itself
+        return
     log = os.open(_folder() / "children", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
 
     def record(file: str, line: int) -> None:
         os.write(log, (json.dumps({"test": test, "lines": [[file, line]]}) + "\n").encode())
@@ -68,7 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     site = _folder() / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE)
-    os.environ["PYTHONPATH"] = f"{site}:{Path(__file__).parents[1]}:{os.environ['PYTHONPATH']}"
+    path = site, Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = ":".join(map(str, path))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -92,8 +92,12 @@ def kernel_files(kernel: str) -> list[Path]:
 
 
 def kernel_of(file: str) -> str:
-    """Return the kernel of a file: its stem, or the name of its folder in kernels/."""
+    """Return the kernel of a file: its stem, or the name of its folder in kernels/; for a module
+    that users call, its path in fastformer/.
+    """
     path = Path(file)
+    if file in DRAWN_FROM["api"]:
+        return str(path.relative_to("fastformer").with_suffix(""))
     return path.parent.name if path.parent.parent.name == "kernels" else path.stem
 
 
@@ -287,7 +291,7 @@ def _place(change: Change, source: str) -> str:
     while len(old) > 1 and old[-2:] == new[-2:]:
         del old[-1], new[-1]
     path = Path(change.file)
-    file = f"{path.stem} " if path.stem != kernel_of(change.file) else ""
+    file = f"{path.stem} " if path.stem != Path(kernel_of(change.file)).name else ""
     return f"{file}{change.line}:{column} `{' '.join(old)}` -> `{' '.join(new)}`"
 
 

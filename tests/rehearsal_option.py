@@ -171,7 +171,9 @@ def check_padded(ff):
 
 def explained(ff, inputs):
     with ff.use_backend("triton"):
-        return ff.dispatch.backends.explain("scaled_dot_product_attention", *inputs, parity=True).reason
+        return ff.dispatch.backends.explain(
+            "scaled_dot_product_attention", *inputs, parity=True
+        ).reason
 
 
 def check_shards(ff):

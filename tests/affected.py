@@ -65,9 +65,10 @@ def public() -> dict[str, str]:
 @functools.cache
 def kernels() -> dict[str, str]:
     """Return the module of the kernels of each op."""
-    from fastformer.dispatch import backends
+    import fastformer.ops.records  # noqa: F401 - registers the ops
+    from fastformer.dispatch.operation import OPERATIONS
 
-    return {op: f"fastformer.kernels.{stem}" for op, stem in backends._kernel_files.items()}
+    return {op: f"fastformer.kernels.{record.kernel}" for op, record in OPERATIONS.items()}
 
 
 def _named(file: str) -> Iterator[str]:

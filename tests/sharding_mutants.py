@@ -8,6 +8,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
 SOURCES = [
     *sorted((FOLDER / "dispatch" / "sharding").glob("[a-z]*.py")),
     FOLDER / "description.py",
+    FOLDER / "distributed" / "styles.py",
     *sorted((FOLDER / "ops").glob("*/record.py")),
 ]
 

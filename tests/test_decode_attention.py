@@ -511,9 +511,10 @@ def test_pages_are_the_keys_in_order(backend, device, options):
 
 def test_pages_out_of_range(backend, device, monkeypatch):
     """Where the table is not looked at they are clamped."""
-    from fastformer.ops.attention import arguments
+    from fastformer.ops.attention import arguments, contract
 
-    monkeypatch.setattr(arguments, "may_read", lambda x: False)
+    for module in (arguments, contract):
+        monkeypatch.setattr(module, "may_read", lambda x: False)
     tensors = paged(1, 2, 1, 2, [70])
     pages = [torch.randn_like(tensors[n]) for n in ("key_pages", "value_pages")]
     tensors |= dict(key_pages=pages[0], value_pages=pages[1])

@@ -1,8 +1,8 @@
 """Checks of arguments, for all modules.
 
-Each `require_...` raises an error that names the argument, says what was given and what is
-expected: a TypeError for an argument of another type, a ValueError for a value that cannot be. A
-check looks at the values of a tensor only where `may_read` allows it.
+Each `require_...` raises an error that names the argument, what was given and what is expected: a
+TypeError for a wrong type, a ValueError for an invalid value. A check reads the values of a tensor
+only if `may_read` allows it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ INTS, FLAGS = (int, torch.SymInt), (bool, np.bool_, torch.SymBool)
 
 
 def shape_of(x: Tensor) -> str:
-    """Spell the shape of x as the messages do."""
+    """Return the shape of x as the error messages write it."""
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
 def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
-    """Require a dense tensor, whose elements lie in memory by their strides."""
+    """Require a dense, strided tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     if x.layout is not STRIDED or x.is_nested:
@@ -39,7 +39,7 @@ def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
 
 
 def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) -> None:
-    """Require the floating dtype and the device of the first; those in `optional` may be None."""
+    """Require tensors of one floating dtype and on one device; those in `optional` may be None."""
     first: Tensor | None = None
     for name, x in tensors.items():
         if x is None and name in optional:
@@ -60,7 +60,7 @@ def require_floating(optional: Sequence[str] = (), /, **tensors: Tensor | None) 
 
 
 def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
-    """Require the device of `like`."""
+    """Require that x is on the device of `like`."""
     if x.device != like.device:
         raise ValueError(
             f"{name} is on {x.device}; expected the device of {like_name}, {like.device}"
@@ -83,13 +83,16 @@ def require_probability(name: str, p: float) -> float:
 
 
 def require_dropout(name: str, p: float) -> float:
-    """Require a number in [0, 1], and round it to a multiple of 2^-16: words of 16 bits decide."""
+    """Require a number in [0, 1], and round it to a multiple of 2^-16.
+
+    Dropout compares words of 16 bits with a threshold.
+    """
     p = require_probability(name, p)
     return round(p * 65536) / 65536 if p else p
 
 
 def require_int(name: str, x: int) -> None:
-    """Require an int that int64 holds."""
+    """Require an int that fits in int64."""
     if not isinstance(x, INTS) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected an int")
     if not -(2**63) <= x < 2**63:
@@ -97,7 +100,7 @@ def require_int(name: str, x: int) -> None:
 
 
 def require_flag(name: str, x: bool) -> bool:
-    """Require a bool: "no" would count as True."""
+    """Require a bool, because a string such as "no" would count as True."""
     if x is True or x is False:
         return x
     if not isinstance(x, FLAGS):
@@ -113,14 +116,21 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
 
 
 def may_read(x: Tensor) -> bool:
-    """Say whether checks read the values of x: on a CPU, and on a GPU with FASTFORMER_CHECK=1."""
+    """Return whether checks may read the values of x.
+
+    They may for an eager tensor on a CPU, and elsewhere only with FASTFORMER_CHECK=1, because
+    reading them waits for the GPU.
+    """
     return (x.device.type == "cpu" or _CHECK_ON_GPU) and eager(x)
 
 
 def seed_tensor(
     dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
-    """Return the seed as a tensor of one int64; torch's generator draws one where none is given."""
+    """Return the seed as a tensor of one int64, or None without dropout.
+
+    If no seed is given, torch's generator draws one.
+    """
     if dropout_seed is None:
         if dropout_p == 0:
             return None
@@ -167,7 +177,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
-    """Require integers [...], each of them a row of weight [V, N]."""
+    """Require integers [...], each the index of a row of weight [V, N]."""
     require_tensor(name, ids, "an integer tensor")
     if ids.dtype not in INTEGERS:
         raise TypeError(f"{name} has dtype {ids.dtype}; expected integers")
@@ -180,7 +190,7 @@ def require_ids(name: str, ids: Tensor, weight: Tensor) -> None:
 
 
 def require_token(name: str, token: int, classes: int) -> int:
-    """Require a token of the vocabulary; one below 0 counts from the end."""
+    """Require a token in [-classes, classes), and return it in [0, classes)."""
     require_int(name, token)
     if not -classes <= token < classes:
         raise ValueError(f"{name} is {token}; expected a token of the {classes}")
@@ -195,7 +205,7 @@ def require_eps(eps: float) -> float:
 
 
 def require_size(least: int = 1, **sizes: int) -> None:
-    """Require ints from `least` to less than 2^31."""
+    """Require ints in [least, 2^31)."""
     for name, n in sizes.items():
         require_int(name, n)
         if n < least:
@@ -205,7 +215,7 @@ def require_size(least: int = 1, **sizes: int) -> None:
 
 
 def require_callable(expected: str = "a module", **functions: object) -> None:
-    """Require what can be called."""
+    """Require callables."""
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; expected {expected}")

@@ -34,7 +34,7 @@ from fastformer.tuning import tuner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command, by default with the arguments of the process. Return its exit status."""
+    """Run the command with `argv`, by default the process's arguments. Return the exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     return arguments.run(arguments, arguments.parser)
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of that name, after a trial. `cuda` is the current device."""
+    """Return the device of that name, after a test allocation. `cuda` is the current device."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -67,7 +67,7 @@ def _device(name: str) -> torch.device:
 
 
 def _output_file(name: str) -> Path:
-    """Return a path that can be written, so that an error comes before the work and not after."""
+    """Return the path, after a check that it can be written: an error comes before the work."""
     path = Path(name)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{name!r} is a folder; expected a file")
@@ -107,8 +107,8 @@ def _add_copy_task(commands: Any) -> None:
     add("--steps", type=int, default=default.steps, help="batches to train on")
     add("--seed", type=int, default=default.seed, help="the seed of weights, data and dropout")
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    # A second thread does not speed up such a small model. If another program uses one of the
-    # cores, the threads wait for each other: 29 tokens/s were measured, and 914 with one thread.
+    # A second thread does not speed up such a small model, and if another program uses one of the
+    # cores, the threads wait for each other: 29 tokens/s measured, against 914 with one thread.
     add("--threads", type=int, default=1, help="CPU threads; more help at larger sizes only")
     add("--json", type=_output_file, metavar="FILE", help="write losses and environment here")
     add("--plot", type=_figure_file, metavar="FILE", help="draw the loss curves here")
@@ -159,7 +159,7 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(str(error))
     if arguments.threads < 1:
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
-    if settings.device.type == "cpu":  # read when triton is imported, which happens later
+    if settings.device.type == "cpu":  # triton is imported later, and reads this when it is
         os.environ["TRITON_INTERPRET"] = "1"
     _require_parallel(arguments, parser)
     if arguments.parallel is not None:
@@ -207,7 +207,7 @@ def _require_parallel(arguments: argparse.Namespace, parser: argparse.ArgumentPa
 def _parallel_copy_task(
     arguments: argparse.Namespace, settings: copy_task.Settings, parser: argparse.ArgumentParser
 ) -> int:
-    """Train on the processes of torchrun, and compare the losses with those of one."""
+    """Train on the processes of torchrun, and compare the losses with those of one process."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     backend = "auto" if arguments.backend == "both" else arguments.backend
@@ -236,7 +236,7 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Return the command line that repeats these runs, with every option written out."""
+    """Return the command line that repeats these runs, with the value of every option."""
     words = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
         if value is not None and name not in ("run", "parser", "json", "plot"):

@@ -1,12 +1,12 @@
 """One description of attention, from the public function to the launcher of the kernels.
 
-`functional` makes an `Attention` of what it has checked; `reference` and the launcher read it. The
-registered ops take its fields one by one, because torch.library knows tensors, numbers and strings
-alone: `SCHEMA` and `PACKED_SCHEMA` spell them, `pack` takes a description apart and `unpack` makes
-one again.
+`functional` makes an `Attention` from the checked arguments; `reference` and the launcher read it.
+The registered ops take its fields one by one, because torch.library accepts only tensors, numbers
+and strings: `SCHEMA` and `PACKED_SCHEMA` are the schemas of these fields, `pack` flattens a
+description into its fields, and `unpack` rebuilds it.
 
-`OPTIONS` declares each option once. The schema, the dimensions that sharding splits, the words of a
-measurement, and the test whether torch's op may compute a call are made from it.
+`OPTIONS` declares each option once. The schema, the dimensions that may be sharded, the words of a
+measurement, and the test whether torch's op may compute a call are derived from it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Where the shard that a call of attention is given begins in the whole: the index there of its
-    first sequence, head, query and key, and how many heads, queries and keys the whole has, 0 for
-    as many as the shard.
+    """The global offsets and sizes of a call of attention that computes one shard of a larger call.
+
+    batch, head, query and key are the global indices of the shard's first sequence, head, query and
+    key; heads, queries and keys are the global sizes, 0 if they are those of the shard.
     """
 
     batch: int = 0
@@ -33,10 +34,12 @@ class Shard(NamedTuple):
 
 
 class RowShard(NamedTuple):
-    """Where the shard that an op on rows [M, N] is given begins in the whole: the index there of
-    its first row and column, and how many columns the whole has, 0 for as many. Where each sequence
-    is cut, `run` of its rows are here of the `sequence` rows that it has; 0 where the rows follow
-    each other. Row i here is row `row + i // run * sequence + i % run` of the whole.
+    """The global offsets and sizes of a call that computes one shard of an op on rows [M, N].
+
+    row and column are the global indices of the shard's first row and column; columns is the global
+    number of columns, 0 if it is that of the shard. If every sequence is sharded, run is the number
+    of local rows of a sequence and sequence its global number of rows; both are 0 if the rows are
+    consecutive. Local row i is global row `row + i // run * sequence + i % run`.
     """
 
     row: int = 0
@@ -46,11 +49,11 @@ class RowShard(NamedTuple):
     sequence: int = 0
 
 
-_ENDLESS = 2**40  # rows of a run, where there are no runs
+_ENDLESS = 2**40  # the run of consecutive rows: more rows than any tensor has
 
 
 def row_shard(shard: Sequence[int] | None) -> RowShard | None:
-    """Return a shard as the kernels take it, with a run that is no 0; it may serve as a key."""
+    """Return the shard as the kernels take it: hashable, and with a run that is not 0."""
     if shard is None:
         return None
     given = RowShard(*shard)
@@ -58,16 +61,17 @@ def row_shard(shard: Sequence[int] | None) -> RowShard | None:
 
 
 class Attention(NamedTuple):
-    """What attention takes beside query [B, H, Sq, D], key [B, G, Sk, D] and value [B, G, Sk, Dv].
+    """The arguments of attention other than query [B, H, Sq, D], key [B, G, Sk, D] and value
+    [B, G, Sk, Dv].
 
     The fields have the names and the meaning of the arguments of
-    `functional.scaled_dot_product_attention`, after its checks: `scale` is a number, a `window` has
-    two ints, -1 for a side without a bound, `dropout_seed` is a tensor of one int64 where
-    `dropout_p` is not 0, and a `shard` has the sizes of the whole; it is None for the whole. A
-    packed batch has the last four as well, the arguments of `functional.packed_attention`.
+    `functional.scaled_dot_product_attention`, after its checks: `scale` is a number, `window` has
+    two ints, -1 for a side without a bound, `dropout_seed` is a tensor of one int64 if `dropout_p`
+    is not 0, and `shard` has its global sizes filled in; it is None if the call is not sharded. The
+    last four fields are for a packed batch: they are arguments of `functional.packed_attention`.
 
-    A tuple with names, and not a frozen dataclass: it is as immutable, and made in a quarter of the
-    time (0.3 us instead of 1.3 us), which every call pays.
+    This is a NamedTuple, not a frozen dataclass, because every call makes one: it is as immutable,
+    and takes 0.3 us to make instead of 1.3 us.
     """
 
     attn_mask: Tensor | None
@@ -91,21 +95,21 @@ class Attention(NamedTuple):
 
 # ----------------------------------------------------------------------------------------- options
 
-Words = dict[str, Any]  # the name of a measurement has those that are not False
+Words = dict[str, Any]  # the name of a measurement holds the words whose value is not False
 
 
 class Option(NamedTuple):
-    """What the package has to know of an option of attention beside its mathematics.
+    """What the package has to know about an option of attention, apart from its mathematics.
 
-    name: of the field of `Attention`.
+    name: the name of its field of `Attention`.
     schema: its type in the schema of a registered op.
-    words: returns, given the value, the words that tell a measurement of it from others; None for
-        the name, where the option is given.
-    dims: of a tensor, what its last dimensions are: b batch, h heads, q queries, k keys; "." is
-        never sharded.
-    broadcasts: whether a dimension may have size 1 in place of that size.
-    by_torch: whether torch's fused ops compute it. If not, no call that has it is given to them.
-    packed: whether a packed batch takes it.
+    words: given the value, returns the words that distinguish measurements with different values.
+        None: the only word is the name of the option, with whether it is given.
+    dims: for a tensor, a letter for each of its last dimensions: b batch, h heads, q queries,
+        k keys; "." is never sharded.
+    broadcasts: whether a dimension may have size 1 instead.
+    by_torch: whether torch's fused ops compute it. If not, no call with this option goes to them.
+    packed: whether `packed_attention` takes it.
     """
 
     name: str
@@ -117,11 +121,11 @@ class Option(NamedTuple):
     packed: bool = False
 
     def words_of(self, x: Any) -> Words:
-        """Return the words of a value."""
+        """Return the words for the value x."""
         return {self.name: _is_given(x)} if self.words is None else self.words(x)
 
     def dims_of(self, x: Tensor) -> str:
-        """Return a letter of `dims` for each dimension of x, "." for one that broadcasts."""
+        """Return the letter of each dimension of x, "." for one that broadcasts."""
         dims = self.dims[-x.dim() :] if x.dim() else ""
         if not self.broadcasts:
             return dims
@@ -137,12 +141,15 @@ def _no_words(x: Any) -> Words:
 
 
 def power_of_2(n: int) -> int:
-    """Round a size up."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _varies_over(x: Tensor | None) -> str | bool:
-    """Return whether a mask or a bias varies over "keys", over "rows", queries, or "all"."""
+    """Return over what a mask or a bias varies: "keys", "rows" (queries), or "all" (both).
+
+    Return False for None.
+    """
     if x is None:
         return False
     if x.dim() < 2 or x.shape[-2] == 1:
@@ -190,7 +197,7 @@ _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS
 
 
 def words(attention: Attention) -> Words:
-    """Return what a measurement of attention depends on beside the sizes and the dtype."""
+    """Return what a measurement of attention depends on, apart from the sizes and the dtype."""
     return {
         word: value
         for option in OPTIONS
@@ -199,7 +206,7 @@ def words(attention: Attention) -> Words:
 
 
 def dims(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dimensions of the options that are tensors, given the fields by name."""
+    """Return the dimension letters of each option that is a tensor, given the fields by name."""
     return {
         o.name: o.dims_of(fields[o.name]) for o in OPTIONS if isinstance(fields[o.name], Tensor)
     }
@@ -208,9 +215,9 @@ def dims(fields: Mapping[str, Any]) -> dict[str, str]:
 def beyond_torch(attention: Attention) -> list[str]:
     """Return the names of the options of a call that torch's fused ops do not compute.
 
-    Causality is not among them: the caller has to know from which corner it counts.
+    `is_causal` is never among them: the caller has to check how it is aligned.
     """
-    found = []  # a comprehension takes longer, and every call on a CPU asks
+    found = []  # faster than a comprehension, and every call on a CPU comes here
     for name, i in _BEYOND_TORCH:
         x = attention[i]
         if x is not None and x is not False and (type(x) is not float or x):
@@ -219,7 +226,7 @@ def beyond_torch(attention: Attention) -> list[str]:
 
 
 def pack(arguments: Iterable[Any]) -> list[Any]:
-    """Return the arguments of an op as its schema has them: the fields replace a description."""
+    """Return the arguments of an op in the order of its schema, with a description flattened."""
     flat: list[Any] = []
     for x in arguments:
         if isinstance(x, Attention):
@@ -231,7 +238,7 @@ def pack(arguments: Iterable[Any]) -> list[Any]:
 
 def unpack(fields: Sequence[Any]) -> Attention:
     """Return the description, given its fields in the order of the schema."""
-    if fields[_WINDOW] is not None:  # the dispatcher makes a list of it, which is no key
+    if fields[_WINDOW] is not None:  # the dispatcher makes it a list, which is not hashable
         fields = [*fields[:_WINDOW], tuple(fields[_WINDOW]), *fields[_WINDOW + 1 :]]
     if fields[_SHARD] is not None:
         fields = [*fields[:_SHARD], Shard(*fields[_SHARD]), *fields[_SHARD + 1 :]]

@@ -1,4 +1,4 @@
-"""How the reference computes: on values that are there, or by its formulas alone."""
+"""Whether the values of a tensor can be read, and whether ops compute by their formulas alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ formula = _Formula()
 
 @contextmanager
 def written_out() -> Iterator[None]:
-    """A context in which every op computes its formula by differentiable primitives, in every
-    dtype: a double backward needs them.
+    """Make every op compute its formula from differentiable primitives, within this context.
+
+    It does so in every dtype. A double backward needs these primitives.
     """
     previous, formula.always = formula.always, True
     try:
@@ -30,12 +31,12 @@ def written_out() -> Iterator[None]:
 
 
 def eager(x: Tensor) -> bool:
-    """Say whether x holds values now: it is not traced, not fake, not wrapped by a transform."""
+    """Return whether x holds values now: it is not traced, fake, or wrapped by a transform."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def readable(x: Tensor) -> bool:
-    """Say whether the values of x can be read for free: it is an eager tensor on the CPU."""
+    """Return whether the values of x can be read for free: it is an eager tensor on the CPU."""
     return x.is_cpu and eager(x)

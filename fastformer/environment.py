@@ -21,7 +21,7 @@ def devices() -> list[torch.device]:
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """Describe the environment of a measurement on `device`. A value that does not apply is None.
+    """Return the environment of a measurement on `device`. A value that does not apply is None.
 
     This does not import triton.
     """
@@ -49,7 +49,7 @@ def _triton_version() -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None without nvidia-smi."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi does not give it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

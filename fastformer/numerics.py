@@ -1,6 +1,6 @@
-"""The numerics policy of docs/numerics.md: how far a result may be from the oracle in float64.
+"""The numerics policy of docs/numerics.md: how far a result may be from the float64 oracle.
 
-The tests, `fastformer tune` and the accuracy ledger hold results to it.
+The tests, `fastformer tune` and the accuracy ledger apply it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def largest_error(dtype: torch.dtype, eager: float, largest: float, gradient: bool) -> float:
-    """Return the largest error that an element may have where eager PyTorch is the measure.
+    """Return the largest error that an element may have, relative to the error of eager PyTorch.
 
     Args:
-        dtype: of the call.
+        dtype: the dtype of the call.
         eager: the largest error of an element of eager PyTorch in this dtype.
-        largest: the largest element of the oracle.
-        gradient: whether it is one of a gradient, which may have three times the error of eager
-            PyTorch, where an output may have twice.
+        largest: the largest absolute value of an element of the oracle.
+        gradient: whether the element is of a gradient, which may have three times the error of
+            eager PyTorch; an output may have twice that error.
     """
     return (3 if gradient else 2) * eager + torch.finfo(dtype).eps / 2 * largest
 
@@ -32,15 +32,15 @@ def disagreement(
     gradient: bool = False,
     dtype: torch.dtype | None = None,
 ) -> str | None:
-    """Return how a result breaks the policy, in words, or None.
+    """Return a message on how a result breaks the policy, or None if it does not.
 
     Args:
         have: the result.
         want: the oracle, in float64, of the same shape.
-        eager: the largest error of an element of eager PyTorch in the dtype, which counts in
-            float16 and bfloat16 alone.
-        gradient: whether it is a gradient.
-        dtype: of the inputs of the call. Default: that of `have`.
+        eager: the largest error of an element of eager PyTorch in the dtype; used only in float16
+            and bfloat16.
+        gradient: whether the result is a gradient.
+        dtype: the dtype of the call's inputs. Default: the dtype of `have`.
     """
     dtype = dtype or have.dtype
     error = (have.double() - want).abs()
@@ -51,6 +51,6 @@ def disagreement(
     else:
         found = float(error.max())
         bound = largest_error(dtype, eager, float(want.abs().max()), gradient)
-    if found <= bound:  # NaN is not
+    if found <= bound:  # False if `found` is NaN
         return None
     return f"differs by {found:.1e}; at most {bound:.1e} is allowed"

@@ -1,4 +1,4 @@
-"""The words of dropout: which elements a seed drops, on every device."""
+"""The random words of dropout: which elements a seed drops, the same on every device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from fastformer.description import row_shard
 from fastformer.eager import readable
 
-# Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds: 2x32
-# draws the words of tiles, 4x32 those of rows.
+# Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds:
+# Philox2x32 draws the words of tiles (`dropped`), Philox4x32 those of rows (`dropped_rows`).
 PHILOX_ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
-_CHUNK = 1 << 15  # counters at a time: their temporaries stay in the cache
-_FEW = 1 << 12  # counters: with fewer NumPy's calls cost more than what they compute
+_CHUNK = 1 << 15  # counters processed at a time: their temporaries stay in the cache
+_FEW = 1 << 12  # counters: up to here, the overhead of NumPy's calls costs more than the arithmetic
 _FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
 _KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
 _EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
@@ -41,8 +41,8 @@ def philox4x32(
     """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
 
     The counters broadcast against each other, and keep their shapes until a round mixes them. A
-    64-bit product wraps, so that its bits 32..63 are the high word of the unsigned product. `seed`
-    is the 64-bit key, a tensor of one element or an int.
+    64-bit product wraps around, so its bits 32..63 are the high word of the unsigned product.
+    `seed` is the 64-bit key, a tensor of one element or an int.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -56,7 +56,10 @@ def philox4x32(
 def philox2x32(
     c0: Words, c1: Words, key: Words, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words]:
-    """Return two random words for each counter (c0, c1) and key, likewise."""
+    """Return two random 32-bit words for each counter (c0, c1) and 32-bit key.
+
+    The types, and how the arguments broadcast, are as in `philox4x32`.
+    """
     for _ in range(rounds):
         product = c0 * _ROUND
         c0, c1 = ((product >> 32) ^ c1 ^ key) & _WORD, product & _WORD
@@ -65,22 +68,23 @@ def philox2x32(
 
 
 def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
-    """Return the low and the high word of output n = 1, 2, .. of SplitMix64 (Steele et al. 2014,
-    "Fast Splittable Pseudorandom Number Generators") that starts at the seed, for int64 n.
+    """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed.
+
+    n is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
     """
     z = n * _MIX_STEP + seed
-    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> copies the sign: the mask removes it
+    z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> extends the sign: the mask clears it
     z = (z ^ (z >> 27 & (1 << 37) - 1)) * _MIX_B
     z = z ^ (z >> 31 & (1 << 33) - 1)
     return z & _WORD, z >> 32 & _WORD
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the least 16-bit word whose element is kept."""
+    """Return the smallest 16-bit word whose element is kept."""
     return round(p * 2**16)
 
 
-Place = Sequence[int]  # where a shard lies in the whole
+Place = Sequence[int]  # the offsets of a shard, as in `dropped`
 
 
 def dropped(
@@ -88,19 +92,21 @@ def dropped(
 ) -> Tensor:
     """Return a boolean [planes, rows, columns], True where dropout removes an element.
 
-    place: of a shard, (first plane, planes of a sequence here, planes of one in the whole, first
-        row, first column), the last two multiples of 16.
+    A plane is a matrix [rows, columns], of one sequence and head in attention.
 
-    Element (plane, i, j) reads one of the four words of 16 bits that Philox2x32 gives for the
-    counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
-    of word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
+    place: for a shard, its offsets: (first plane, local planes of a sequence, global planes of a
+        sequence, first row, first column). First row and first column are multiples of 16.
+
+    Element (plane, i, j) reads one of the four 16-bit words that Philox2x32 returns for the counter
+    (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half of
+    word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
     one thread holds in a tensor-core accumulator. Key and shift of a plane are the low and the high
-    word of output number plane + 1 of SplitMix64, which starts at the seed. The mask is a pure
-    function of (seed, plane, i, j).
+    word of output number plane + 1 of SplitMix64, started at the seed. The mask is a pure function
+    of (seed, plane, i, j).
     """
     if readable(seed):
         return _dropped(seed, planes, rows, columns, p, place)
-    # One node of a graph for all sizes: with the loops, other sizes would compile again.
+    # A single node in a graph: tracing the loops instead would recompile for each new size.
     return torch.ops.fastformer.dropped(seed, planes, rows, columns, p, place)
 
 
@@ -109,10 +115,11 @@ def dropped_rows(
 ) -> Tensor:
     """Return a boolean [rows, columns], True where dropout removes an element of a matrix.
 
-    Element (i, j) reads the high half of word j % 4 that Philox4x32 gives for the counter (j // 4,
-    i's low word, its high word, 1), in the order in which a kernel that owns whole rows holds them.
+    Element (i, j) reads the high half of word j % 4 that Philox4x32 returns for the counter
+    (j // 4, low word of i, high word of i, 1). This is the order in which a kernel that owns full
+    rows holds them.
 
-    row, column: the first ones, of a part of the matrix; column is a multiple of 4.
+    row, column: for a shard of the matrix, its first row and column; column is a multiple of 4.
     """
     if readable(seed):
         return _dropped_rows(seed, rows, columns, p, row, column)
@@ -187,13 +194,13 @@ def _dropped_by_torch(
 def _dropped_by_numpy(
     seed: int, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
 ) -> Tensor:
-    """Compute `dropped` on a CPU.
+    """Compute `dropped` on a CPU, in a half to a third of the time of `_dropped_by_torch`.
 
-    It takes a half to a third of the time of `_dropped_by_torch`, whose calls cost more.
+    A call of NumPy has less overhead than a call of torch.
     """
     first, here, whole, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # eight booleans in each
+    mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
     words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
     numbers = np.arange(planes, dtype=np.int64).reshape(-1, 1, 1)
     if place is not _WHOLE:
@@ -223,14 +230,15 @@ def _dropped_by_numpy(
 def _philox2x32_by_numpy(
     c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Compute `philox2x32`, [2, planes, n, m], of counters c0 [n, 1] and c1 [planes, 1, m] in as
-    few calls of NumPy as possible. The high words of the second half are not zero.
+    """Compute `philox2x32` of counters c0 [n, 1] and c1 [planes, 1, m], in few calls of NumPy.
+
+    Return [2, planes, n, m] uint64. The upper 32 bits of the second half are not cleared.
     """
     odd = c0 * _FACTOR
     words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
     even = np.bitwise_xor((odd >> _HALF) ^ keys[0], c1, out=words[1])
     for n in range(1, PHILOX_ROUNDS):
-        product = words[0 if n % 2 else 2]  # the last one is words[2]
+        product = words[0 if n % 2 else 2]  # words[2] in the last round
         np.multiply(even, _FACTOR, out=product)
         np.right_shift(product, _HALF, out=even)
         np.bitwise_xor(even, odd, out=even)
@@ -243,12 +251,13 @@ def _philox2x32_by_numpy(
 def _philox_by_numpy(
     c0: Words, c1: Words, c2: Words, c3: Words, seed: int, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Compute `philox4x32` in pairs [2, *shape]: the first and third words, the second and fourth.
+    """Compute `philox4x32` as pairs [2, *shape]: first and third word, second and fourth word.
 
-    The calls of NumPy cost most of the time where the counters are few. So one call serves both
-    words of a pair, and its operands are contiguous or have no dimensions, which is fastest.
+    With few counters, most of the time is the overhead of NumPy's calls. So one call computes both
+    words of a pair, on operands that are contiguous or have no dimensions, which is fastest.
     """
-    narrow = 0 if math.prod(shape) <= _FEW else 2  # until then not all counters are of full shape
+    # Many counters are not expanded to the full shape before the first 2 rounds are done.
+    narrow = 0 if math.prod(shape) <= _FEW else 2
     if narrow:
         c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seed, narrow)
     pairs = np.empty((3, 2, *shape), np.uint64)
@@ -301,7 +310,7 @@ torch.library.register_fake(
 def dropped_hidden(
     seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
 ) -> Tensor:
-    """Return `dropped` of a feed-forward layer's hidden elements [rows, columns], of one plane."""
+    """Return `dropped` for a feed-forward layer's hidden elements [rows, columns], as one plane."""
     return dropped(seed, 1, rows, columns, p, (0, 1, 1, row, column))[0]
 
 
@@ -313,7 +322,10 @@ def of_runs(
     p: float,
     shard: Place | None,
 ) -> Tensor:
-    """Return what `draw` draws for [rows, columns], or for a shard, run after run of its rows."""
+    """Return the mask [rows, columns] of `draw`; for a shard, its runs of rows one by one.
+
+    draw: `dropped_rows` or `dropped_hidden`.
+    """
     given = row_shard(shard)
     if given is None:
         return draw(seed, rows, columns, p)

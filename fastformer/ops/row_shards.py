@@ -1,4 +1,4 @@
-"""Where the rows of a call lie in a larger one."""
+"""The check of `shard` for the ops on rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from fastformer.dispatch import backends
 def row_shard(
     shard: Sequence[int], rows: int, columns: int, p: float, steps: tuple[int, int]
 ) -> RowShard | None:
-    """Return the shard of [rows, columns], with the length of its runs; None where it makes no
-    difference. `steps`: of which numbers of rows and columns dropout draws its words.
+    """Check the shard of [rows, columns], and return it with its global columns filled in.
+
+    Return None if dropout is off, or if the mask of the shard is that of the unsharded call.
+    steps: (rows, columns), of which the offsets have to be multiples, because dropout draws its
+        words for that many rows and columns at a time.
     """
     if not isinstance(shard, (tuple, list)) or not 3 <= len(shard) <= 5:
         fields = ", ".join(RowShard._fields)

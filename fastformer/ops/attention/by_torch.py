@@ -1,4 +1,4 @@
-"""Attention by torch's op, where that computes the same."""
+"""Attention by torch's own op, for the calls that it computes correctly."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as
 
 
 def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: list[str]) -> bool:
-    """Return whether torch's own op, the fastest one on a CPU, computes the same, given masks and
-    terms of the scores. others: of `beyond_torch`.
+    """Return whether torch's own op, the fastest on a CPU, can compute this call, given the masks
+    and the terms of the scores.
+
+    others: the options that `beyond_torch` returns.
     """
     if not query.is_cpu or query.dtype is torch.float64 or formula.always:
         return False
     if not NO_TERMS.isdisjoint(others):
         return False
-    if attention.is_causal and not attention.scale > 0.0:  # torch masks out before it multiplies
+    if attention.is_causal and not attention.scale > 0.0:  # torch masks before it scales
         return False
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         return False
@@ -30,8 +32,10 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
 def by_torch(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
 ) -> Tensor | None:
-    """Call torch's op with causality alone, a mask alone or a bias alone; return None for any other
-    description, and where key, value or result need more preparation.
+    """Call torch's op with only causality, only a mask or only a bias.
+
+    Return None for any other description, and if key, value or result need more preparation.
+    others: the options that `beyond_torch` returns.
     """
     is_causal, scale = attention.is_causal, attention.scale
     if not others:
@@ -49,13 +53,13 @@ def by_torch(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
 ) -> Tensor | None:
-    """Call torch's op without a mask of ours; return None where it would spread a NaN.
+    """Call torch's op without a mask or a bias of the caller; return None if it may spread a NaN.
 
-    In a row shorter than a vector that op drops NaN from the maximum, but not under a mask. So such
-    rows get a mask that changes nothing.
+    If a row is shorter than a SIMD vector, torch's op ignores NaN in the maximum of the row, except
+    with a mask. So short rows get a mask that changes nothing.
     """
     rows, columns = query.shape[2], key.shape[2]
-    exported = torch.compiler.is_exporting()  # a comparison would bound the sizes of the program
+    exported = torch.compiler.is_exporting()  # a comparison would bound the exported sizes
     if not exported and columns >= 16 and not (is_causal and rows < 16):
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
     if eager(query):
@@ -74,7 +78,7 @@ _short_masks: dict[tuple[int, int, bool, torch.dtype], Tensor] = {}
 
 
 def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) -> Tensor:
-    """Return a mask [rows, columns] to add to scores: -inf where causality masks out, else 0."""
+    """Return a mask [rows, columns] to add to the scores: -inf for keys in the future, else 0."""
     key = rows, columns, is_causal, dtype
     mask = _short_masks.get(key)
     if mask is not None:
@@ -91,37 +95,39 @@ def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) ->
 
 
 def _holds_nan(x: Tensor) -> bool:
-    """Say whether an eager tensor on the CPU, not an empty one, holds NaN, or -inf: in one pass."""
+    """Return whether a non-empty eager tensor on the CPU holds NaN or -inf, in one pass."""
     return not float(x.detach().min() if x.requires_grad else x.min()) > float("-inf")
 
 
 def _masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> Tensor | None:
-    """Call torch's op with a mask, boolean or of -inf; return None where the result holds NaN.
+    """Call torch's op with a mask, boolean or of -inf; return None if the result holds NaN.
 
-    A result without NaN is right: a query that sees no key has zeros there, and no key that is
-    masked out for all has a share in it, whatever it holds.
+    A result without NaN is right: torch's op returns zeros for a query that sees no key, and a key
+    that is masked out for all queries did not contribute, whatever it holds.
     """
     if mask.dim() < 2:
         mask = mask.view(1, -1)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     if out.requires_grad and mask.shape[-2] == 1 and not (finite(key) and finite(value)):
-        return None  # the gradients would not be finite
+        return None  # the gradients might not be finite
     return None if _holds_nan(out) else out
 
 
 def _biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor | None:
-    """Call torch's op with a bias; return None where it masks out all keys of a query, and where
-    the gradient of torch's op would keep too few digits.
+    """Call torch's op with a bias.
+
+    Return None if the bias masks out all keys of a query, or if the gradient of torch's op would
+    lose too many digits.
     """
     if not readable(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
         return None
     terms, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
     if float(terms.min()) >= least:
-        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op takes no fewer
+        mask = bias if bias.dim() > 1 else bias.view(1, -1)  # torch's op needs 2 dimensions
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
     if float(terms.amax(-1).min()) >= least:  # each query sees a key
         return _masked_attention(query, key, value, bias, scale)
@@ -129,9 +135,9 @@ def _biased_attention(
 
 
 def near_zero(added: Tensor) -> bool:
-    """Say whether each row is known to add nothing large to some key, or to mask out all keys.
+    """Return whether the maximum of every row is known to be near zero, or -inf (no key is seen).
 
-    The gradient of torch's op keeps lse alone, which a large term leaves no digits.
+    The backward of torch's op keeps only lse. A large term leaves no digits for the scores in it.
     """
     if not readable(added):
         return False
@@ -143,7 +149,7 @@ def near_zero(added: Tensor) -> bool:
 
 
 def differentiates(*tensors: Tensor | None) -> bool:
-    for x in tensors:  # a generator would take twice the time
+    for x in tensors:  # any() with a generator would take twice the time
         if x is not None and x.requires_grad:
             return torch.is_grad_enabled()
     return False

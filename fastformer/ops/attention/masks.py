@@ -10,21 +10,22 @@ from torch import Tensor
 from fastformer.description import Attention
 from fastformer.eager import readable
 
-# What is added to a score and lies below this leaves the key out: -inf, and the finfo.min of
-# float32 and bfloat16, which in base 2 is no float32 any more.
+# A bias below this masks its key out: -inf, and the finfo.min of float32 and bfloat16, which
+# overflow float32 when they are converted to base 2. It is the lowest float32 times log 2.
 MASKED_OUT = -2.3586574359122396e38
 
-# Options that are no mask and no term of the scores: torch's op computes none of them.
+# Options that are neither a mask nor a term of the scores: torch's op cannot compute any of them.
 NO_TERMS = frozenset({"dropout_p", "softcap", "sinks"})
 
 
 def visible_keys(
     key: Tensor, i: Tensor, shift: int | Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (which query sees which key, which keys any query may see), None for all.
+    """Return (which query sees which key, which keys any query may see), each None for "all".
 
-    Both are booleans that broadcast to [B, H, Sq, Sk]. i: the indices of the queries, [Sq, 1].
-    shift: the distance by which the diagonal of the band is moved.
+    Both are booleans that broadcast to [B, H, Sq, Sk].
+    i: the indices of the queries, [Sq, 1].
+    shift: the offset of the diagonal of the band, as `diagonal_shift` returns it.
     """
     k_length = key.shape[-2]
     visible, keys = None, None
@@ -57,8 +58,9 @@ def band_as_mask(
     key: Tensor, length: int, queries: Tensor, keys: Tensor, attention: Attention
 ) -> Attention:
     """Return the description of a packed batch, padded to `length` queries, with causality and
-    window as a mask: the sequences have diagonals of their own. queries, keys: their numbers of
-    tokens.
+    window as a mask, because each sequence has its own diagonal.
+
+    queries, keys: [B], the number of queries and keys of each sequence.
     """
     if not attention.is_causal and attention.window is None:
         return attention
@@ -70,7 +72,7 @@ def band_as_mask(
     return attention._replace(attn_mask=mask, is_causal=False, window=None)
 
 
-# What a bias of each dtype holds at least where it masks out no key.
+# The smallest bias of each dtype that does not mask its key out.
 LEAST = {
     dtype: max(MASKED_OUT, torch.finfo(dtype).min)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -78,7 +80,7 @@ LEAST = {
 
 
 def _left_by(bias: Tensor) -> Tensor | None:
-    """Return the keys that a bias does not mask out; None where these are known to be all."""
+    """Return the keys that a bias does not mask out, or None if it is known to mask out none."""
     bias, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
     if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
         return None
@@ -86,8 +88,8 @@ def _left_by(bias: Tensor) -> Tensor | None:
 
 
 def diagonal_shift(query: Tensor, key: Tensor, attention: Attention) -> int | Tensor:
-    """Return the shift of the diagonal: 0, or the one that aligns last query and last key; and for
-    a shard, by how much more its queries than its keys lie behind the first of the whole.
+    """Return the shift of the diagonal: 0, or with "bottom_right" the shift that aligns the last
+    query with the last key. For a shard, its query offset minus its key offset is added.
     """
     shard, queries, keys = attention.shard, query.shape[-2], key.shape[-2]
     moved = 0
@@ -119,7 +121,9 @@ def score_terms(
     query: Tensor, key: Tensor, attention: Attention, others: list[str]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the two masks of `visible_keys` and the term of `added_to_scores`, each None if it
-    changes nothing. others: of `beyond_torch`.
+    changes nothing.
+
+    others: the options that `beyond_torch` returns.
     """
     if not attention.is_causal and NO_TERMS.issuperset(others):
         return None, None, None
@@ -129,13 +133,14 @@ def score_terms(
 
 
 def finite(x: Tensor) -> bool:
-    """Say whether x is known to be finite. A sum that overflows says no, as NaN and inf do."""
+    """Return whether x is known to be finite: its sum is. So a sum that overflows gives False."""
     return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
 def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
-    """Return the rows that no query may see, [.., Sk, 1], where they may hold NaN: 0 times NaN is
-    NaN.
+    """Return a boolean [.., Sk, 1], True for keys that no query may see, or None if harmless.
+
+    The caller zeroes these rows of key and value: they may hold NaN, and 0 times NaN is NaN.
     """
     if keys is None or (finite(key) and finite(value)):
         return None
@@ -143,7 +148,7 @@ def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | Non
 
 
 def is_causal_as_torch(attention: Attention) -> bool:
-    """Return whether causality, if there is any, counts from the top left of these scores."""
+    """Return whether the call is not causal, or causal from the top left, as in torch's op."""
     if not attention.is_causal:
         return True
     return attention.shard is None and attention.causal_alignment == "top_left"

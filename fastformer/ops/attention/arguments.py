@@ -25,14 +25,14 @@ from fastformer.dispatch import backends
 MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALIGNMENTS = ("top_left", "bottom_right")
-Scores = tuple[int, int, int, int]  # their shape, [B, H, Sq, Sk]
+Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 
 
 def require_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
 ) -> tuple[float, Scores]:
-    """Check the shapes [B, H, S, D] against each other. Return the scale or its default, and the
-    shape of the scores.
+    """Check that the shapes [B, H, S, D] fit. Return the scale (or its default) and the shape of
+    the scores.
     """
     batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
@@ -72,7 +72,9 @@ def default_scale(scale: float | None, dim: int) -> float:
 
 
 def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
-    """Check pages and table against the query, and return how many keys a sequence may have."""
+    """Check pages and table against the query. Return the number of keys that the table has room
+    for in a sequence.
+    """
     batch, heads, _, dim = query.shape
     for name, x in (("key_pages", keys), ("value_pages", values)):
         if x.dim() != 4:
@@ -112,7 +114,7 @@ def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) ->
 
 
 def require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
-    """Require that the entries which hold keys are pages."""
+    """Require that the entries of the table within key_lengths are indices of pages."""
     pages, page = keys.shape[:2]
     first = torch.arange(table.shape[1], device=table.device) * page
     used = table[first < key_lengths.view(-1, 1)]
@@ -145,8 +147,10 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 def mask_and_bias(
     attn_mask: Tensor | None, bias: Tensor | None, query: Tensor, scores: Scores, three: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask and the bias, checked; a floating mask is the bias, and a mask or a bias
-    [B, Sq, Sk] gets one head where the query has none.
+    """Return the checked mask and bias. A floating mask is returned as the bias.
+
+    three: whether the query was given without heads; a mask or a bias [B, Sq, Sk] then gets a
+        dimension of one head.
     """
     bias_name = "bias"
     if attn_mask is not None:
@@ -207,7 +211,7 @@ def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
         )
     require_device("key_lengths", key_lengths, "query", query)
     if may_read(key_lengths) and key_lengths.numel():
-        lengths = key_lengths.tolist()  # of a few numbers Python finds the range in less time
+        lengths = key_lengths.tolist()  # for a few numbers, min() of Python is faster
         low, high = min(lengths), max(lengths)
         if low < 0 or high > k_length:
             raise ValueError(
@@ -269,7 +273,7 @@ def require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) ->
 
 
 def checked_window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
-    """Return (left, right), -1 for a side without a bound; None where neither side has one."""
+    """Return (left, right), -1 for a side without a bound, or None if neither side has one."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -316,8 +320,10 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
-    """Return the shard with the sizes of the whole; None where it is the whole, and where the
-    sequence and the head of a shard of these make no difference.
+    """Return the shard with its global sizes filled in.
+
+    Return None if the shard is the full call, or if only batch and head differ and dropout is off;
+    but never within `context_parallel`.
     """
     if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
         fields = ", ".join(Shard._fields)

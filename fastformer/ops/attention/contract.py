@@ -78,49 +78,48 @@ def scaled_dot_product_attention(
 
     Args:
         query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256. Any strides.
-        key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa` H is a multiple of G, and
+        key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa`, H is a multiple of G, and
             query head h reads key-value head h // (H / G).
-        value: [B, G, Sk, Dv]. All three may come without their heads, [B, S, D].
-        attn_mask: boolean, anything that broadcasts to [B, H, Sq, Sk] (without heads: to
-            [B, Sq, Sk]); True keeps the key. It is read through its strides, never expanded. None
-            keeps all keys. A floating mask is a `bias`, as in torch.
+        value: [B, G, Sk, Dv]. All three may be given without heads, as [B, S, D].
+        attn_mask: boolean, broadcastable to [B, H, Sq, Sk] (without heads: to [B, Sq, Sk]); True
+            keeps the key. It is read through its strides, never expanded. None keeps all keys. A
+            floating mask is a `bias`, as in torch.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
             the others are scaled by 1/(1 - dropout_p). It always applies: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
         scale: the factor on query key^T; 1/sqrt(D) by default.
-        bias: added to the scores, float32 or the dtype of the query, anything that broadcasts as
-            attn_mask does. -inf masks the key out, and so does everything below -2.3586e38, the
-            lowest float32 times log 2, such as the finfo.min of float32 and bfloat16. It has a
-            gradient, of the shape of what is passed; so pass a bias unexpanded.
-        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Whole blocks
-            past it are skipped.
+        bias: added to the scores, float32 or the dtype of the query, broadcastable like attn_mask.
+            -inf masks the key out, and so does every value below -2.3586e38 (the lowest float32
+            times log 2), such as the finfo.min of float32 and bfloat16. It has a gradient, of the
+            shape of the tensor that is passed; so pass a bias unexpanded.
+        key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1. Blocks of keys
+            that are past this length are skipped.
         window: (left, right): query i sees keys i + shift - left <= j <= i + shift + right, both
             ends included; None for a side without a bound.
-        causal_alignment: "top_left", shift = 0, as in torch, or "bottom_right", shift = Sk - Sq, Sk
-            being the key length of the sequence where one is given: the last query is aligned
-            with the last key.
+        causal_alignment: "top_left": shift = 0, as in torch. "bottom_right": shift = Sk - Sq, or
+            key_lengths[b] - Sq if lengths are given: the last query is aligned with the last key.
         alibi_slopes: [H] or [B, H] floats; adds -slope |i + shift - j|. No gradient.
-        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks, with
-            an absolute error of some c 2^-24 in the kernels: it is meant for caps up to hundreds.
-        sinks: [H], float32 or the dtype of the query: a logit of each head that takes part in the
-            denominator of the softmax alone, exp(sink_h) + sum_j exp(score_ij), as a key whose
-            value is zero. Bias, ALiBi and softcap do not touch it; -inf is none. It has a gradient.
-        dropout_seed: the key of the dropout mask, an int of 64 bits or a tensor of one int64: the
-            mask is a function of it and of (b, h, i, j) alone, the same on every backend. None
-            draws one from torch's generator.
+        softcap: c > 0: the scores become c tanh(scale query key^T / c), before bias and masks. The
+            absolute error in the kernels is about c 2^-24, so c should be at most some hundreds.
+        sinks: [H], float32 or the dtype of the query: a logit of each head that is only in the
+            denominator of the softmax, exp(sink_h) + sum_j exp(score_ij), like a key whose value is
+            zero. Bias, ALiBi and softcap do not change it; -inf is no sink. It has a gradient.
+        dropout_seed: the seed of the dropout mask, an int of 64 bits or a tensor of one int64. The
+            mask is a function of the seed and (b, h, i, j) alone, the same on every backend. None
+            draws a seed from torch's generator.
         return_lse: also returns log sum_j exp(score_ij), the sink included.
-        shard: where in a larger call, the whole, this one lies: `Shard(batch, head, query, key,
-            heads, queries, keys)`, the index in the whole of its first sequence, head, query and
-            key, and the H, Sq and Sk of the whole, 0 for those of this call. Causality, window,
-            alignment, ALiBi and dropout are then those of the whole, and `key_lengths` has its
-            lengths; the other tensors have the part of the shard. Beside dropout, query and key
-            are multiples of 16. The sinks belong to one shard of the keys alone. Outputs of shards
-            of the keys are merged by their lse; its rounding, up to 2^-24 |lse| in float32, is then
-            the relative error of their weights, 6% for |lse| = 1e6. `context_parallel` has no such
-            error.
+        shard: the offsets of this call within a larger, sharded call: `Shard(batch, head, query,
+            key, heads, queries, keys)`, the global index of its first sequence, head, query and
+            key, and the global H, Sq and Sk, 0 for those of this call. Causality, window,
+            alignment, ALiBi and dropout are then computed from global indices, and `key_lengths`
+            holds global lengths; all other tensors are local shards. With dropout, query and key
+            are multiples of 16. If the keys are sharded, pass the sinks to one shard only, and
+            merge the outputs of the shards by their lse. The rounding of lse, up to 2^-24 |lse| in
+            float32, is then the relative error of their weights: 6% for |lse| = 1e6.
+            `context_parallel` has no such error.
 
-    Mask, bias, causality, window and lengths combine: a query sees a key where all allow it.
-    Four queries (down) and six keys (across), x where the query sees the key:
+    Mask, bias, causality, window and lengths combine: a query sees a key if all of them allow it.
+    Examples with four queries (down) and six keys (across), x where the query sees the key:
 
         is_causal      bottom_right   window=(1, 1)   window=(1, 0),   key_lengths=[5],
                                                       bottom_right     is_causal, bottom_right
@@ -131,33 +130,34 @@ def scaled_dot_product_attention(
 
     Returns:
         [B, H, Sq, Dv] in the dtype of the query. A query that sees no key gives zeros, and finite
-        gradients. With `return_lse` also the natural logarithm [B, H, Sq] of the sum, float32
-        (float64 for float64), before dropout; where no key is seen the sink, or -inf. It has a
-        gradient.
+        gradients. With `return_lse` also lse [B, H, Sq], the natural logarithm of the sum, before
+        dropout, in float32 (float64 for float64). If the query sees no key, lse is the sink, or
+        -inf without sinks. It has a gradient.
 
     NaN that a query may see - in itself, in a key, value or bias that it may see, in scale, slope
-    or sink - reaches its output, its logarithm and the gradients, as in torch's math path. A key
+    or sink - propagates to its output, its lse and the gradients, as in torch's math path. A key
     that no query may see - past its length, or masked out for all queries by a mask or a bias of
     shape [.., 1, Sk] - may hold anything, NaN included. Under any other mask, causality included,
     every key and value has to be finite, as in torch.
 
-    A second derivative, and forward-mode differentiation, go through the reference. (Where that is
-    torch's own op, on a CPU in float32 and below without dropout or softcap, a second derivative is
-    not implemented; in float64 it is.)
+    Second derivatives and forward-mode differentiation use the reference. (If the reference calls
+    torch's own op - on a CPU, in float32 or lower precision, without dropout or softcap - a second
+    derivative is not implemented; in float64 it is.)
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], a length outside [0, Sk], a
             negative side of the window, an unknown alignment, a softcap that is not positive, a
-            floating attn_mask beside a bias, a shard that does not lie inside of the whole, several
-            devices.
+            floating attn_mask with a bias, a shard that exceeds its global sizes, tensors on
+            several devices.
         TypeError: dtypes that differ or are not floating, a mask of integers.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; the tiled form: Dao
-    2023, "FlashAttention-2", section 3.1; of few queries: Dao et al. 2023, "Flash-Decoding for
-    long-context inference"; ALiBi: Press et al. 2021, "Train Short, Test Long", section 3; windows:
-    Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024, "Gemma 2", section 2;
-    sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its architecture, after Xiao et
-    al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+    2023, "FlashAttention-2", section 3.1; split-KV for few queries: Dao et al. 2023,
+    "Flash-Decoding for long-context inference"; ALiBi: Press et al. 2021, "Train Short, Test Long",
+    section 3; windows: Beltagy et al. 2020, "Longformer", section 3.1; softcap: Gemma Team 2024,
+    "Gemma 2", section 2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", on its
+    architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+    Sinks".
     """
     three = False
     if not _are_heads(query, key, value):
@@ -168,7 +168,7 @@ def scaled_dot_product_attention(
     enable_gqa = require_flag("enable_gqa", enable_gqa)
     scale, scores = require_attention(query, key, value, scale, enable_gqa)
     if shard is None and backends.sequences_are_sharded():
-        scores = (*scores[:3], backends.full_length(scores[3]))  # of all keys
+        scores = (*scores[:3], backends.full_length(scores[3]))  # with the global Sk
     if attn_mask is not None or bias is not None:
         attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, three)
     p = require_dropout("dropout_p", dropout_p)
@@ -225,8 +225,8 @@ def packed_attention(
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
 
-    The tokens of all sequences stand one after the other; sequence b has the queries
-    cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees its own keys alone. `fastformer.unpad` makes
+    The tokens of all sequences are concatenated; sequence b has the queries
+    cu_seqlens_q[b] .. cu_seqlens_q[b+1] - 1 and sees only its own keys. `fastformer.unpad` makes
     such a batch.
 
         tokens         a a a b b c c c c          cu_seqlens  0 3 5 9
@@ -236,21 +236,23 @@ def packed_attention(
         key: [Tk, G, D], of the same dtype; G divides H, and query head h reads key-value head
             h // (H / G).
         value: [Tk, G, Dv].
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32: from 0, not decreasing, to Tq and to Tk.
-        max_q, max_k: the longest sequence, or more.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32: the cumulative lengths of the sequences, from 0,
+            not decreasing, to Tq and to Tk.
+        max_q, max_k: the length of the longest sequence, or more.
         dropout_p, scale, sinks: as in `scaled_dot_product_attention`.
-        is_causal, causal_alignment, window: likewise, with i and j counted inside of the sequence,
-            and the bottom right its own.
-        dropout_seed: likewise; the mask is that of the padded batch.
-        shard: likewise, of whole sequences: with its batch, head and heads alone.
+        is_causal, causal_alignment, window: as in `scaled_dot_product_attention`, with i and j
+            counted within the sequence, and "bottom_right" aligned for each sequence.
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is that of the padded batch.
+        shard: as in `scaled_dot_product_attention`, but sequences are not sharded: only batch, head
+            and heads are given.
 
     Returns:
         [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.
 
     Raises:
-        ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease or do not
-            end at the number of tokens; a sequence longer than max_q or max_k; a shard of queries
-            or keys.
+        ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease, or that
+            do not end at the number of tokens; a sequence longer than max_q or max_k; a shard of
+            queries or keys.
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
@@ -312,30 +314,30 @@ def paged_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute `scaled_dot_product_attention` over keys and values that lie in pages.
+    """Compute `scaled_dot_product_attention` over keys and values that are stored in pages.
 
-    Key j of sequence b stands in page block_table[b, j // page], at place j % page.
+    Key j of sequence b is in page block_table[b, j // page], at position j % page.
 
     Args:
         query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256.
         key_pages: [P, page, G, D], of the same dtype, any strides. A page has 16, 32, 64, 128 or
             256 keys. G divides H, and query head h reads key-value head h // (H / G).
         value_pages: [P, page, G, Dv].
-        block_table: [B, blocks] int32: the pages of each sequence, in order. Sk below is
-            blocks * page. Only entries that hold keys are read.
+        block_table: [B, blocks] int32: the indices of the pages of each sequence, in order. Sk is
+            blocks * page. Only entries within key_lengths are read.
         key_lengths: [B] integers: sequence b has the keys 0 .. key_lengths[b] - 1.
         attn_mask, bias: as in `scaled_dot_product_attention`, without gradient.
-        is_causal, scale, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
-        return_lse: likewise.
+        is_causal, scale, window, causal_alignment, alibi_slopes, softcap, sinks, return_lse: as in
+            `scaled_dot_product_attention`.
 
     Returns:
-        [B, H, Sq, Dv] in the dtype of the query, and with `return_lse` the logarithm [B, H, Sq] of
-        the sum, as in `scaled_dot_product_attention`. They have no gradient.
+        [B, H, Sq, Dv] in the dtype of the query, and with `return_lse` also lse [B, H, Sq], as in
+        `scaled_dot_product_attention`. They have no gradient.
 
     Raises:
         ValueError: what `scaled_dot_product_attention` raises; a page of another size; a length
-            outside [0, Sk]; a page outside [0, P) among the entries that hold keys. On a GPU, where
-            the table is not looked at, such a page is clamped.
+            outside [0, Sk]; an index outside [0, P) in an entry of the table that is read. On a
+            GPU, where the values of the table are not checked, such an index is clamped.
         TypeError: dtypes that differ or are not floating, a table that is not int32.
         RuntimeError: a tensor requires a gradient, outside of torch.no_grad().
 
@@ -386,25 +388,26 @@ def attention_weights(
     rows: slice | Tensor | None = None,
     heads: slice | Tensor | None = None,
 ) -> Tensor:
-    """Compute the weights of the values in `scaled_dot_product_attention`, without dropout.
+    """Compute the softmax weights of `scaled_dot_product_attention`, without dropout.
 
-    It computes some rows and heads at a time, because the attention itself never holds all
-    weights. It is plain PyTorch on every backend, with gradients.
+    Select some rows and heads to keep the result small: the attention itself never holds all
+    weights. This is plain PyTorch on every backend, with gradients.
 
     Args:
-        query, key: as in `scaled_dot_product_attention`, with their heads.
-        attn_mask, is_causal, scale, enable_gqa, bias: as there.
-        key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks: as there.
-        rows: the queries wanted, a slice within them or a tensor of int64 indices; None for all.
-        heads: the heads wanted, likewise.
+        query, key: as in `scaled_dot_product_attention`, with heads.
+        attn_mask, is_causal, scale, enable_gqa, bias: as in `scaled_dot_product_attention`.
+        key_lengths, window, causal_alignment, alibi_slopes, softcap, sinks: as in
+            `scaled_dot_product_attention`.
+        rows: the queries to return, a slice or a tensor of int64 indices; None for all.
+        heads: the heads to return, a slice or a tensor of int64 indices; None for all.
 
     Returns:
         [B, heads, rows, Sk] in the dtype of the query. The weights of a query that sees no key are
-        zeros; the others sum to 1, or with the weight of the sink to 1.
+        zeros; those of any other query sum to 1, with sinks together with the weight of the sink.
 
     Raises:
-        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads that are neither;
-            an index, or a bound of a slice, past the end.
+        ValueError, TypeError: as `scaled_dot_product_attention`; rows or heads of another type; an
+            index, or a bound of a slice, past the end.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
     """
@@ -436,8 +439,10 @@ def _described(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Attention:
-    """Return the description of attention with heads and without dropout, after the checks of all
-    but scale and lengths. (`scaled_dot_product_attention` writes it out, where a call is faster.)
+    """Check all arguments but scale and lengths, and return the description of attention, with
+    heads and without dropout.
+
+    `scaled_dot_product_attention` does the same inline, because that is faster.
     """
     is_causal, window, alignment = band
     attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, False)
@@ -457,9 +462,10 @@ def _described(
 
 
 def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether these are dense tensors [B, H, S, D] of one dtype and device, and not to be cast.
+    """Return whether these are dense tensors [B, H, S, D] of one dtype and device, not to be cast.
 
-    Most calls have such; one look at each costs a third of the checks that name what is wrong.
+    Most calls have such tensors. This test takes a third of the time of the full checks, which name
+    the error.
     """
     return (
         type(query) is type(key) is type(value) is Tensor
@@ -473,7 +479,10 @@ def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
-    """Return each as [B, H, S, D]; one head is added where the query has three dimensions."""
+    """Return each tensor as [B, H, S, D].
+
+    three: whether the query has three dimensions; each tensor then gets a dimension of one head.
+    """
     for name, x in tensors.items():
         if x.dim() != 4 - three:
             known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"

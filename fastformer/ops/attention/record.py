@@ -1,4 +1,4 @@
-"""The records of the forms of attention."""
+"""The records of the attention ops."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
 
 
 def _scored(make: cases.Maker, scores: tuple[int, int, int, int], options: Options) -> Arguments:
-    """Return what padded and paged attention do to the scores [B, H, Sq, Sk]."""
+    """Return the arguments that change the scores [B, H, Sq, Sk] in padded and paged attention."""
     B, H, Sq, Sk = scores
     shapes = {"keys": (1, Sk), "rows": (Sq, 1), "all": (Sq, Sk)}
     given: Arguments = {}
@@ -91,7 +91,7 @@ def _scored(make: cases.Maker, scores: tuple[int, int, int, int], options: Optio
 
 
 def _band(options: Options) -> Arguments:
-    """Return the arguments that all forms of attention share."""
+    """Return the arguments that all attention ops share."""
     given: Arguments = dict(is_causal="causal" in options)
     if "bottom_right" in options:
         given["causal_alignment"] = "bottom_right"
@@ -135,7 +135,7 @@ def _describe_paged(
 
 
 def _paged_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
-    """Return arguments whose pages lie in any order. Sk is a multiple of the page."""
+    """Return arguments with the pages in random order. Sk is a multiple of the page size."""
     B, H, G, Sq, Sk, D, Dv, page = sizes.values()
     blocks = Sk // page
     order = torch.randperm(B * blocks, generator=make.generator, device=make.device)
@@ -147,11 +147,12 @@ def _paged_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Argum
 
 
 # ------------------------------------------------------------------------------------ alternatives
-# None for the backward: torch's own add in an order that changes from run to run.
+# There are none for the backward: torch's own backwards add in an order that changes from run to
+# run, so their gradients are not reproducible.
 
 
 def _ordered(x: Tensor, like: Tensor) -> Tensor:
-    """Return x [B, H, S, D] in the order of memory that the kernel gives its output."""
+    """Return x [B, H, S, D] in the memory layout that the kernel gives its output for `like`."""
     if like.shape[1] > 1 and like.stride(1) < like.stride(2):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     return x.contiguous()
@@ -161,7 +162,7 @@ def _forward_by(op: Function) -> Function:
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         attention = unpack(rest[:-1])
         output, lse, *_ = op(query, key, value, attention.is_causal, attention.scale)
-        rows = lse.reshape(*query.shape[:2], -1)[..., : query.shape[2]]  # some pad the queries
+        rows = lse.reshape(*query.shape[:2], -1)[..., : query.shape[2]]  # some ops pad the queries
         return _ordered(output, query), rows.contiguous(), query.new_empty(0)
 
     return forward
@@ -196,10 +197,10 @@ def _signature(arguments: Arguments) -> Hashable | None:
 
 # ----------------------------------------------------------------------------------------- records
 
-# No multiples of a tile, so that its edge is compared; and multiples of 16, for which Triton
-# compiles the same kernel as for the full size.
+# Not multiples of a tile, so that the masked edge of a tile is compared too; but multiples of 16,
+# for which Triton compiles the same kernel as for the full size.
 _LIMITS = dict(B=2, Sq=720, Sk=720)
-_PAGED_LIMITS = dict(B=2, Sq=16, Sk=768)  # whole pages of any size
+_PAGED_LIMITS = dict(B=2, Sq=16, Sk=768)  # a multiple of every page size
 _EXAMPLE = dict(B=1, H=1, G=1, Sq=16, Sk=16, D=16, Dv=16)
 _TUNED = (
     "attention forward",

@@ -26,7 +26,7 @@ from fastformer.ops.dropout import dropout_scale, dropped
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
-    """Repeat the key-value heads [B, G, S, D], so that each query head has its own."""
+    """Repeat the key-value heads [B, G, S, D] to [B, heads, S, D], one for each query head."""
     return key if key.shape[1] == heads else key.repeat_interleave(heads // key.shape[1], 1)
 
 
@@ -37,9 +37,10 @@ def _scores(
     added: Tensor | None,
     visible: Tensor | None,
 ) -> Tensor:
-    """Return the scores [B, H, Sq, Sk]: the lowest finite number where a key is masked out, and the
-    sinks as a last column where there are any. They have the dtype of the query, or at least
-    float32 where something is added.
+    """Return the scores [B, H, Sq, Sk], with the lowest finite number where a key is masked out.
+
+    Sinks are appended as a last column. The scores have the dtype of the query, or at least
+    float32 if something is added or there are sinks.
     """
     softcap, sinks = attention.softcap, attention.sinks
     scores = (query * attention.scale) @ key.transpose(-2, -1)
@@ -50,7 +51,7 @@ def _scores(
     if added is not None:
         scores = scores + added
     if visible is not None:
-        with torch.no_grad():  # a hidden weight is 0, and so is the gradient of its score
+        with torch.no_grad():  # a masked weight is 0, and so is its score's gradient
             scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if sinks is None:
         return scores
@@ -59,9 +60,11 @@ def _scores(
 
 
 def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum over the last dimension, without gradient, and the log-sum beside it: they
-    add up to logsumexp. Their gradient keeps its digits where that is large: the gradient of
-    torch's op takes exp(score - result).
+    """Return (peak, log sum exp(scores - peak)), which add up to logsumexp(scores).
+
+    peak is the maximum over the last dimension, without gradient. The gradient keeps its digits
+    where logsumexp is large; the backward of torch.logsumexp, which computes exp(score - result),
+    loses them.
     """
     if scores.shape[-1] == 0:
         log_sum = scores.logsumexp(-1)
@@ -72,7 +75,7 @@ def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
-    """Return the weights of the keys, without the weight of a sink."""
+    """Return the softmax weights of the keys, without the weight of the sink."""
     low = dtype in (torch.float16, torch.bfloat16)
     weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
     return weights if sinks is None else weights[..., :-1]
@@ -84,7 +87,7 @@ def scaled_dot_product_attention(
     value: Tensor,
     attention: Attention,
     return_lse: bool = False,
-    apart: bool = False,  # return lse as the two terms of `_log_sum_exp`
+    apart: bool = False,  # return lse as its two terms, as `_log_sum_exp` does
 ) -> Any:
     heads = query.shape[1]
     if key.shape[1] != heads:
@@ -94,7 +97,7 @@ def scaled_dot_product_attention(
     out = by_torch(query, key, value, attention, others) if fast else None
     if out is not None:
         return out
-    if not others and is_causal_as_torch(attention):  # without a result the formula computes it
+    if not others and is_causal_as_torch(attention):  # torch's op gave no result: use the formula
         fast = False
     visible, keys, added = score_terms(query, key, attention, others)
     hidden = hidden_rows(keys, key, value)
@@ -118,7 +121,7 @@ def scaled_dot_product_attention(
         return out
     scores = scores if query.dtype == torch.float64 else scores.float()
     peak, log_sum = _log_sum_exp(scores)
-    if empty is not None:  # such a row has its sink alone
+    if empty is not None:  # a row that sees no key has only its sink
         sinks = attention.sinks
         nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
         log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
@@ -135,7 +138,7 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
 
 
 def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
-    """Return which of the weights [B, H, Sq, Sk] dropout removes, None for none."""
+    """Return a boolean, True where dropout removes one of the weights [B, H, Sq, Sk], or None."""
     if attention.dropout_p == 0:
         return None
     assert attention.dropout_seed is not None
@@ -154,10 +157,14 @@ def attention_gradients(
     attention: Attention,
     outputs: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """Return the gradients of query, key, value, bias and sinks, of a part of the keys, given the
-    outputs for all keys: output, lse, and [.., 2], the maximum of the scores and minus the log-sum
-    beside it, or -inf for a row that sees nothing. With the scores S of the part, of which dropout
-    leaves Z,
+    """Return the gradients of query, key, value, bias and sinks, for one shard of the keys.
+
+    grads: of output and lse, for all keys.
+    inputs: query, and key and value of the shard.
+    outputs: for all keys: output, lse, and statistics [.., 2], the maximum of the scores and minus
+        the logarithm of sum exp(score - maximum), or -inf for a row that sees no key.
+
+    With S the scores of the shard and Z its dropout mask, times 1 / (1 - dropout_p),
 
         P = exp(S - lse)   dV = (Z P)^T dO   dS = P (Z dO V^T - delta)   delta = dO . O - dlse
     """
@@ -205,7 +212,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
     )
     attention = band_as_mask(k, max_q, queries, keys, attention)
     shard = attention.shard
-    if shard is not None:  # of complete sequences
+    if shard is not None:  # sequences are not sharded: the padded sizes are global
         shard = shard._replace(queries=max_q, keys=max_k)
     padded = attention._replace(shard=shard, key_lengths=keys)
     out = scaled_dot_product_attention(q, k, v, padded)
@@ -214,10 +221,10 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
 
 
 def _lengths(cu_seqlens: Tensor) -> Tensor:
-    """Return the tokens of each sequence, [B].
+    """Return the number of tokens of each sequence, [B].
 
-    An exported program gets one more sequence, an empty one: torch would take a tensor with one
-    element less than cu_seqlens as a sign that B is at least 2.
+    An exported program gets one more sequence, which is empty: from a tensor with one element less
+    than cu_seqlens, torch.export would infer that B is at least 2.
     """
     if torch.compiler.is_exporting():
         return (cu_seqlens.roll(-1) - cu_seqlens).clamp(min=0)

@@ -38,25 +38,26 @@ def embed(
     """Compute dropout(scale * weight[tokens] + positional[0 .. S-1]).
 
     Args:
-        tokens: [..., S] integers, the rows of weight.
+        tokens: [..., S] integers, indices of rows of weight.
         weight: [V, N], float32, float16, bfloat16 or float64, as nn.Embedding stores it.
         positional: [at least S, N], of weight's dtype or float32, shared by all sequences; None
-            leaves the term out.
+            omits the term.
         dropout_p: probability in [0, 1] that an element is dropped, as in
             `scaled_dot_product_attention`.
         scale: the factor on the embedding; sqrt(N) by default.
-        padding_idx: the token whose row gets no gradient; -1 is the last one, as in torch.
+        padding_idx: the token whose row gets no gradient; -1 is the last token, as in torch.
         dropout_seed: as in `dropout_add_layer_norm`.
-        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
-            which tokens of the whole these are, and which of its N = columns features, from a
-            multiple of 4 on. `positional` has the part of the shard.
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`: the
+            global offsets of these tokens and features. column is a multiple of 4, columns the
+            global N. `positional` is the local shard.
 
     Returns:
         [..., S, N] in the dtype of weight.
 
     Raises:
-        ValueError: shapes that do not fit, more than the positions there are, a token outside of
-            [0, V), a padding_idx outside [-V, V), dropout_p outside [0, 1], several devices.
+        ValueError: shapes that do not fit, S larger than the rows of positional, a token outside
+            [0, V), a padding_idx outside [-V, V), dropout_p outside [0, 1], tensors on several
+            devices.
         TypeError: tokens that are not integers, parameters that are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.4, 3.5 and 5.4.

@@ -37,8 +37,8 @@ def feed_forward(
 ) -> Tensor:
     """Compute dropout(activation(input w_1^T + b_1)) w_2^T + b_2.
 
-    Bias, activation and dropout are the epilogue of the first GEMM; the second is torch's own,
-    where nothing is left to fuse.
+    Bias, activation and dropout are the epilogue of the first GEMM. The second GEMM is torch's own,
+    because there is nothing left to fuse with it.
 
     Args:
         input: [..., d], float32, float16, bfloat16 or float64.
@@ -47,18 +47,19 @@ def feed_forward(
         activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
         dropout_p: probability in [0, 1] that a hidden element is dropped, as in
             `scaled_dot_product_attention`.
-        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of the seed and
             (token, hidden unit).
-        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`:
-            which tokens of the whole these are, and which of its d_ff = columns hidden units, for
-            the mask of the whole. row, column, run and sequence are multiples of 16.
+        shard: `RowShard(row, column, columns, run, sequence)`, as in `dropout_add_layer_norm`: the
+            global offsets of these tokens and hidden units, so that each shard uses the dropout
+            mask of the unsharded call. columns is the global d_ff. row, column, run and sequence
+            are multiples of 16.
 
     Returns:
         [..., d_out] in the dtype of the input.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, dropout_p outside [0, 1], several
-            devices.
+        ValueError: shapes that do not fit, an unknown activation, dropout_p outside [0, 1], tensors
+            on several devices.
         TypeError: dtypes that differ or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
@@ -95,12 +96,12 @@ def geglu(
 ) -> Tensor:
     """Compute dropout(gelu(z) v) w_2^T + b_2, with [z, v] = input w^T + b.
 
-    The GEMMs are torch's own; one kernel takes activation, product and dropout together, and one
+    The GEMMs are torch's own; one kernel computes activation, product and dropout, and one kernel
     their backward.
 
     Args:
         input: [..., d], float32, float16, bfloat16 or float64.
-        w: [2 d_ff, d]: the rows of z, then those of v. b: [2 d_ff] or None.
+        w: [2 d_ff, d]: the rows for z, then the rows for v. b: [2 d_ff] or None.
         w_2: [d_out, d_ff], b_2: [d_out] or None.
         dropout_p, dropout_seed, shard: as in `feed_forward`.
 
@@ -109,7 +110,7 @@ def geglu(
 
     Raises:
         ValueError: shapes that do not fit, an odd number of rows of w, dropout_p outside [0, 1],
-            several devices.
+            tensors on several devices.
         TypeError: dtypes that differ or are not floating.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
@@ -180,7 +181,7 @@ def _require_layers(
     b_2: Tensor | None,
     halves: int,
 ) -> None:
-    """Check two linear layers, the first of which returns `halves` hidden vectors."""
+    """Check two linear layers; the output of the first is `halves` hidden vectors, concatenated."""
     w_name, b_name, rows = names
     tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
     require_floating((b_name, "b_2"), **tensors)

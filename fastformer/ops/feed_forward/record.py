@@ -50,7 +50,7 @@ def _describe(
 
 
 def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
-    """Of feed_forward, which has an activation, or of a gated layer, which has two halves."""
+    """Return the arguments of feed_forward, or of a gated layer if no activation is given."""
     M, d, F, out = sizes.values()
     gated = "activation" not in options
     w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)

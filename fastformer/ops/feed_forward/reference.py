@@ -35,19 +35,19 @@ def feed_forward(
     if dropout_p == 0:
         return F.linear(ACTIVATIONS[activation](F.linear(input, w_1, b_1)), w_2, b_2)
     assert dropout_seed is not None
-    rows = math.prod(input.shape[:-1])  # numel() would be a constant of an exported program
+    rows = math.prod(input.shape[:-1])  # numel() would become a constant in an export
     hidden = F.linear(input.reshape(rows, input.shape[-1]), w_1, b_1)
     drop = of_runs(dropped_hidden, dropout_seed, rows, w_1.shape[0], dropout_p, shard)
-    if (
-        activation == "relu"
-    ):  # dropout goes first: relu's gradient is 0 there, without a second mask
+    if activation == "relu":
+        # Dropout before relu gives the same result, and needs no mask in the backward: the
+        # gradient of relu is 0 at the dropped elements.
         with torch.no_grad():
             hidden.masked_fill_(drop, 0.0)
         hidden = hidden.relu_()
     else:
         hidden = ACTIVATIONS[activation](hidden).masked_fill(drop, 0.0)
     out = hidden @ w_2.t()
-    kept = dropout_scale(dropout_p)  # the factor costs least here: d_out is smaller than d_ff
+    kept = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
     out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
     return out.view(*input.shape[:-1], w_2.shape[0])
 

@@ -28,9 +28,9 @@ SMOOTHINGS = ("uniform", "kl")
 
 
 def _is_ambiguous(logits: Tensor) -> bool:
-    """Say whether the classes could be the second dimension as well, where torch has them.
+    """Return whether the classes could also be the second dimension, where torch expects them.
 
-    An exported program takes every length, and is not asked.
+    Return False in an export: the comparison would restrict the sizes that the program accepts.
     """
     if torch.compiler.is_exporting():
         return False
@@ -47,35 +47,36 @@ def cross_entropy(
 ) -> Tensor:
     """Compute -sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
 
-    `linear_cross_entropy` computes the logits as well, and never holds them all. Class weights and
-    class probabilities as the target are those of torch.nn.functional.cross_entropy alone.
+    `linear_cross_entropy` computes the logits too, and never holds them all. For class weights, or
+    class probabilities as the target, use torch.nn.functional.cross_entropy.
 
-    In eager mode the kernel of a "mean" writes the gradient of the logits with the loss, except in
-    float16, whose losses are scaled. The backward returns that memory, and reads the logits again
-    only if the gradient of the loss is not 1 or the graph is retained.
+    In eager mode, the kernel for "mean" writes the gradient of the logits together with the loss,
+    for a gradient of the loss of 1; not in float16, where losses are scaled. The backward returns
+    that tensor, and reads the logits again only if the gradient of the loss is not 1 or the graph
+    is retained.
 
     Args:
         logits: [..., V], float32, float16, bfloat16 or float64, any strides.
         target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
         reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
-        ignore_index: rows with this target have loss 0, and gradient 0 where their logits are
-            finite. It may be a class.
+        ignore_index: rows with this target have loss 0, and gradient 0 if their logits are finite.
+            It may be a class.
         label_smoothing: e in [0, 1].
-        smoothing: "uniform", torch's: q_c = e/V, and 1 - e more at the target. "kl", the loss of
-            the Annotated Transformer's LabelSmoothing: q_c = e/(V-2) at every class but the target,
-            where it is 1 - e, and the padding class ignore_index, where it is 0; the loss is the
-            Kullback-Leibler divergence, which is the above less the entropy of q.
+        smoothing: "uniform", as in torch: q_c = e/V, plus 1 - e at the target. "kl", the loss of
+            the Annotated Transformer's LabelSmoothing: q_c is 1 - e at the target, 0 at the padding
+            class ignore_index, and e/(V-2) at every other class; the loss is the Kullback-Leibler
+            divergence, which is the sum above minus the entropy of q.
 
     Returns:
         A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
-        float64); in float32 under torch.autocast. The mean is nan where every target is ignored. As
-        in torch.
+        float64); in float32 under torch.autocast. The mean is nan if every target is ignored. All
+        of this is as in torch.
 
     Raises:
-        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be the second
-            dimension, as in torch (flatten them to [M, V]); a target outside of the classes;
+        ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in the second
+            dimension, as in torch (flatten them to [M, V]); a target outside [0, V);
             label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or
-            with an ignore_index that is no class.
+            with an ignore_index that is not a class.
         TypeError: logits that are not floating, a target that is not int64.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
@@ -110,10 +111,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
-    It never holds all the logits: torch's own GEMM makes those of a chunk of tokens, and one kernel
-    their losses. For "mean" and "sum", where gradients are wanted, that kernel writes the gradient
-    of the logits in their place, from which two GEMMs take those of input and weight; the backward
-    then only multiplies. For "none" the backward computes the logits again.
+    It never holds all the logits: torch's GEMM computes the logits of one chunk of tokens, and one
+    kernel their losses. For "mean" and "sum", if gradients are needed, that kernel overwrites the
+    logits with their gradient, from which two GEMMs compute the gradients of input and weight; the
+    backward only multiplies them by the gradient of the loss. For "none", the backward computes the
+    logits again.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.
@@ -122,11 +124,11 @@ def linear_cross_entropy(
         reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
 
     Returns:
-        A scalar, or [...] for "none", in float32 (float64 for float64), summed in it, as the
-        gradients of weight and bias are.
+        A scalar, or [...] for "none", in float32 (float64 for float64). The loss, and the gradients
+        of weight and bias, are summed in this dtype.
 
     Raises:
-        ValueError: as `cross_entropy`; a weight of another width.
+        ValueError: as `cross_entropy`; a weight whose width is not N.
         TypeError: dtypes that differ or are not floating, a target that is not int64.
 
     Source: as `cross_entropy`; the chunks: Hsu et al. 2024, "Liger Kernel", section 3.2.
@@ -169,7 +171,7 @@ def _loss_options(
     label_smoothing: float,
     smoothing: str,
 ) -> dict[str, Any]:
-    """Check what both losses take, and return the options by name, in their order."""
+    """Check the arguments that both losses have, and return the options by name, in order."""
     require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from fastformer.eager import formula, readable, written_out
 
-_BLOCK = 1 << 19  # logits at a time, likewise
+_BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
 
 
 def cross_entropy(
@@ -47,7 +47,7 @@ def _reduced(rows: Tensor, target: Tensor, reduction: str, ignore_index: int) ->
     if reduction != "mean":
         return rows if reduction == "none" else rows.sum()
     count = (target != ignore_index).sum()
-    # nan where every target is ignored, without a gradient, as in torch
+    # If every target is ignored, the mean is nan, without a gradient, as in torch.
     return torch.where(count > 0, rows.sum() / count.clamp(min=1), float("nan"))
 
 
@@ -70,7 +70,7 @@ def linear_cross_entropy(
 
 
 def _saves_passes(*tensors: Tensor | None) -> bool:
-    """Say whether `_LinearLoss` takes these: eager float32 on a CPU, to be differentiated."""
+    """Return whether `_LinearLoss` takes these tensors: eager float32 on a CPU, with a gradient."""
     given = [x for x in tensors if x is not None]
     if not all(x.dtype == torch.float32 and readable(x.detach()) for x in given):
         return False
@@ -79,8 +79,10 @@ def _saves_passes(*tensors: Tensor | None) -> bool:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """linear_cross_entropy of each row. The forward writes the gradient of the logits over them,
-    some rows at a time, so that all passes over these rows stay in the cache:
+    """Compute linear_cross_entropy of each row, without a reduction.
+
+    The forward overwrites the logits with their gradient, some rows at a time, so that these rows
+    stay in the cache through all passes. With p the softmax of the logits and t the target,
 
         loss = constant - (on - off) log p_t - off sum_{c != pad} log p_c
         dx_c = p_c - (on - off) [c = t] - off [c != pad]
@@ -118,7 +120,7 @@ class _LinearLoss(torch.autograd.Function):
                 rows.sub_(logp.sum(1, keepdim=True), alpha=off)
                 x.sub_(off)
             rows.add_(constant).masked_fill_(~k, 0.0)
-            x[~k.squeeze(1)] *= 0.0  # which leaves NaN, as in torch
+            x[~k.squeeze(1)] *= 0.0  # not zero_(): NaN stays NaN, as in torch
         ctx.save_for_backward(input, weight, bias, target, logits)
         ctx.labels = ignore_index, label_smoothing, smoothing
         return loss.view(target.shape)

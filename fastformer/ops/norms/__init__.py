@@ -1,1 +1,1 @@
-"""The norms, alone and behind a sum."""
+"""The norms, alone and after a residual sum."""

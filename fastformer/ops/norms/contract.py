@@ -38,23 +38,24 @@ def layer_norm(
 ) -> Tensor:
     """Compute weight * (x - mean) / sqrt(var + eps) + bias, over the trailing dimensions.
 
-    var is the mean of (x - mean)^2. With `unbiased=True` the formula is the one that the Annotated
-    Transformer computes, weight * (x - mean) / (std + eps) + bias, std with N - 1 in its
-    denominator and eps outside of the root.
+    var is the mean of (x - mean)^2. `unbiased=True` gives the formula of the Annotated Transformer,
+    weight * (x - mean) / (std + eps) + bias, where the denominator of std is N - 1, and eps is
+    outside the root.
 
     Args:
         input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
         normalized_shape: an int or a sequence of ints, N elements in all.
-        weight, bias: `normalized_shape`, of the input's dtype or float32; None leaves the factor or
-            the term out.
+        weight, bias: `normalized_shape`, of the input's dtype or float32; None omits the factor or
+            the term.
         eps: added to the variance (to the standard deviation with `unbiased`).
 
     Returns:
-        The shape and the dtype of the input. Mean and variance are taken in float32 (float64 for
-        float64).
+        A tensor with the shape and the dtype of the input. Mean and variance are computed in
+        float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes that do not fit, unbiased=True over a single feature, several devices.
+        ValueError: shapes that do not fit, unbiased=True over a single feature, tensors on several
+            devices.
         TypeError: a dtype that is not floating, or a weight of another dtype.
 
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
@@ -84,15 +85,15 @@ def rms_norm(
     Args:
         input: [..., *normalized_shape], float32, float16, bfloat16 or float64, any strides.
         normalized_shape: an int or a sequence of ints.
-        weight: `normalized_shape`, of the input's dtype or float32; None leaves the factor out.
-        eps: added to the mean of the squares; None for the machine epsilon of float32 (of float64
-            for float64), in which the mean is taken, as in torch.
+        weight: `normalized_shape`, of the input's dtype or float32; None omits the factor.
+        eps: added to the mean of the squares. The mean is computed in float32 (float64 for
+            float64); None stands for the machine epsilon of that dtype, as in torch.
 
     Returns:
-        The shape and the dtype of the input.
+        A tensor with the shape and the dtype of the input.
 
     Raises:
-        ValueError: shapes that do not fit, a negative eps, several devices.
+        ValueError: shapes that do not fit, a negative eps, tensors on several devices.
         TypeError: a dtype that is not floating, or a weight of another dtype.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
@@ -117,30 +118,32 @@ def dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute residual_out = residual + dropout(input) and layer_norm(residual_out), in one pass.
 
-    A Transformer computes them between two sublayers: the end of one and the norm of the next.
+    A Transformer computes this between two sublayers: the residual sum of the one and the norm of
+    the next.
 
     Args:
         input: [..., *weight.shape], float32, float16, bfloat16 or float64: a sublayer's output.
-        residual: of the shape and the dtype of input.
-        weight: of the norm; its shape is what is normalized over. bias: the same, or None. Of the
-            input's dtype or float32.
+        residual: a tensor with the shape and the dtype of input.
+        weight: the weight of the norm, of the input's dtype or float32; its shape is
+            normalized_shape. bias: a tensor of that shape and such a dtype, or None.
         dropout_p: probability in [0, 1] that an element of input is dropped, as in
             `scaled_dot_product_attention`.
         eps, unbiased: as in `layer_norm`.
-        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of it and of
+        dropout_seed: as in `scaled_dot_product_attention`; the mask is a function of the seed and
             (row, column).
-        shard: `RowShard(row, column, columns, run, sequence)`: which rows of a larger call, the
-            whole, these are, so that dropout is that of the whole: its index of the first, and for
-            sequences that are cut how many rows of each are here, and how many it has: row i here
-            is row + i // run * sequence + i % run there. column is 0: a norm has whole rows.
+        shard: `RowShard(row, column, columns, run, sequence)`: the offsets of these rows within a
+            larger, sharded call, so that each shard uses the dropout mask of the unsharded call.
+            row is the global index of the first row. If sequences are sharded, run is the local and
+            sequence the global number of rows of each: local row i is global row
+            row + i // run * sequence + i % run. column is 0: a norm needs full rows.
 
     Returns:
-        normalized and residual_out, each with the shape and the dtype of the input, and with a
-        gradient each. The sum is rounded to that dtype before it is normalized.
+        (normalized, residual_out), each with the shape and the dtype of the input, and with its own
+        gradient. The sum is rounded to that dtype before it is normalized.
 
     Raises:
         ValueError: shapes that do not fit, dropout_p outside [0, 1], unbiased=True over a single
-            feature, several devices.
+            feature, tensors on several devices.
         TypeError: dtypes that differ or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
@@ -175,15 +178,15 @@ def dropout_add_rms_norm(
 
     Args:
         input, residual, weight: as in `dropout_add_layer_norm`.
-        dropout_p, dropout_seed, shard: as there; the mask is the same.
+        dropout_p, dropout_seed, shard: as in `dropout_add_layer_norm`; the mask is the same.
         eps: as in `rms_norm`.
 
     Returns:
-        normalized and residual_out, as `dropout_add_layer_norm`.
+        (normalized, residual_out), as `dropout_add_layer_norm`.
 
     Raises:
-        ValueError: shapes that do not fit, dropout_p outside [0, 1], a negative eps, several
-            devices.
+        ValueError: shapes that do not fit, dropout_p outside [0, 1], a negative eps, tensors on
+            several devices.
         TypeError: dtypes that differ or are not floating.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3.
@@ -205,7 +208,7 @@ def dropout_add_rms_norm(
 def _norm_shard(
     shard: Sequence[int], input: Tensor, shape: Sequence[int], p: float
 ) -> RowShard | None:
-    """Return the shard of rows that a norm reads, of which each is whole."""
+    """Check the shard of a norm, which has full rows, and return it as `row_shard` does."""
     features = math.prod(shape)
     rows = row_shard(shard, input.numel() // max(1, features), features, p, (1, 4))
     if rows is not None and rows.columns != features:
@@ -214,7 +217,7 @@ def _norm_shard(
 
 
 def _rms_eps(eps: float | None, x: Tensor) -> float:
-    """Return eps, by default that of the dtype in which the mean of x is taken."""
+    """Return eps, by default the machine epsilon of the dtype in which the mean is computed."""
     if eps is None:
         return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     return require_eps(eps)
@@ -223,8 +226,8 @@ def _rms_eps(eps: float | None, x: Tensor) -> float:
 def _require_sum(
     input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Check what a sum and its norm take. Return input and residual, under autocast in the dtype in
-    which the sum is taken, and the shape of a row.
+    """Check the tensors of a residual sum and its norm. Return input, residual and the shape of a
+    row; under autocast, input and residual are cast to their promoted dtype.
     """
     if isinstance(input, Tensor) and autocast_dtype(input) is not None:
         require_tensor("residual", residual)
@@ -246,7 +249,7 @@ def _require_rows(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> list[int]:
-    """Check what a norm takes beside its input, and return normalized_shape as a list."""
+    """Check the other arguments of a norm against its input; return normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):
         shape = list(normalized_shape)
     elif isinstance(normalized_shape, INTS):

@@ -1,4 +1,4 @@
-"""The records of the norms, alone and behind a sum."""
+"""The records of the norms, alone and after a residual sum."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _layer_norm_backward(
     needs: list[bool],
 ) -> tuple[Any, ...]:
     n = len(normalized_shape)
-    shape = [*input.shape[: input.dim() - n], *[1] * n]  # torch's, of a number for each row
+    shape = [*input.shape[: input.dim() - n], *[1] * n]  # the shape of torch's statistics
     statistics = mean.view(shape), r.view(shape)
     op = _aten.native_layer_norm_backward
     return op(grad, input, normalized_shape, *statistics, weight, bias, needs)

@@ -1,4 +1,4 @@
-"""The norms in eager PyTorch, and the backward of those behind a sum."""
+"""The norms in eager PyTorch, and a differentiable backward of those after a residual sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_norm(
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))
-    if unbiased:  # std, not the root of var: its gradient is finite where a row is constant
+    if unbiased:  # std, not var.sqrt(): its gradient is finite in a row of equal elements
         std, mean = torch.std_mean(x, features, correction=1, keepdim=True)
         y = (x - mean) / (std + eps)
     else:
@@ -95,14 +95,14 @@ def _dropout_add(
     seed: Tensor | None,
     shard: RowShard | None,
 ) -> Tensor:
-    """Return residual + dropout(input), for rows of a shape."""
+    """Return residual + dropout(input), where `shape` is that of one row."""
     return torch.add(residual, masked(input, shape, p, seed, shard), alpha=dropout_scale(p))
 
 
 def masked(
     x: Tensor, shape: list[int], p: float, seed: Tensor | None, shard: RowShard | None
 ) -> Tensor:
-    """Return x [.., *shape] with zeros where dropout by rows removes an element."""
+    """Return x [.., *shape] with zeros where `dropped_rows` removes an element, not scaled."""
     if p == 0:
         return x
     assert seed is not None
@@ -129,7 +129,8 @@ def dropout_add_layer_norm_backward(
 ) -> list[Tensor | None]:
     """Return differentiable gradients of (input, residual, weight, bias, seed).
 
-    residual_out counts as an input of its own: its gradient is that through the norm and its own.
+    The gradient of residual_out is the sum of its own, grad_residual_out, and the one through the
+    norm.
     """
     shape = list(weight.shape)
 
@@ -156,7 +157,10 @@ def dropout_add_rms_norm_backward(
     reciprocal: Tensor,
     needs: list[bool],
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of (input, residual, weight), as that of LayerNorm does."""
+    """Return differentiable gradients of (input, residual, weight).
+
+    See `dropout_add_layer_norm_backward`.
+    """
     shape = list(weight.shape)
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -175,7 +179,10 @@ def _through_norm(
     grad_normalized: Tensor,
     grad_sum: Tensor | None,
 ) -> list[Tensor]:
-    """Return differentiable gradients of what a norm is given, the sum and its parameters."""
+    """Return differentiable gradients of the inputs of a norm: the residual sum, then parameters.
+
+    grad_sum, the gradient of the residual sum from elsewhere, is added to the first.
+    """
     given = [x.view_as(x) for x in given]
     with written_out():
         normalized = norm(*given)

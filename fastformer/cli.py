@@ -159,7 +159,7 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error(str(error))
     if arguments.threads < 1:
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
-    if settings.device.type == "cpu":  # triton is imported later, and reads this when it is
+    if settings.device.type == "cpu":  # triton reads this when it is imported: later
         os.environ["TRITON_INTERPRET"] = "1"
     _require_parallel(arguments, parser)
     if arguments.parallel is not None:

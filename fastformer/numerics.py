@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The largest |result - oracle| / |oracle|, by Frobenius norms.
+# The largest allowed |result - oracle| / |oracle|, in the Frobenius norm.
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def largest_error(dtype: torch.dtype, eager: float, largest: float, gradient: bool) -> float:
-    """Return the largest error that an element may have, relative to the error of eager PyTorch.
+    """Return the largest allowed error of an element, given the error of eager PyTorch.
 
     Args:
         dtype: the dtype of the call.

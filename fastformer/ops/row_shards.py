@@ -14,9 +14,10 @@ def row_shard(
 ) -> RowShard | None:
     """Check the shard of [rows, columns], and return it with its global columns filled in.
 
-    Return None if dropout is off, or if the mask of the shard is that of the unsharded call.
-    steps: (rows, columns), of which the offsets have to be multiples, because dropout draws its
-        words for that many rows and columns at a time.
+    Return None if dropout is off, or if local indices are global indices (but not within
+    `context_parallel`, which shards sequences).
+    steps: (rows, columns): dropout draws its words for blocks of this size, so the offsets have to
+        be multiples of it.
     """
     if not isinstance(shard, (tuple, list)) or not 3 <= len(shard) <= 5:
         fields = ", ".join(RowShard._fields)

@@ -1,1 +1,1 @@
-"""Attention: padded, packed, and over pages."""
+"""Attention: padded, packed, and paged."""

@@ -78,7 +78,7 @@ _short_masks: dict[tuple[int, int, bool, torch.dtype], Tensor] = {}
 
 
 def _short_mask(rows: int, columns: int, is_causal: bool, dtype: torch.dtype) -> Tensor:
-    """Return a mask [rows, columns] to add to the scores: -inf for keys in the future, else 0."""
+    """Return zeros [rows, columns] to add to the scores, with -inf for future keys if causal."""
     key = rows, columns, is_causal, dtype
     mask = _short_masks.get(key)
     if mask is not None:

@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
             keeps the key. It is read through its strides, never expanded. None keeps all keys. A
             floating mask is a `bias`, as in torch.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
-            the others are scaled by 1/(1 - dropout_p). It always applies: pass 0 in evaluation.
+            the others are scaled by 1/(1 - dropout_p). Dropout is always on: pass 0 in evaluation.
         is_causal: query i sees keys j <= i + shift.
         scale: the factor on query key^T; 1/sqrt(D) by default.
         bias: added to the scores, float32 or the dtype of the query, broadcastable like attn_mask.
@@ -115,7 +115,7 @@ def scaled_dot_product_attention(
             holds global lengths; all other tensors are local shards. With dropout, query and key
             are multiples of 16. If the keys are sharded, pass the sinks to one shard only, and
             merge the outputs of the shards by their lse. The rounding of lse, up to 2^-24 |lse| in
-            float32, is then the relative error of their weights: 6% for |lse| = 1e6.
+            float32, is then the relative error of the weights of the merge: 6% for |lse| = 1e6.
             `context_parallel` has no such error.
 
     Mask, bias, causality, window and lengths combine: a query sees a key if all of them allow it.
@@ -243,8 +243,8 @@ def packed_attention(
         is_causal, causal_alignment, window: as in `scaled_dot_product_attention`, with i and j
             counted within the sequence, and "bottom_right" aligned for each sequence.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is that of the padded batch.
-        shard: as in `scaled_dot_product_attention`, but sequences are not sharded: only batch, head
-            and heads are given.
+        shard: as in `scaled_dot_product_attention`, but each sequence is complete: only batch, head
+            and heads are given, the others are 0.
 
     Returns:
         [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastformer.description import Attention
 from fastformer.eager import readable
 
-# A bias below this masks its key out: -inf, and the finfo.min of float32 and bfloat16, which
-# overflow float32 when they are converted to base 2. It is the lowest float32 times log 2.
+# A bias below this, the lowest float32 times log 2, masks its key out: -inf, and the finfo.min of
+# float32 and bfloat16, which overflow float32 when they are converted to base 2.
 MASKED_OUT = -2.3586574359122396e38
 
 # Options that are neither a mask nor a term of the scores: torch's op cannot compute any of them.
@@ -138,9 +138,10 @@ def finite(x: Tensor) -> bool:
 
 
 def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
-    """Return a boolean [.., Sk, 1], True for keys that no query may see, or None if harmless.
+    """Return a boolean [.., Sk, 1], True for the keys that no query may see.
 
-    The caller zeroes these rows of key and value: they may hold NaN, and 0 times NaN is NaN.
+    The caller zeroes these rows of key and value: they may hold NaN, and 0 times NaN is NaN. Return
+    None if every key may be seen, or if key and value are known to be finite.
     """
     if keys is None or (finite(key) and finite(value)):
         return None

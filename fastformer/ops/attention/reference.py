@@ -212,7 +212,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Atten
     )
     attention = band_as_mask(k, max_q, queries, keys, attention)
     shard = attention.shard
-    if shard is not None:  # sequences are not sharded: the padded sizes are global
+    if shard is not None:  # sequences are complete: the padded sizes are global
         shard = shard._replace(queries=max_q, keys=max_k)
     padded = attention._replace(shard=shard, key_lengths=keys)
     out = scaled_dot_product_attention(q, k, v, padded)

@@ -101,7 +101,7 @@ class MultiHeadedAttention(AliasedModule):
     """`linears[3](concat(head_0 .. head_{h-1}))`, head_i = softmax(q_i k_i^T / sqrt(d_k)) v_i.
 
     q_i, k_i, v_i: features i d_k .. (i+1) d_k - 1 of `linears[0](query)`, `linears[1](key)` and
-    `linears[2](value)`; with fewer heads of keys and values, head i reads their head
+    `linears[2](value)`; if kv_heads is less than h, head i reads key-value head
     i // (h / kv_heads).
 
     Args:
@@ -111,14 +111,14 @@ class MultiHeadedAttention(AliasedModule):
         kv_heads: heads of keys and values, a divisor of h; h by default.
 
     If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
-    without dropout, zeros for a query that sees no key. It is False by default: the fused op never
-    forms the weights.
+    before dropout, zeros for a query that sees no key. It is False by default, because the fused op
+    does not compute them.
 
     Raises:
-        ValueError: h does not divide d_model, or kv_heads not h; the shapes do not fit; a mask of
-            two dimensions could be [B, S] or [T, S]; a float mask holds other values than 0 and 1
-            (what is added to the scores is `bias`); the tensors are on several devices.
-        TypeError: the dtypes differ, are not floating, or are not that of the parameters.
+        ValueError: h does not divide d_model, or kv_heads does not divide h; the shapes do not fit;
+            a mask of two dimensions could be [B, S] or [T, S]; a float mask holds other values than
+            0 and 1 (pass an additive mask as `bias`); the tensors are on several devices.
+        TypeError: the dtypes differ from each other or from the parameters, or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; kv_heads: Ainslie et
     al. 2023, "GQA", section 2.2.
@@ -173,14 +173,15 @@ class MultiHeadedAttention(AliasedModule):
             key, value: [B, S, d_model]; in a packed batch [tokens, d_model].
             mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S],
                 shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
-                dimensions that broadcast to [B, h, T, S]. Of a packed batch, its `Packing`.
+                dimensions that broadcast to [B, h, T, S]. For a packed batch, its `Packing`.
             bias, key_lengths, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with h
-                heads; not in a packed batch.
-            is_causal, window, causal_alignment: as there.
+                heads; not for a packed batch.
+            is_causal, window, causal_alignment: as in `scaled_dot_product_attention`.
             cache: a `KVCache` or `PagedKVCache`, to which the projected keys and values are
-                appended. The queries then attend to all that it holds, S positions, causally and
-                with the last query aligned with the last key, whatever is_causal says; key_lengths
-                are the cache's. A `MemoryCache` keeps the keys and values of its first call.
+                appended. The queries then attend to all S positions of the cache, causally and with
+                the last query aligned with the last key, whatever is_causal is; key_lengths must be
+                None, as the cache knows them. A `MemoryCache` keeps the projected keys and values
+                of its first call; later calls pass the same key and value again, or None.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -244,7 +245,7 @@ class MultiHeadedAttention(AliasedModule):
             require_floating(**inputs)
         linears = list(self.linears)
         require_linear_input("query", inputs["query"], linears[0])
-        # One by one: for a few tokens it takes longer to concatenate the weights than to read them.
+        # Separate GEMMs: for few tokens, concatenating the weights takes longer than reading them.
         q, *new = [
             linear(x).unflatten(-1, (-1, self.d_k)).transpose(1, 2)
             for linear, x in zip(linears, inputs.values())
@@ -267,7 +268,7 @@ class MultiHeadedAttention(AliasedModule):
     def _forward_packed(
         self, inputs: dict[str, Tensor], packing: Packing, options: dict[str, Any]
     ) -> Tensor:
-        """Return the output [tokens, d_model] of inputs [tokens, d_model]."""
+        """Return the output [tokens, d_model] for inputs [tokens, d_model]."""
         for name in PADDED_OPTIONS:
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is given together with a Packing; expected None")
@@ -296,7 +297,8 @@ class MultiHeadedAttention(AliasedModule):
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].
 
-        The projections of one input are one GEMM, with their weights concatenated.
+        Projections of the same tensor are one GEMM with concatenated weights, if they are
+        unmodified nn.Linear modules with a bias.
         """
         query, key, value = inputs.values()
         joined = 3 if query is key is value else 2 if key is value else 0
@@ -317,7 +319,10 @@ class MultiHeadedAttention(AliasedModule):
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> None:
-        """Set `attn` if `keep_attention` asks for it; q: [B, h, T, d_k], k: [B, heads, S, d_k]."""
+        """Set `attn` to the weights if `keep_attention` is True, else to None.
+
+        q: [B, h, T, d_k], k: [B, kv_heads, S, d_k].
+        """
         if self.keep_attention:
             grouped = self.kv_heads != self.h
             self.attn = functional.attention_weights(
@@ -351,7 +356,7 @@ class MultiHeadedAttention(AliasedModule):
 
 
 def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
-    """Return the mask as booleans, and require that it broadcasts to `shape`, the weights'."""
+    """Return the mask as booleans; require that it broadcasts to `shape`, that of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
         given = shape_of(mask)
@@ -368,10 +373,10 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
 
 
 def _boolean_from_float(mask: Tensor) -> Tensor:
-    """Return a float mask of 0 and 1 as booleans, and refuse any other.
+    """Return a float mask of 0 and 1 as booleans; raise ValueError for any other value.
 
-    A mask that is added to the scores, in which 0 keeps a key and -inf masks it out, would mean the
-    opposite.
+    An additive mask, in which 0 keeps a key and -inf masks it out, has the opposite meaning. Where
+    the host must not read the values, a wrong one fails an assertion on the device.
     """
     kept = mask == 1
     known = kept | (mask == 0)

@@ -1,4 +1,4 @@
-"""What the layers share."""
+"""The base class and the helpers that the layers share."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ __all__ = ["clones"]
 
 
 class AliasedModule(nn.Module):
-    """A module that loads state dicts with other names for its parts, and saves them under its own.
+    """A module that loads state dicts in which its parameters and submodules have other names.
 
-    `spellings` maps each other name to the module's own.
+    `spellings` maps each other name to the module's own name, which `state_dict()` uses.
     """
 
     spellings: ClassVar[dict[str, str]] = {}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # torch passes a copy of the caller's dict, and reads the children's part of it afterwards.
+        # torch passes a copy of the caller's dict, from which it loads the children afterwards: the
+        # new names hold for them, too.
         for key in list(state_dict):
             for other, ours in self.spellings.items():
                 if (key + ".").startswith(prefix + other + "."):
                     name = prefix + ours + key[len(prefix + other) :]
-                    if name not in state_dict:  # else the other name stays, and is reported
+                    if name not in state_dict:  # else the other name stays, and torch reports it
                         state_dict[name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -55,7 +56,7 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
 
 
 def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
-    """Require of x [..., features] what the layer takes, if it is an unmodified nn.Linear."""
+    """If `layer` is an unmodified nn.Linear, require the width, device and dtype it takes."""
     require_tensor(name, x)
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return

@@ -59,7 +59,7 @@ class Embeddings(nn.Module):
 
 
 def _sinusoid(max_len: int, d_model: int) -> Tensor:
-    """Return pe [1, max_len, d_model] in float64: in float32 angles near 5000 are off by 2e-4."""
+    """Return pe [1, max_len, d_model] in float64; in float32, angles near 5000 are off by 2e-4."""
     position = torch.arange(max_len, dtype=torch.float64).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64)
     angle = position * 10000.0 ** (-even / d_model)  # [max_len, ceil(d / 2)]
@@ -78,7 +78,7 @@ class PositionalEncoding(nn.Module):
         learned: if True, pe is a parameter that starts as the sinusoid; if False, a buffer.
 
     forward(x, start=0): x [B, S, d_model] -> [B, S, d_model], in the dtype of x. start: the
-    position of the first token, an int, or [B] integers where the rows differ, as in a cache. The
+    position of the first token, an int, or [B] integers if the rows differ, as with a cache. The
     state dict holds pe, [1, max_len, d_model].
 
     Raises:
@@ -112,8 +112,9 @@ class PositionalEncoding(nn.Module):
         return self.dropout(x)
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return pe at the positions of x [B, S, ..]: [1, S, d_model], or [B, S, d_model] where
-        start is a tensor.
+        """Return pe at the positions of x [B, S, ..].
+
+        The result is [1, S, d_model], or [B, S, d_model] if start is a tensor.
         """
         length, max_len = x.shape[1], self.pe.shape[1]
         if backends.sequences_are_sharded():

@@ -21,18 +21,18 @@ class PositionwiseFeedForward(AliasedModule):
 
     Args:
         d_model: features in and out.
-        d_ff: hidden features. The gated forms have 3 d_model d_ff weights instead of 2, and as many
-            as the others at two thirds of their d_ff.
+        d_ff: hidden features. A gated form has 3 d_model d_ff weights instead of 2 d_model d_ff;
+            with two thirds of the d_ff it has as many as the other forms.
         dropout: probability that a hidden element is dropped, in training.
-        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or gated, "geglu" or "swiglu",
-            whose w_1 has the rows of z, then those of v.
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu"; or a gated form, "geglu" or
+            "swiglu", where the first d_ff rows of w_1 compute z and the last d_ff rows v.
 
     forward(x): x [..., d_model] -> [..., d_model].
 
     Raises:
-        ValueError: an unknown activation; x has another width, or is on another device than the
-            parameters.
-        TypeError: the dtype of x is not that of the parameters.
+        ValueError: an unknown activation; x has another width than d_model, or is on another device
+            than the parameters.
+        TypeError: x has another dtype than the parameters.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; the gated forms: Shazeer
     2020, "GLU Variants Improve Transformer", section 2.

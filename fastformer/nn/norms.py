@@ -31,8 +31,8 @@ NORMS = ("layer", "rms")
 class LayerNorm(AliasedModule):
     """weight * (x - mean) / sqrt(var + eps) + bias, over the last dimension.
 
-    With `unbiased=True` it is weight * (x - mean) / (std + eps) + bias, with N - 1 in std, as in
-    the tutorials: weights that were trained there expect this form.
+    With `unbiased=True` it is weight * (x - mean) / (std + eps) + bias, where std divides by N - 1.
+    The tutorials use this form, so that weights trained with their code need it.
 
     Args:
         features: the size of the last dimension; 2 or more with `unbiased`.
@@ -106,7 +106,7 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum), as `LayerNorm` does."""
+        """Return (self(sum), sum), as `LayerNorm.after_sum` does."""
         return functional.dropout_add_rms_norm(x, residual, self.weight, dropout_p, self.eps)
 
     def extra_repr(self) -> str:
@@ -114,7 +114,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(norm: str, features: int) -> LayerNorm | RMSNorm:
-    """Return the norm of that name, one of `NORMS`."""
+    """Return a new norm by its name, one of `NORMS`."""
     require_choice("norm", norm, NORMS)
     return LayerNorm(features) if norm == "layer" else RMSNorm(features)
 
@@ -125,7 +125,7 @@ class SublayerConnection(nn.Module):
     Args:
         size: features.
         dropout: probability that an element of the sublayer's output is dropped, in training.
-        norm_first: which of the two forms; the paper has False.
+        norm_first: True for pre-norm, the first form; False for post-norm, as in the paper.
         norm: "layer", a LayerNorm, or "rms", an RMSNorm.
 
     forward(x, sublayer): x [..., size] and a callable that keeps its shape -> [..., size].
@@ -158,7 +158,7 @@ class SublayerConnection(nn.Module):
 
 
 def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
-    """Require floats, on the device and with the features of the norm if it is one of ours."""
+    """Require floats; with an unmodified norm of this file also its device and features."""
     require_floating(**{name: x})
     assert x is not None
     if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):

@@ -3,7 +3,7 @@
     tokens, packing = unpad(x, lengths)             [B, S, ..] -> [tokens, ..]
     x = pad(encoder(tokens, packing), packing)      and back: the encoder computes no padding
 
-A `Packing` replaces a mask: it tells a module that attends which tokens belong together.
+A `Packing` replaces a mask: it tells an attention module which tokens form a sequence.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ __all__ = ["Packing", "pad", "unpad"]
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of the tokens of a packed batch in the padded one [batch, length, ..].
+    """The positions of the tokens of a packed batch in the padded batch [batch, length, ..].
 
-    cu_seqlens: [batch + 1] int32, where each sequence begins and ends among the tokens, as
-        `packed_attention` takes it. indices: [tokens] int64, each token's place in
-        [batch * length, ..]. longest: tokens of the longest sequence.
+    cu_seqlens: [batch + 1] int32, as `packed_attention` takes it: sequence b has the tokens
+        cu_seqlens[b] .. cu_seqlens[b + 1] - 1. indices: [tokens] int64, each token's index in the
+        flattened padded batch [batch * length, ..]. longest: tokens of the longest sequence.
 
-    Raises ValueError and TypeError for parts of another kind, shape or dtype.
+    Raises TypeError for an argument of another type or dtype, ValueError for a negative number,
+    another shape or several devices.
     """
 
     cu_seqlens: Tensor
@@ -60,15 +61,16 @@ class Packing:
 
 
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
-    """Take the tokens out of a padded batch; the `Packing` says how to put them back.
+    """Return the tokens of a padded batch without the padding, and the `Packing` to put them back.
 
     Args:
         x: [B, S, ...], any dtype; sequence b has the tokens x[b, :lengths[b]].
         lengths: [B] integers from 0 to S; or the `Packing` of another tensor of the same batch.
 
     Returns:
-        The tokens [sum(lengths), ...], with the gradient of x, and the `Packing`. Their number has
-        to be known here: on a GPU this waits for the device, once a batch.
+        The tokens [sum(lengths), ...], through which gradients reach x, and the `Packing`. The host
+        needs the number of tokens: with lengths on a GPU the call waits for the device, with a
+        `Packing` it does not.
 
     Raises:
         ValueError: shapes that do not fit, a length outside [0, S], several devices, or the meta
@@ -108,7 +110,7 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
 
 
 def packing_of(valid: Tensor, longest: int) -> Packing:
-    """Make the `Packing` of the tokens that are True in a boolean [B, S], in any place."""
+    """Return the `Packing` of the tokens at the True positions of `valid`, a boolean [B, S]."""
     cu_seqlens = torch.zeros(len(valid) + 1, dtype=torch.int32, device=valid.device)
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
     batch, length = valid.shape
@@ -116,11 +118,11 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
 
 
 def lengths_of(visible: Tensor) -> Tensor | None:
-    """Return where the last visible key of each row ends, [B] int32, given a boolean [B, S], True
-    where a key is visible; None where no kernel would read it.
+    """Return the position after each row's last visible key, [B] int32; None if no kernel reads it.
 
-    As `key_lengths` beside the mask it changes no result, whatever the mask is: the kernels skip
-    the blocks past it, and the mask still decides about the others. The host does not wait for it.
+    visible: a boolean [B, S], True where a key is visible. The result can be passed as
+    `key_lengths` together with any mask of these keys and changes no output: the kernels skip the
+    blocks past it, and the mask still decides about the other keys. The host does not wait.
     """
     if not visible.shape[1] or not backends.prefers_kernels(visible):
         return None
@@ -129,15 +131,16 @@ def lengths_of(visible: Tensor) -> Tensor | None:
 
 
 class KeyMask(NamedTuple):
-    """A mask [B, 1, S] of the keys, with their lengths [B]: what a stack hands to its layers."""
+    """A mask [B, 1, S] of the keys and their lengths [B], which a stack passes to its layers."""
 
     mask: Tensor
     lengths: Tensor
 
 
 def with_lengths(mask: Any, batch: int) -> Any:
-    """Return a boolean mask [batch, 1, S] as a `KeyMask` where kernels read it, any other as it is,
-    such as one that the rows of the batch share.
+    """Return a boolean mask [batch, 1, S] as a `KeyMask`, if kernels read its lengths.
+
+    Any other mask is returned as it is, such as one [1, 1, S] that the rows of a batch share.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
         return mask
@@ -154,11 +157,11 @@ def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
         value: the number that fills the padding; the dtype of x has to hold it.
 
     Returns:
-        [B, S, ...], with the gradient of x.
+        [B, S, ...], through which gradients reach x.
 
     Raises:
         ValueError: another number of tokens, several devices, a value that x cannot hold.
-        TypeError: a packing that is none, a value that is no number.
+        TypeError: packing is not a `Packing`, value is not a number.
     """
     if not isinstance(packing, Packing):
         raise TypeError(f"packing is a {type(packing).__name__}; expected what unpad returned")
@@ -179,7 +182,7 @@ def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
 
 
 def _require_value(x: Tensor, value: complex) -> None:
-    """Require a number that x can hold: an int tensor would round 0.5 to 0."""
+    """Require a number that the dtype of x can hold: an int tensor would turn 0.5 into 0."""
     if isinstance(value, complex) and x.is_complex():
         return
     if not isinstance(value, (int, float)):

@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         norm: "layer", a LayerNorm, "rms", an RMSNorm, or None for no norm after the last layer, as
             in post-norm.
 
-    forward(x, mask, cache=None) is that of EncoderLayer; a cache is a `DecoderCache`. Raises
+    forward(x, mask, cache=None): as in EncoderLayer, but cache is a `DecoderCache`. Raises
     ValueError if N is negative or the norm unknown, TypeError if `layer` is not a module with a
     `size`.
     """
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         layer: a module with a `size`, such as a DecoderLayer.
         N, norm: as in `Encoder`.
 
-    forward(x, memory, src_mask, tgt_mask, cache=None) is that of DecoderLayer; a cache is a
+    forward(x, memory, src_mask, tgt_mask, cache=None): as in DecoderLayer, but cache is a
     `DecoderCache`. Raises ValueError if N is negative or the norm unknown, TypeError if `layer` is
     not a module with a `size`.
     """
@@ -88,20 +88,21 @@ def _stack(
     *context: Any,
     cache: DecoderCache | None = None,
 ) -> Tensor:
-    """Return norm(the layers, one after the other), of x [B, S, d] or [tokens, d].
+    """Return norm(layer_N(..layer_1(x)..)) for x [B, S, d] or [tokens, d].
 
-    The layers share one residual stream: the last sum of a layer is in one kernel with the norm
-    that follows. context: the other arguments of a layer's forward, after which it takes its part
-    of the cache, if there is one. The lengths of masked keys are computed once for all layers.
+    The layers share one residual stream, so that the last sum of a layer and the norm that follows
+    are one kernel. context: the other arguments of a layer's forward; with a cache, the
+    `LayerCache` of the layer follows them. Without a cache, the key lengths of the masks are
+    computed once for all layers.
     """
     stream = ResidualStream(x)
-    batch = x.shape[0]  # len(x) would be a constant of an exported program
+    batch = x.shape[0]  # len(x) would be a constant in an exported program
     seen = context if cache is not None else tuple(with_lengths(one, batch) for one in context)
     for i, layer in enumerate(layers):
         own = () if cache is None else (cache.layer(i),)
         if type(layer) is kind and is_unmodified(layer):
             layer._through(stream, *seen, *own)
-        else:  # it is of another class or has hooks
+        else:  # the layer is of another class or has hooks
             stream = ResidualStream(layer(stream.value(), *context, *own))
     return stream.normalize(norm)
 
@@ -131,14 +132,14 @@ class EncoderLayer(nn.Module):
         feed_forward: a module that is called with x.
         dropout: probability that an element of a sublayer's output is dropped, in training.
         norm_first, norm: as in `SublayerConnection`.
-        is_causal: if True, a token sees itself and those before it, and the mask hides more;
-            self_attn is then called with is_causal=True as well.
+        is_causal: if True, a token attends to itself and earlier tokens, and the mask can hide
+            more; self_attn is then called with is_causal=True as well.
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
-    In a packed batch x is [tokens, size] and mask its `Packing`.
+    For a packed batch x is [tokens, size] and mask its `Packing`.
 
-    forward(x, mask, cache), of a causal layer: x follows what the `LayerCache` holds, and so does
-    the last size of the mask.
+    forward(x, mask, cache), if is_causal: x holds the tokens that follow those in the `LayerCache`,
+    and the last dimension of the mask counts both.
 
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
@@ -201,9 +202,10 @@ class DecoderLayer(nn.Module):
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].
 
-    forward(.., cache): with a `LayerCache` x follows what the cache holds. Self-attention is then
-    causal, over the cache and x, and so is the last size of tgt_mask; None masks nothing else out.
-    The memory is that of the first step, or None.
+    forward(.., cache): with a `LayerCache`, x holds the tokens that follow those in the cache.
+    Self-attention is then causal, over the cached tokens and x, and the last dimension of tgt_mask
+    counts both; None masks nothing else out. Later steps pass the memory of the first step again,
+    or None.
 
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
@@ -266,7 +268,7 @@ def _attend(
     mask: Tensor | Packing | KeyMask | None,
     **options: Any,
 ) -> Tensor:
-    """Return attention(x, memory, memory, mask), with the lengths of the keys if it takes them."""
+    """Return attention(x, memory, memory, mask); MultiHeadedAttention also gets key lengths."""
     if isinstance(mask, KeyMask):
         mask, lengths = mask
         if type(attention) is MultiHeadedAttention and "cache" not in options:

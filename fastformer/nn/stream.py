@@ -1,7 +1,7 @@
 """The residual stream, which the layers of `nn` and the replacements share.
 
 A layer adds the output of each sublayer to its input, then the next norm reads the sum. The stream
-keeps an output until that norm runs, so that dropout, sum and norm are one kernel:
+holds back each output until that norm runs, so that dropout, sum and norm are one kernel:
 
     stream = ResidualStream(x)
     stream.add_sublayer(attend, norm1, dropout1, norm_first)
@@ -33,14 +33,14 @@ __all__ = [
     "is_unmodified",
 ]
 
-GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated feed-forward ops, and the activations of them
+GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated op -> its activation
 
 
 class ResidualStream:
     """The sum that a stack of sublayers reads and adds to, and an output not yet added to it.
 
-    x: [..., features], without the pending output. pending: that output, of the shape of x, and the
-    dropout that it passes before it is added; None where x is the whole sum.
+    x: [..., features], the sum without the pending output. pending: the sublayer output that is not
+    added yet, of the shape of x, and its dropout, which is applied first; None if x is complete.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -54,7 +54,7 @@ class ResidualStream:
         dropout: nn.Module,
         norm_first: bool,
     ) -> None:
-        """x = x + dropout(sublayer(norm(x))); without norm_first norm(x + dropout(sublayer(x)))."""
+        """Set x to x + dropout(sublayer(norm(x))); post-norm, norm(x + dropout(sublayer(x)))."""
         x = self.normalize(norm) if norm_first else self.value()
         out = sublayer(x)
         if type(dropout) is nn.Dropout and is_unmodified(dropout):
@@ -67,8 +67,8 @@ class ResidualStream:
     def normalize(self, norm: nn.Module) -> Tensor:
         """Return norm(x), and add the pending output to x first.
 
-        Both happen in one kernel if the class of the norm defines `after_sum`. A class derived from
-        it may compute something else, so that an inherited `after_sum` does not count.
+        Both happen in one kernel if the class of the norm itself defines `after_sum`. An inherited
+        `after_sum` does not count, because a subclass may compute something else.
         """
         after_sum = type(norm).__dict__.get("after_sum")
         if self.pending is None or after_sum is None or not is_unmodified(norm):
@@ -81,7 +81,7 @@ class ResidualStream:
         return normalized
 
     def value(self) -> Tensor:
-        """Return x after the pending output is added to it."""
+        """Add the pending output to x and return the sum."""
         if self.pending is not None:
             self.x = add_dropped(self.x, *self.pending)
             self.pending = None
@@ -91,7 +91,8 @@ class ResidualStream:
 def add_dropped(x: Tensor, out: Tensor, dropout: nn.Module) -> Tensor:
     """Return x + dropout(out), [..., features]."""
     if type(dropout) is nn.Dropout and backends.is_sharded(out) and is_unmodified(dropout):
-        # One op: torch's generator would drop other elements than that of the whole does.
+        # On a shard nn.Dropout would draw another mask than in the unsharded model. The op draws
+        # the same mask; its norm is not used.
         wide = torch.promote_types(x.dtype, out.dtype)
         one = out.new_ones(out.shape[-1:], dtype=torch.float32)
         p = dropout_probability(dropout)
@@ -108,8 +109,8 @@ def apply_feed_forward(
 ) -> Tensor:
     """Compute w_2(dropout(activation(w_1(x)))) for x [..., features].
 
-    The op `feed_forward`, or the op of a gated form, computes it if the parts are unmodified
-    modules of torch and the activation is a name. Otherwise the parts are called one by one.
+    The op `feed_forward`, or the op of a gated form, computes it if w_1, dropout and w_2 are
+    unmodified modules of torch and the activation is a name. Otherwise they are called one by one.
     """
     if (
         type(w_1) is nn.Linear
@@ -127,7 +128,7 @@ def apply_feed_forward(
 
 
 def _activated(hidden: Tensor, activation: str | Callable[[Tensor], Tensor]) -> Tensor:
-    """Return activation(hidden); of a gated form activation(z) * v, [z, v] = hidden."""
+    """Return activation(hidden), or activation(z) * v with [z, v] = hidden for a gated form."""
     if not isinstance(activation, str):
         return activation(hidden)
     if activation not in GATED:
@@ -144,9 +145,9 @@ def dropout_probability(dropout: nn.Dropout) -> float:
 def is_unmodified(*modules: nn.Module) -> bool:
     """Return whether a call of each module runs the forward of its class and nothing else.
 
-    A hook, a forward that is set on the instance or `module.compile()` make it False.
+    It is False after a hook is added, `forward` is set on the instance, or `module.compile()`.
     """
-    for m in modules:  # every layer of a model asks: a generator would take twice the time
+    for m in modules:  # a hot path: a generator would take twice the time
         if (
             m._compiled_call_impl is not None
             or m._forward_hooks

@@ -1,19 +1,18 @@
 """The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
 
-Masks are boolean or integer, where a value that is not zero keeps the key, or floats that are 0
-or 1.
+Masks are boolean, integer, or float with the values 0 and 1; a nonzero value keeps the key.
 
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
 
-and a language model, of `make_decoder`: an encoder whose layers are causal.
+`make_decoder` builds a language model, whose decoder is an encoder with causal layers:
 
     tokens [B, T] -> embed -> decoder -> [B, T, d] -> generator -> [B, T, vocab]
 
 Shapes: B batch, S source length, T target length, d d_model.
 
-Source: Vaswani et al. 2017, "Attention Is All You Need", section 3; the names are those of
-harvardnlp/annotated-transformer, whose state dicts load.
+Source: Vaswani et al. 2017, "Attention Is All You Need", section 3; the modules have the names
+of harvardnlp/annotated-transformer, so that its state dicts load.
 """
 
 from __future__ import annotations
@@ -66,32 +65,32 @@ def make_model(
     tie_generator: bool = False,
     tie_source: bool = False,
 ) -> EncoderDecoder:
-    """Build the whole Transformer, with xavier_uniform_ on the weights of two dimensions.
+    """Build the Transformer, and initialise its two-dimensional weights with xavier_uniform_.
 
     Args:
         src_vocab, tgt_vocab: numbers of tokens.
-        N: layers of the encoder, and of the decoder.
+        N: layers of the encoder; the decoder has as many.
         d_model: features; a multiple of h.
         d_ff: hidden features of the feed-forward.
         h: attention heads.
-        dropout: probability of every dropout, attention's included.
-        norm_first: True, pre-norm: x + sublayer(norm(x)), with a norm after the last layer. False,
-            post-norm, the paper's: norm(x + sublayer(x)). Its last layer ends with a norm already,
-            and no other follows.
+        dropout: probability of every dropout, including that of the attention weights.
+        norm_first: True for pre-norm, x + sublayer(norm(x)), with a norm after the last layer;
+            False for post-norm, as in the paper: norm(x + sublayer(x)), without a further norm,
+            because the last layer ends with one.
         activation: of the feed-forward: "relu", "gelu", "gelu_tanh", "silu", "geglu" or "swiglu".
         norm: "layer" or "rms".
         kv_heads: heads of keys and values, a divisor of h; h by default.
         learned_positions: if True, the positions are parameters that start as the sinusoid.
         max_len: the number of positions.
-        padding_idx: the token of padding in both vocabularies: its embedding starts as zero, and
-            gets no gradient as an embedding.
+        padding_idx: the padding token of both vocabularies: its embedding starts as zero, and the
+            lookup gives it no gradient (a generator that shares the weight does).
         tie_generator: if True, the target's embedding and the generator share one weight.
         tie_source: if True, the embeddings of source and target share one weight.
 
     Raises:
-        ValueError: a size is below 1 (N below 0), h does not divide d_model, or kv_heads not h,
-            dropout is outside [0, 1], an activation or a norm is unknown, padding_idx is outside a
-            vocabulary, tie_source with two sizes of vocabulary.
+        ValueError: a size is below 1 (N below 0), h does not divide d_model, kv_heads does not
+            divide h, dropout is outside [0, 1], an activation or a norm is unknown, padding_idx is
+            outside a vocabulary, tie_source is True and the vocabularies differ in size.
         TypeError: a size is not an int, a flag not a bool.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3 and table 3 (base);
@@ -143,16 +142,16 @@ def make_decoder(
     padding_idx: int | None = None,
     tie_generator: bool = False,
 ) -> LanguageModel:
-    """Build a decoder-only language model, initialised as `make_model` is.
+    """Build a decoder-only language model, initialised as in `make_model`.
 
-    Its layers are those of an encoder, causal self-attention and feed-forward: a token sees itself
-    and those before it.
+    Its layers are encoder layers, of causal self-attention and feed-forward: a token attends to
+    itself and earlier tokens.
 
     Args:
         vocab: number of tokens.
         N: layers.
         d_model, d_ff, h, dropout, norm_first, activation, norm: as in `make_model`.
-        kv_heads, learned_positions, max_len, padding_idx, tie_generator: as there.
+        kv_heads, learned_positions, max_len, padding_idx, tie_generator: as in `make_model`.
 
     Raises ValueError and TypeError as `make_model` does.
 
@@ -172,9 +171,9 @@ def make_decoder(
 
 
 def _initialised(model: Model) -> Model:
-    """Draw the weights of two dimensions by xavier_uniform_; the rows of padding are zero.
+    """Initialise two-dimensional weights with xavier_uniform_ and the rows of padding with zeros.
 
-    Learned positions, [1, max_len, d], start as the sinusoid and stay.
+    Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid.
     """
     for p in model.parameters():
         if p.dim() == 2:
@@ -192,7 +191,7 @@ class EncoderDecoder(nn.Module):
     forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
     DecoderLayer -> [B, T, d_model], the input of `generator`.
 
-    Raises ValueError and TypeError as its parts do.
+    Raises ValueError and TypeError as its modules do.
     """
 
     def __init__(
@@ -235,11 +234,11 @@ class EncoderDecoder(nn.Module):
         tgt_mask: Tensor | None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Return [B, T, d_model] of memory [B, S, d_model] and tgt [B, T].
+        """Return the decoder's output [B, T, d_model] for memory [B, S, d_model] and tgt [B, T].
 
-        With a cache tgt holds the tokens after those that the cache holds, and tgt_mask, [B, T, S]
-        over both, is not needed: each token sees those before it and itself. The keys and values of
-        the memory are computed once: later steps take the same memory, or None.
+        With a cache, tgt holds the tokens that follow those in the cache, and self-attention is
+        causal: tgt_mask, whose last dimension counts both, may be None. The keys and values of the
+        memory are computed once: later steps pass the same memory again, or None.
         """
         require_tensor("tgt", tgt)
         require_cache(cache)
@@ -252,14 +251,14 @@ class LanguageModel(nn.Module):
 
     Args:
         embed: token ids [B, T] -> [B, T, d_model].
-        decoder: such as an `Encoder` whose layers are causal.
+        decoder: a stack of causal layers, such as an `Encoder` of them.
         generator: [.., d_model] -> log-probabilities [.., vocab].
 
     forward(tokens, mask=None, cache=None): tokens [B, T], mask [B, 1, T], [B, T, T], [1, T, T] or
     None -> [B, T, d_model], the input of `generator`. With a `DecoderCache` the tokens follow those
-    that the cache holds, and the last size of the mask counts both.
+    in the cache, and the last dimension of the mask counts both.
 
-    Raises ValueError and TypeError as its parts do.
+    Raises ValueError and TypeError as its modules do.
     """
 
     def __init__(self, embed: nn.Module, decoder: Encoder, generator: Generator) -> None:
@@ -278,8 +277,9 @@ class LanguageModel(nn.Module):
 
 
 def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """Return embed(tokens) for tokens [B, S] that follow those of the cache: in one kernel if embed
-    is Embeddings, then PositionalEncoding.
+    """Return embed(tokens) for tokens [B, S] that follow those in the cache.
+
+    One kernel computes it if embed is Embeddings, then PositionalEncoding.
     """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
@@ -289,14 +289,14 @@ def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = Non
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
     held = 0 if cache is None else cache.longest
-    fits = tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]  # else its error
+    fits = tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]  # else it raises
     if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
         return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)
     pe, shape = position.pe[0], tokens.shape
     if cache is not None:
         rows = position.rows("tokens", tokens, cache.start())
         pe = rows.flatten(0, 1)
-        if len(rows) > 1:  # each row has positions of its own: one long row of tokens
+        if len(rows) > 1:  # each row has its own positions: make it one long row
             tokens = tokens.reshape(1, -1)
     out = functional.embed(
         tokens,
@@ -310,7 +310,7 @@ def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = Non
 
 
 def has_positions(embed: nn.Module) -> bool:
-    """Return whether `embed` can begin at another position than the first, as a cache needs it."""
+    """Return whether `embed` can start at a later position than 0, as with a cache."""
     return (
         type(embed) is nn.Sequential
         and len(embed) > 0
@@ -320,7 +320,7 @@ def has_positions(embed: nn.Module) -> bool:
 
 
 def _embedded_from(embed: nn.Module, tokens: Tensor, cache: DecoderCache) -> Tensor:
-    """Return embed(tokens), module by module, for tokens [B, S] that follow those of the cache."""
+    """Return embed(tokens), module by module, for tokens [B, S] that follow those in the cache."""
     if not isinstance(embed, nn.Sequential) or not has_positions(embed):
         raise TypeError(
             f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
@@ -356,7 +356,7 @@ class Generator(AliasedModule):
 
 
 def subsequent_mask(size: int) -> Tensor:
-    """Return the causal mask, boolean [1, size, size]: True where j <= i, so that i sees j.
+    """Return the causal mask, boolean [1, size, size]: True where query i sees key j, j <= i.
 
     Raises ValueError if size is negative, TypeError if it is not an int.
     """

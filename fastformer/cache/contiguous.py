@@ -14,16 +14,16 @@ __all__ = ["KVCache"]
 
 
 class KVCache(SelfAttentionCache):
-    """The keys and values of B rows of up to `capacity` positions, for one attention.
+    """The keys and values of B rows of up to `capacity` positions, for one attention layer.
 
     Args:
         batch: rows.
         heads: key-value heads, G.
         capacity: positions of a row.
         head_dim: features of a key, D.
-        value_dim: features of a value, Dv; those of a key by default.
+        value_dim: features of a value, Dv; head_dim by default.
         dtype: float32, float16, bfloat16 or float64; torch's default dtype by default.
-        device: where the buffers lie; torch's default device by default.
+        device: the device of the buffers; torch's default device by default.
 
     Attributes:
         key, value: the buffers [B, G, capacity, D] and [B, G, capacity, Dv].
@@ -58,17 +58,17 @@ class KVCache(SelfAttentionCache):
         self._rows = self.lengths.new_empty(0, 1)  # the index of each row, [B, 1] int64
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Return the keys [B, G, longest, D] and values, undefined past the length of a row."""
+        """Return keys and values [B, G, longest, ..], undefined past the length of each row."""
         return self.key[:, :, : self.longest], self.value[:, :, : self.longest]
 
     def reorder(self, index: Tensor) -> None:
-        """Let row i hold what row index[i] holds, as a search with beams needs it.
+        """Replace row i by row index[i], for all i at once, as beam search does.
 
-        index: [B'] integers in [0, B). The buffers stay the same tensors where B' is B.
+        index: [B'] integers in [0, B). The buffers stay the same tensors if B' is B.
 
         Raises:
-            ValueError: another shape or device, a row that is not there.
-            TypeError: index is not of integers.
+            ValueError: index has another shape or device, or holds a row outside [0, B).
+            TypeError: index is not an integer tensor.
         """
         rows = require_rows(index, self.lengths)
         held = self.contents() if len(rows) == len(self.lengths) else (self.key, self.value)
@@ -80,7 +80,7 @@ class KVCache(SelfAttentionCache):
             self.lengths.copy_(lengths)
         else:
             self.key, self.value, self.lengths = key, value, lengths
-        if not self._even:  # else each row has the length that the host knows
+        if not self._even:  # else all rows still have the length that the host knows
             self._measure()
 
     # ------------------------------------------------------------------------------------- parts
@@ -95,7 +95,7 @@ class KVCache(SelfAttentionCache):
             new = slice(self.longest - n, self.longest)
             self.key[:, :, new], self.value[:, :, new] = key, value
         else:
-            if len(self._rows) != len(self.lengths):  # at first, and after a reorder
+            if len(self._rows) != len(self.lengths):  # at first, and for another batch
                 self._rows = torch.arange(len(self.lengths), device=key.device).unsqueeze(1)
             at = self._rows, slice(None), self._positions(n)  # [B, n, G, D]
             self.key[at], self.value[at] = key.transpose(1, 2), value.transpose(1, 2)

@@ -17,11 +17,11 @@ __all__ = ["DecoderCache"]
 
 
 class LayerCache:
-    """The caches of one decoder layer. The first append makes one that fits its keys.
+    """The caches of one decoder layer. The first append creates `own`, to fit its keys.
 
     Attributes:
         own: the cache of the layer's self-attention; None before the first append.
-        memory: the MemoryCache of its cross-attention.
+        memory: the MemoryCache of the layer's cross-attention.
     """
 
     def __init__(self, capacity: int, page_size: int | None, pages: int | None) -> None:
@@ -30,7 +30,7 @@ class LayerCache:
         self._capacity, self._page_size, self._pages = capacity, page_size, pages
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Append as `KVCache.append` does."""
+        """Append to `own` as `KVCache.append` does."""
         own = self.own
         if own is None:
             for name, x in (("key", key), ("value", value)):
@@ -42,7 +42,7 @@ class LayerCache:
         self.own = own
 
     def reorder(self, index: Tensor, same_memory: bool = False) -> None:
-        """Reorder both as `KVCache.reorder` does; same_memory leaves that of the memory."""
+        """Reorder both as `KVCache.reorder` does; same_memory=True leaves `memory` as it is."""
         own = self.own
         if own is not None:
             rows = len(own.lengths)
@@ -69,31 +69,32 @@ class LayerCache:
     def attend(
         self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
     ) -> Tensor:
-        """Attend as `KVCache.attend` does, after an append."""
+        """Attend to `own` as `KVCache.attend` does; an append has to come first."""
         assert self.own is not None
         return self.own.attend(query, mask, dropout_p, **options)
 
     def weights(self, query: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Return the weights, as `KVCache.weights` does."""
+        """Return the weights, as `KVCache.weights` does; an append has to come first."""
         assert self.own is not None
         return self.own.weights(query, mask, **options)
 
 
 class DecoderCache:
-    """What a decoder keeps between its steps: a `LayerCache` for each of its layers.
+    """The keys and values that a decoder keeps between steps: a `LayerCache` for each layer.
 
-    The buffers are made at the first step, to fit the batch, the heads and the dtype of its keys.
+    The first step allocates the buffers, to fit the batch, the heads and the dtype of its keys.
 
     Args:
-        capacity: positions of a row, those of the prompt included.
-        page_size: if given, each layer has a `PagedKVCache` with such pages, else a `KVCache`.
-        pages: pages of a layer; as many as all rows can take by default.
+        capacity: positions of a row, including the prompt.
+        page_size: if given, each layer has a `PagedKVCache` with pages of this size, else a
+            `KVCache`.
+        pages: pages of a layer; by default as many as all rows need at full capacity.
 
     Attributes:
-        layers: those of the layers that have run.
+        layers: the `LayerCache` of each layer that has run.
 
-    Raises ValueError if a size is below 1 or page_size is not that of a `PagedKVCache`, TypeError
-    if one is not an int.
+    Raises ValueError if a size is below 1, page_size is not one that `PagedKVCache` takes, or pages
+    is given without page_size, TypeError if one of them is not an int.
     """
 
     def __init__(
@@ -109,35 +110,35 @@ class DecoderCache:
         self.capacity = capacity
         self._pages = page_size, pages
         self.layers: list[LayerCache] = []
-        self.graph: object = None  # a captured step over the buffers, kept for the next call
+        self.graph: object = None  # the CUDA graph of a step, kept for the next call
 
     def layer(self, i: int) -> LayerCache:
-        """Return the caches of layer i, which are made where there are none yet."""
+        """Return the caches of layer i, created on first use."""
         while len(self.layers) <= i:
             self.layers.append(LayerCache(self.capacity, *self._pages))
         return self.layers[i]
 
     @property
     def longest(self) -> int:
-        """Positions of the longest row, as `KVCache.longest`."""
-        return max([0, *(own.longest for own in self._own())])  # dynamo knows no default=
+        """Return the length of the longest row, as `KVCache.longest` gives it."""
+        return max([0, *(own.longest for own in self._own())])  # dynamo has no max(default=)
 
     @property
     def lengths(self) -> Tensor | None:
-        """Positions of each row, [B] int32 on the device; None before the first step."""
+        """Return the length of each row, [B] int32 on the device; None before the first step."""
         return next((own.lengths for own in self._own()), None)
 
     def start(self) -> int | Tensor:
-        """Return the position of the next token: an int, or [B] where the host cannot know it."""
+        """Return the position of the next token: an int, or a tensor [B] as in `KVCache.start`."""
         for own in self._own():
             return own.start()
         return 0
 
     def reorder(self, index: Tensor, same_memory: bool = False) -> None:
-        """Let row i hold what row index[i] holds.
+        """Replace row i by row index[i], for all i at once.
 
-        index: as in `KVCache.reorder`. same_memory: whether both rows have one source, so that the
-        keys of the memory can stay.
+        index: as in `KVCache.reorder`. same_memory: True if rows i and index[i] have the same
+        source; the keys and values of the memory then stay as they are.
         """
         for layer in self.layers:
             layer.reorder(index, same_memory)
@@ -148,7 +149,10 @@ class DecoderCache:
             own.crop(length)
 
     def reset(self, batch: int | None = None) -> None:
-        """Forget all positions and the memory. The buffers stay, but for another batch, if given.
+        """Forget all positions and the memory.
+
+        batch: rows of the next call, None for as many as before. The buffers are kept unless their
+            number of rows differs from it.
 
         Raises ValueError if batch is below 1, TypeError if it is not an int.
         """
@@ -163,14 +167,14 @@ class DecoderCache:
 
     @contextmanager
     def advanced(self, n: int) -> Iterator[None]:
-        """The context of `KVCache.advanced`, for all layers."""
+        """Enter `KVCache.advanced` for all layers."""
         with ExitStack() as stack:
             for own in self._own():
                 stack.enter_context(own.advanced(n))
             yield
 
     def buffers(self) -> Iterator[Tensor]:
-        """Return the tensors that a step reads and writes."""
+        """Yield the tensors that a step reads and writes."""
         for layer in self.layers:
             if layer.own is not None:
                 yield from layer.own.buffers()

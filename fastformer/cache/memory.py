@@ -1,4 +1,4 @@
-"""MemoryCache: the projected keys and values of a memory."""
+"""MemoryCache: the projected keys and values of the memory, the encoder's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MemoryCache(AttendedCache):
 
     Attributes:
         key, value: the buffers [B, G, S, D] and [B, G, S, Dv]; None before the first step.
-        filled: whether they hold the keys and values of a memory.
+        filled: whether the buffers hold the keys and values of a memory.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class MemoryCache(AttendedCache):
         self._memory: Tensor | None = None
 
     def fill(self, memory: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values of `memory`, in the buffers of the last one if they fit."""
+        """Copy the keys and values of `memory` to the buffers, or new ones if they do not fit."""
         if any(x.requires_grad for x in (key, value)) and torch.is_grad_enabled():
             raise ValueError(
                 "memory requires a gradient, or its projection does, and a cache keeps none; "
@@ -53,7 +53,7 @@ class MemoryCache(AttendedCache):
         return self.key, self.value, mask, options
 
     def require_memory(self, name: str, memory: Tensor | None) -> None:
-        """Require the tensor whose keys are kept, or None."""
+        """Require the same tensor whose keys are kept, or None."""
         if memory is not None and memory is not self._memory:
             raise ValueError(
                 f"{name} is another tensor than at the first step, whose keys the cache keeps; "
@@ -61,7 +61,10 @@ class MemoryCache(AttendedCache):
             )
 
     def reorder(self, index: Tensor) -> None:
-        """Let row i hold what row index[i] holds; index as in `KVCache.reorder`."""
+        """Replace row i by row index[i], for all i at once; index as in `KVCache.reorder`.
+
+        Later steps have to pass None as the memory.
+        """
         if not self.filled:
             return
         assert self.key is not None and self.value is not None
@@ -75,7 +78,7 @@ class MemoryCache(AttendedCache):
         self._memory = None
 
     def reset(self) -> None:
-        """Forget the memory; the next step projects one again."""
+        """Forget the memory; the next step projects a new one."""
         self.filled, self.longest, self._memory = False, 0, None
 
 

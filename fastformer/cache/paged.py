@@ -17,25 +17,26 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class PagedKVCache(SelfAttentionCache):
-    """Keys and values of B rows in pages of `page_size` positions, for one attention.
+    """Keys and values of B rows in pages of `page_size` positions, for one attention layer.
 
-    A row takes a page when its last one is full, so that rows of other lengths share one store. A
-    page that several rows hold, as after `reorder`, is copied when one of them writes to it.
+    A row takes another page when its last page is full, so that short rows do not reserve the space
+    of long ones. A page that several rows hold, as after `reorder`, is copied when one of them
+    writes to it.
 
     Args:
-        pages: how many there are.
+        pages: number of pages, which all rows share.
         page_size: positions of a page: 16, 32, 64, 128 or 256.
         heads, head_dim, value_dim, dtype, device: as in `KVCache`.
         batch: rows.
-        blocks: the most pages that one row takes; all of them by default.
+        blocks: the most pages that one row can take; `pages` by default.
 
     Attributes:
         key_pages, value_pages: [pages, page_size, G, D] and [pages, page_size, G, Dv].
         block_table: [B, blocks] int32: the pages of each row, in order.
-        lengths, longest: as in `KVCache`; `longest` is exact on a GPU, too.
+        lengths, longest: as in `KVCache`; `longest` is exact on a GPU as well.
 
-    The host finds the pages, so that `crop` and `reorder` wait for the device where they are given
-    a tensor on it. `append` does not wait.
+    The host assigns the pages, so that `crop` and `reorder` wait for the device if their argument
+    is a tensor on it. `append` does not wait.
 
     Raises ValueError and TypeError as `KVCache` does, ValueError for another page_size.
 
@@ -69,12 +70,12 @@ class PagedKVCache(SelfAttentionCache):
                 batch, blocks, dtype=torch.int32, device=self.key_pages.device
             )
         self._free = list(reversed(range(pages)))
-        self._uses = [0] * pages  # rows that hold the page
+        self._uses = [0] * pages  # the number of rows that hold each page
         self._tables: list[list[int]] = [[] for _ in range(batch)]
-        self._held = [0] * batch  # positions
+        self._held = [0] * batch  # the length of each row
 
     def add_pages(self, pages: int) -> None:
-        """Add pages, in buffers that are new."""
+        """Add pages; this copies the buffers to larger ones."""
         require_size(pages=pages)
         self.key_pages, self.value_pages = (
             torch.cat([x, x.new_zeros(pages, *x.shape[1:])])
@@ -103,7 +104,7 @@ class PagedKVCache(SelfAttentionCache):
         return functional.paged_attention(query, *pages, table, self.lengths, **options)
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Return the keys [B, G, longest, D] and values, undefined past the length of a row."""
+        """Return keys and values [B, G, longest, ..], undefined past the length of each row."""
         pages = self.block_table[:, : self._blocks()].long()
         key, value = (
             x[pages].flatten(1, 2).transpose(1, 2)[:, :, : self.longest]
@@ -112,13 +113,13 @@ class PagedKVCache(SelfAttentionCache):
         return key, value
 
     def reorder(self, index: Tensor) -> None:
-        """Let row i hold what row index[i] holds, without copies: the rows share their pages.
+        """Replace row i by row index[i], for all i at once, without copies: rows share pages.
 
         index: [B'] integers in [0, B).
 
         Raises:
-            ValueError: another shape or device, a row that is not there.
-            TypeError: index is not of integers.
+            ValueError: index has another shape or device, or holds a row outside [0, B).
+            TypeError: index is not an integer tensor.
         """
         rows = require_rows(index, self.lengths)
         chosen = rows.tolist()
@@ -150,7 +151,7 @@ class PagedKVCache(SelfAttentionCache):
         self._hold([held - n for held in self._held])
 
     def _hold(self, lengths: list[int]) -> None:
-        """Hold no more than these lengths, and free the pages past them."""
+        """Shorten the rows to these lengths, and free the pages past them."""
         self._held = lengths
         for table, held in zip(self._tables, self._held):
             pages = -(-held // self.page_size)
@@ -174,7 +175,7 @@ class PagedKVCache(SelfAttentionCache):
         return *self.contents(), mask, dict(options, is_causal=query.shape[-2] > 1)
 
     def _blocks(self) -> int:
-        """Return the pages of the longest row, at least one."""
+        """Return the number of pages of the longest row, at least 1."""
         return max(1, -(-self.longest // self.page_size))
 
     def _count(self) -> None:
@@ -194,7 +195,7 @@ class PagedKVCache(SelfAttentionCache):
 
     def _take_room(self, n: int) -> None:
         size, uses = self.page_size, list(self._uses)
-        copied = []  # rows whose last page is partly filled and held by other rows
+        copied = []  # rows whose last page is partly filled and shared with others
         for row, (table, held) in enumerate(zip(self._tables, self._held)):
             if n and held % size and uses[table[-1]] > 1:
                 uses[table[-1]] -= 1

@@ -1,4 +1,4 @@
-"""What the caches share: how queries attend to them, and the order of an append."""
+"""The base classes of the caches: how queries attend, and how an append proceeds."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fastformer.ops import functional
 
 
 class AttendedCache:
-    """Keys and values that queries attend to; no row has more than `longest`."""
+    """Keys and values that queries attend to; no row has more than `longest` positions."""
 
     longest: int
 
     def attend(
         self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
     ) -> Tensor:
-        """Return [B, H, n, Dv], what the queries [B, H, n, D] read; H is a multiple of G.
+        """Return the output [B, H, n, Dv] for queries [B, H, n, D]; H is a multiple of G.
 
-        mask: True keeps a key; it broadcasts to [B, H, n, longest]. dropout_p, options: those of
-        `scaled_dot_product_attention` that the cache does not decide.
+        mask: True keeps a key; it broadcasts to [B, H, n, longest]. dropout_p, options: arguments
+        of `scaled_dot_product_attention` that the cache does not set itself.
         """
         key, value, mask, options = self._arguments(query, mask, options)
         return functional.scaled_dot_product_attention(
@@ -42,7 +42,7 @@ class AttendedCache:
         )
 
     def weights(self, query: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-        """Return the weights of the same attention, [B, H, n, longest]."""
+        """Return the attention weights of the same call, [B, H, n, longest]."""
         key, _, mask, options = self._arguments(query, mask, options)
         weights = functional.attention_weights(query, key, mask, enable_gqa=True, **options)
         return weights[..., : self.longest]
@@ -50,15 +50,15 @@ class AttendedCache:
     def _arguments(
         self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Return key, value, mask and options for the op."""
+        """Return the key, value, mask and options to call the op with."""
         raise NotImplementedError
 
 
 class SelfAttentionCache(AttendedCache):
-    """What both caches of a self-attention share: the lengths, and the order of an append.
+    """The base class of the self-attention caches: row lengths, and the order of an append.
 
-    An append has a part on the host, which looks for room and counts, and one on the device, which
-    writes. A CUDA graph of a step replays the second alone.
+    In an append the host first reserves room and counts, then the device writes. A CUDA graph of a
+    step replays only the work of the device.
     """
 
     lengths: Tensor
@@ -69,20 +69,20 @@ class SelfAttentionCache(AttendedCache):
         with torch.inference_mode(False):
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.longest = 0
-        self._even = True  # whether each row is known to be of the length `longest`
-        self._advanced = 0  # positions that `longest` counts and no append has written yet
+        self._even = True  # whether the host knows that all rows have length `longest`
+        self._advanced = 0  # positions in `longest` that no append has written yet
         self._fixed_shapes = self.lengths.device.type != "cpu"
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Write n positions behind those of each row, in place.
+        """Write n positions after those that each row holds, in place.
 
         Args:
             key: [B, G, n, D], in the dtype and on the device of the cache.
-            value: [B, G, n, Dv], likewise.
+            value: [B, G, n, Dv], with the same dtype and device.
 
         Raises:
             ValueError: the cache is full; another batch, number of heads, head dim or device; a
-                tensor that requires a gradient while gradients are on.
+                tensor that requires a gradient while gradients are enabled.
             TypeError: another dtype.
 
         A call that raises leaves the cache as it was.
@@ -96,7 +96,7 @@ class SelfAttentionCache(AttendedCache):
             self.lengths.add_(n)
 
     def advance(self, n: int) -> None:
-        """Do the part of an append of n positions that the host does: look for room and count."""
+        """Do the work of the host in an append of n positions: reserve room and count."""
         room = self.capacity - self.longest
         if n > room:
             raise ValueError(
@@ -108,10 +108,10 @@ class SelfAttentionCache(AttendedCache):
 
     @contextmanager
     def advanced(self, n: int) -> Iterator[None]:
-        """A context for an append of n positions whose part on the host is done at its start.
+        """Call `advance(n)` on entry, so that an append of n positions inside skips it.
 
-        What happens inside is on the device alone, so that a CUDA graph can capture and replay it.
-        After an error, such as that of a capture, the host counts no append.
+        The append then works on the device only, so that a CUDA graph can capture and replay it.
+        After an error inside, such as a failed capture, `advance` is undone.
         """
         self.advance(n)
         self._advanced = n
@@ -131,7 +131,10 @@ class SelfAttentionCache(AttendedCache):
         return (*self._form[1:], self.lengths)
 
     def start(self) -> int | Tensor:
-        """Return the position of the next token: an int, or [B] where the host cannot know it."""
+        """Return the position of the next token.
+
+        It is an int on a CPU if all rows have the same length, else a tensor [B].
+        """
         return self.longest if self._even and not self._fixed_shapes else self.lengths
 
     def crop(self, length: int | Tensor) -> None:
@@ -141,7 +144,7 @@ class SelfAttentionCache(AttendedCache):
 
         Raises:
             ValueError: a length outside [0, capacity], another shape or device.
-            TypeError: length is not of integers.
+            TypeError: length is neither an int nor an integer tensor.
         """
         if not isinstance(length, Tensor):
             require_int("length", length)
@@ -163,7 +166,7 @@ class SelfAttentionCache(AttendedCache):
         self.crop(0)
 
     def _measure(self) -> None:
-        """Compute `longest` from the lengths, unless that waits for the device."""
+        """Compute `longest` from the lengths if checks may read them: on a GPU that waits."""
         if may_read(self.lengths):
             shortest, self.longest = map(int, self.lengths.aminmax())
             self._even = shortest == self.longest
@@ -174,7 +177,7 @@ class SelfAttentionCache(AttendedCache):
         return first if n == 1 else first + torch.arange(n, device=self.lengths.device)
 
     def _over_keys(self, mask: Tensor | None, keys: int) -> Tensor | None:
-        """Return a mask or bias [.., longest] as [.., keys], the keys that attention reads."""
+        """Pad a mask or bias [.., longest] to [.., keys], the keys that attention reads."""
         if mask is None or keys == self.longest or mask.shape[-1:] != (self.longest,):
             return mask
         return F.pad(mask, (0, keys - self.longest), value=False)
@@ -207,11 +210,11 @@ class SelfAttentionCache(AttendedCache):
 
     @property
     def _form(self) -> tuple[int, Tensor, Tensor]:
-        """Return the number of heads, and the buffers of keys and values [.., D]."""
+        """Return the number of heads, and the buffers of keys [.., D] and values [.., Dv]."""
         raise NotImplementedError
 
     def _take_room(self, n: int) -> None:
-        """Take what n more positions of each row need, or raise ValueError."""
+        """Reserve room for n more positions of each row, or raise ValueError."""
 
     def _write(self, key: Tensor, value: Tensor) -> None:
         raise NotImplementedError
@@ -223,7 +226,7 @@ def make_buffers(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return zeros [*sizes, D] and [*sizes, Dv], which may be written in inference mode and out."""
+    """Return zeros [*sizes, D] and [*sizes, Dv], writable in and outside inference mode."""
     require_size(head_dim=dims[0], value_dim=dims[1])
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if dtype not in FLOATING:
@@ -238,7 +241,7 @@ def make_buffers(
 
 
 def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
-    """Require rows of the cache [B'], and return them as int64."""
+    """Require indices [B'] of rows of the cache, and return them as int64."""
     require_tensor("index", index, "an integer tensor")
     if index.dtype not in INTEGERS:
         raise TypeError(f"index has dtype {index.dtype}; expected integers")

@@ -1,9 +1,9 @@
 """From a trained model to sequences: greedy decoding, sampling, and beam search.
 
-All three run one loop over the steps of a model, which give the log-probabilities of the token
-after those so far. An `EncoderDecoder` continues a start symbol, given a source; a language model,
-as `make_decoder` gives, continues its prompt. The steps read a `DecoderCache`, or compute all
-tokens again where a model takes no cache.
+All three run the same loop over the steps of a model; each step gives the log-probabilities of the
+next token. An `EncoderDecoder` continues a start symbol, given a source; a language model, as
+`make_decoder` builds it, continues its prompt. The steps use a `DecoderCache`, or recompute all
+tokens if the model takes no cache.
 
 Shapes: B sequences, K beams, R rows that the model computes, B or B K; S source length, V tokens.
 """

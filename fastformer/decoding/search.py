@@ -14,7 +14,7 @@ from fastformer.decoding.steps import Steps, make_steps, put_tokens
 
 __all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample"]
 
-WAIT_EVERY = 16  # steps on a GPU between two looks at whether all rows have ended
+WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
 
 @torch.no_grad()
@@ -29,38 +29,38 @@ def greedy_decode(
     pad_symbol: int | None = None,
     cache: bool | DecoderCache = True,
 ) -> Tensor:
-    """Decode the likeliest next token at each step.
+    """Choose the most likely next token at each step.
 
         y_0 = start_symbol, y_t = argmax_v p(v | y_0 .. y_{t-1}, src)
 
-    Gradients are off. The mode of the model does not change: call model.eval() first, or dropout
-    applies.
+    Gradients are disabled. The mode of the model does not change: call model.eval() first, or
+    dropout applies.
 
     Args:
-        model: what `make_model` gives: encode, decode and generator; or a language model, what
-            `make_decoder` gives.
-        src: [B, S] token ids; of a language model the prompts.
-        src_mask: what the encoder takes, [B, 1, S] as `Batch` makes it; None masks nothing out. Of
-            a language model it is True at the tokens of a prompt and False at padding on its right.
-        max_len: length of the result, the start symbol or the prompt included, at least 1.
+        model: a model with encode, decode and generator, as `make_model` builds it; or a language
+            model, as `make_decoder` builds it.
+        src: [B, S] token ids; for a language model the prompts.
+        src_mask: the encoder's mask, [B, 1, S] as `Batch` makes it; None masks nothing out. For a
+            language model, True at the tokens of a prompt and False at the padding on its right.
+        max_len: length of the result, including the start symbol or the prompt, at least 1.
         start_symbol: the first id of every row; None for a language model.
         end_symbol: the id that ends a row; None for none. The loop stops when all rows have ended.
-            On a GPU it looks at every 16th step alone, because a look waits for the device.
-        pad_symbol: what follows the end of a row; end_symbol by default.
-        cache: True keeps the keys and values of each token for the next steps; the step of a token
-            then costs the same at any length, but for attention. False computes all tokens again at
-            each step, as is done for a model whose modules take no cache. A `DecoderCache` is used
-            and keeps its buffers for the next call.
+            On a GPU it checks this only at every 16th step, because a check waits for the device.
+        pad_symbol: the id that fills a row after its end; end_symbol by default.
+        cache: True keeps the keys and values of each token for later steps; apart from attention, a
+            step then costs the same at any length. False recomputes all tokens at each step, which
+            is also what happens if a module of the model takes no cache. A `DecoderCache` is used
+            as the cache, and keeps its buffers for the next call.
 
     Returns:
-        [B, max_len], in the dtype and on the device of src; an empty batch gives [0, max_len].
-        Where prompts differ in length each row gets max_len - S new tokens.
+        [B, max_len], in the dtype and on the device of src; an empty batch gives [0, max_len]. If
+        the prompts differ in length, each row gets max_len - S new tokens.
 
     Raises:
-        ValueError: src not [B, S], a max_len less than 1, than the prompt, or beyond the model's
-            positions or the capacity of the cache, a symbol that is not in its vocabulary; as the
-            model does for ids and masks.
-        TypeError: ids that are not integers, a model without encode, decode and generator.
+        ValueError: src is not [B, S]; max_len is less than 1 or than the prompt, or exceeds the
+            model's positions or the capacity of the cache; a symbol is not in the vocabulary; the
+            model refuses the ids or the mask.
+        TypeError: the ids are not integers; the model has no encode, decode or generator.
 
     Source: harvardnlp/annotated-transformer, "Greedy Decoding"; the cache: Shazeer 2019, "Fast
     Transformer Decoding: One Write-Head is All You Need", section 2.4.
@@ -85,26 +85,26 @@ def sample(
     seed: int | None = None,
     cache: bool | DecoderCache = True,
 ) -> Tensor:
-    """Draw each next token from what the model gives.
+    """Draw each next token from the distribution that the model gives.
 
         y_t ~ p(v)^(1 / temperature) / sum, over the tokens that top_k and top_p keep
 
     Args:
         model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.
-        end_symbol, pad_symbol, cache: as there.
+        end_symbol, pad_symbol, cache: as in `greedy_decode`.
         temperature: above 0; below 1 it sharpens the distribution.
-        top_k: keeps the k likeliest tokens; None keeps all.
-        top_p: keeps the fewest likeliest tokens whose probabilities sum to top_p or more, in
-            (0, 1], after temperature and top_k; None keeps all.
-        seed: of the draws; None takes them from torch's generator.
+        top_k: keeps the k most likely tokens; None keeps all.
+        top_p: in (0, 1]; keeps the fewest most likely tokens whose probabilities, after temperature
+            and top_k, sum to top_p or more; None keeps all.
+        seed: the seed of the draws; None draws from torch's default generator.
 
     Returns:
         [B, max_len], as `greedy_decode`.
 
     Raises:
-        ValueError: a temperature that is not positive and finite, a top_k below 1, a top_p outside
-            (0, 1]; as `greedy_decode`.
-        TypeError: one of them of another type; as `greedy_decode`.
+        ValueError: temperature is not positive and finite, top_k is below 1, top_p is outside
+            (0, 1]; as in `greedy_decode`.
+        TypeError: one of these has another type; as in `greedy_decode`.
 
     Source: top_k: Fan et al. 2018, "Hierarchical Neural Story Generation", section 5.4; top_p:
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
@@ -120,8 +120,8 @@ class Hypotheses(NamedTuple):
     Attributes:
         tokens: [B, n_best, max_len], in the dtype of src.
         scores: [B, n_best]: log p(y | src) / ((5 + n) / 6)^alpha, n the number of new tokens; -inf
-            where there are fewer sequences than n_best.
-        lengths: [B, n_best] int64: tokens of a sequence, prompt and end symbol included.
+            in the last places if fewer than n_best sequences were found.
+        lengths: [B, n_best] int64: tokens of a sequence, including the prompt and the end symbol.
     """
 
     tokens: Tensor
@@ -144,29 +144,29 @@ def beam_search(
     n_best: int = 1,
     cache: bool | DecoderCache = True,
 ) -> Hypotheses:
-    """Search for the sequences of the largest score, with K beams for each source.
+    """Search for the sequences with the largest scores, with K beams for each source.
 
         score(y) = log p(y | src) / ((5 + n) / 6)^alpha, n new tokens
 
-    Each step extends the K likeliest beginnings by all tokens and keeps the K likeliest results
-    that have not ended; those that end are hypotheses, of which the K best are kept. The search of
-    a source is over when no beginning can reach the score of its n_best-th hypothesis, or at
-    max_len, where beginnings that have not ended are hypotheses, too.
+    Each step extends the K beams, the most likely unfinished sequences, by every token and keeps
+    the K most likely results that have not ended. A sequence that ends is a hypothesis; the K best
+    hypotheses are kept. The search for a source is over when no beam can reach the score of its
+    n_best-th hypothesis, or at max_len, where the unfinished beams become hypotheses as well.
 
     Args:
         model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.
-        end_symbol, pad_symbol, cache: as there.
+        end_symbol, pad_symbol, cache: as in `greedy_decode`.
         beams: K.
-        alpha: the length penalty, from 0 to 32: 0 is none, a larger one favours longer sequences.
-        n_best: sequences that are returned for each source, at most K.
+        alpha: the length penalty, from 0 to 32: 0 is none, a larger value favours longer sequences.
+        n_best: the number of sequences to return for each source, at most K.
 
     Returns:
         `Hypotheses`: tokens [B, n_best, max_len], scores and lengths [B, n_best].
 
     Raises:
-        ValueError: beams below 1, n_best outside [1, beams], alpha outside [0, 32]; as
+        ValueError: beams is below 1, n_best is outside [1, beams], alpha is outside [0, 32]; as in
             `greedy_decode`.
-        TypeError: one of them of another type; as `greedy_decode`.
+        TypeError: one of these has another type; as in `greedy_decode`.
 
     Source: Wu et al. 2016, "Google's Neural Machine Translation System", section 7, equation 14,
     without its coverage penalty.
@@ -175,14 +175,14 @@ def beam_search(
     if n_best > beams:
         raise ValueError(f"n_best is {n_best}; expected at most the beams, {beams}")
     alpha = require_number("alpha", alpha)
-    if not 0 <= alpha <= 32:  # beyond, the penalty of a long sequence overflows
+    if not 0 <= alpha <= 32:  # above, the penalty of a long sequence overflows
         raise ValueError(f"alpha is {alpha}; expected a number from 0 to 32")
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
     return _searched(_BeamSearch(make_steps(*given), beams, n_best, alpha)).result()
 
 
 class _Search(Protocol):
-    """What chooses tokens, given the log-probabilities of each step."""
+    """A search: it chooses tokens from the log-probabilities of each step."""
 
     steps: Steps
 
@@ -190,17 +190,23 @@ class _Search(Protocol):
         """Return the log-probabilities [R, V] after the prompts."""
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        """Choose the new tokens number i, [R], and the rows that they continue; None: their own."""
+        """Choose the i-th new tokens, [R], and return them with the rows that they continue, [R].
+
+        The rows are None if each token continues its own row.
+        """
 
     def ended(self) -> Tensor | None:
-        """Return whether nothing is left to search, a boolean on the device; None: never."""
+        """Return a device boolean that is True when the search is complete.
+
+        Return None if the search cannot end early.
+        """
 
 
 Searching = TypeVar("Searching", bound=_Search)
 
 
 def _searched(search: Searching) -> Searching:
-    """Let the search take each token that there is room for, or until it has ended."""
+    """Run the search until the sequences are full or it has ended, and return it."""
     steps = search.steps
     if not steps.new or not len(steps.prompt):
         return search
@@ -216,14 +222,14 @@ def _searched(search: Searching) -> Searching:
 
 
 def _looks(tokens: Tensor, i: int) -> bool:
-    """Say whether the host looks at what step i has computed, which waits for a GPU."""
+    """Return whether the host checks for the end after step i; on a GPU the check waits."""
     return tokens.is_cpu or i % WAIT_EVERY == WAIT_EVERY - 1
 
 
 class _RowSearch:
-    """One token a row at each step, as `choose` takes it from log-probabilities [B, V].
+    """The search of one sequence a row; `choose` takes its tokens from log-probabilities [B, V].
 
-    tokens: [B, max_len], with the pad symbol past the end of a row.
+    tokens: [B, max_len], with the pad symbol after the end of a row.
     """
 
     def __init__(self, steps: Steps, choose: Callable[[Tensor], Tensor]) -> None:
@@ -252,7 +258,7 @@ def _draws(
     top_p: float | None,
     seed: int | None,
 ) -> Callable[[Tensor], Tensor]:
-    """Return what draws tokens [B] from log-probabilities [B, V]."""
+    """Return a function that draws tokens [B] from log-probabilities [B, V]."""
     temperature = require_number("temperature", temperature)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; expected a positive number")
@@ -292,10 +298,10 @@ def _precise(scores: Tensor) -> Tensor:
 
 
 class _BeamSearch:
-    """K beginnings of each source, of the largest log-probability, and its best hypotheses.
+    """The K most likely unfinished sequences of each source, its beams, and its best hypotheses.
 
-    tokens: [B, K, max_len] of the beginnings, and scores [B, K] their log-probabilities. best:
-    the K best `Hypotheses`.
+    tokens: [B, K, max_len], the beams. scores: [B, K], their log-probabilities. best: the K best
+    `Hypotheses`.
     """
 
     def __init__(self, steps: Steps, beams: int, n_best: int, alpha: float) -> None:
@@ -307,7 +313,7 @@ class _BeamSearch:
         lengths = torch.as_tensor(self._lengths, device=device).view(-1, 1)
         none = torch.full((batch, self.beams), float("-inf"), device=device)
         self.scores = none.clone()
-        self.scores[:, 0] = 0.0  # the beginnings are all the same: one of them counts
+        self.scores[:, 0] = 0.0  # the beams are all the same at first: only one counts
         self.best = Hypotheses(self.tokens, none, lengths.expand(batch, self.beams))
         if not steps.new:
             self.best = self.best._replace(scores=self.scores)
@@ -321,7 +327,7 @@ class _BeamSearch:
         batch, beams, vocabulary = *self.scores.shape, scores.shape[-1]
         scores = _precise(scores).view(batch, beams, vocabulary)
         totals = (self.scores.unsqueeze(-1) + scores).flatten(1)
-        # A beginning ends in one way: K of the 2 K best have not ended.
+        # Of the 2 K best, at most K end: each beam ends in one way, by the end symbol.
         totals, at = totals.topk(min(2 * beams, totals.shape[1]), -1)
         origin, chosen = at // vocabulary, (at % vocabulary).to(self.tokens.dtype)
         if self.steps.end is not None:
@@ -344,9 +350,9 @@ class _BeamSearch:
         return (self.best.scores[:, self.n_best - 1] >= reachable).all()
 
     def _offer(self, tokens: Tensor, totals: Tensor, new: int) -> None:
-        """Keep the K best of the best and of sequences [B, n, L] with `new` tokens after prompts.
+        """Keep the K best of `best` and of tokens [B, n, L], with `new` tokens after the prompts.
 
-        totals: [B, n], their log-probabilities.
+        totals: [B, n], the log-probabilities of the sequences; -inf for one that does not count.
         """
         scores = torch.cat([self.best.scores, totals / _length_penalty(new, self.alpha)], 1)
         scores, at = scores.topk(self.beams, -1)
@@ -364,12 +370,12 @@ def _length_penalty(new: int, alpha: float) -> float:
 
 
 def _chosen_rows(tokens: Tensor, at: Tensor) -> Tensor:
-    """Return row at[b, j] of each tokens[b], [B, J, L]."""
+    """Return tokens[b, at[b, j]] for all b and j, [B, J, L]; tokens: [B, K, L], at: [B, J]."""
     return tokens.gather(1, at.unsqueeze(-1).expand(*at.shape, tokens.shape[-1]))
 
 
 def _extended(tokens: Tensor, origin: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> Tensor:
-    """Return the rows `origin` [B, J] of tokens [B, K, L], each with its new token number i."""
+    """Return the rows `origin` [B, J] of tokens [B, K, L], each with its i-th new token."""
     extended = _chosen_rows(tokens, origin)
     put_tokens(extended, lengths, i, new)
     return extended

@@ -1,4 +1,4 @@
-"""The steps of a model: the log-probabilities of the token after those so far."""
+"""The steps of a model: each gives the log-probabilities of the next token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fastformer.nn.transformer import has_positions, subsequent_mask
 
 
 def put_tokens(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> None:
-    """Write the new tokens number i, [B, ..], behind the prompts of `lengths` in [B, .., L]."""
+    """Write the i-th new tokens, [B, ..], to positions lengths + i of tokens [B, .., L]."""
     if isinstance(lengths, int):
         tokens[..., lengths + i] = new
     else:
@@ -37,10 +37,11 @@ def put_tokens(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> No
 
 
 class Steps:
-    """What a model gives after the tokens so far: log-probabilities [R, V] of the next one.
+    """The steps of a model: each gives the log-probabilities [R, V] of the next token.
 
-    prompt: [B, P] token ids. lengths: of the prompts, P, or [B] where they differ. new: tokens that
-    follow each prompt. end, pad: the symbol that ends a row, and what follows it.
+    prompt: [B, P] token ids. lengths: the lengths of the prompts, P, or [B] where they can differ.
+    new: the number of tokens that follow each prompt. end, pad: the symbol that ends a row, and the
+    symbol that fills it afterwards.
     """
 
     end: int | None = None
@@ -67,7 +68,7 @@ class Steps:
         self.new = max_len - self.prompt.shape[1]
 
     def begun(self) -> Tensor:
-        """Return the prompts as the beginnings of [B, max_len], and the pad symbol after them."""
+        """Return tokens [B, max_len]: the prompts, then the pad symbol."""
         tokens = F.pad(self.prompt, (0, self.new), value=self.pad)
         if isinstance(self.lengths, Tensor):
             past = torch.arange(tokens.shape[1], device=tokens.device) >= self.lengths.unsqueeze(1)
@@ -83,12 +84,15 @@ class Steps:
         raise NotImplementedError
 
     def reorder(self, rows: Tensor, same_source: bool) -> None:
-        """Let row i continue rows[i], [R'], which has the same source or another."""
+        """Let row i continue the tokens of row rows[i]; rows: [R'].
+
+        same_source: whether rows i and rows[i] have the same source.
+        """
         if not same_source and self.src_mask is not None and len(self.src_mask) > 1:
             self.src_mask = self.src_mask[rows]
 
     def _last(self, output: Tensor, lengths: int | Tensor) -> Tensor:
-        """Return the log-probabilities after the last of each row's tokens; output: [R, n, d]."""
+        """Return the log-probabilities after the last token of each row; output: [R, n, d]."""
         if isinstance(lengths, Tensor):
             last = output[torch.arange(len(output), device=output.device), lengths - 1]
         else:
@@ -97,11 +101,11 @@ class Steps:
 
 
 class _CachedSteps(Steps):
-    """Steps that compute the new tokens alone.
+    """Steps that compute only the new tokens, with a `DecoderCache`.
 
-    On a GPU the second step is captured in a CUDA graph, and replayed for each token: the host then
-    launches one graph for it, and counts. A later call with the same cache, model and sizes replays
-    the graph of the first one.
+    On a GPU the second step is captured in a CUDA graph, which is replayed for this and each later
+    step: the host then only launches the graph and counts positions. A later call with the same
+    cache, model and sizes replays the graph of the earlier call.
     """
 
     def __init__(self, cache: DecoderCache, *arguments: Any) -> None:
@@ -118,12 +122,12 @@ class _CachedSteps(Steps):
 
     def step(self, tokens: Tensor) -> Tensor:
         self._steps += 1
-        if self._steps == 2 and captures(self.model, tokens):  # the first compiles the kernels
+        if self._steps == 2 and captures(self.model, tokens):  # step 1 compiles the kernels
             self._graph = self._captured(tokens)
         return self._one(tokens) if self._graph is None else self._graph.step(tokens)
 
     def _captured(self, tokens: Tensor) -> _StepGraph | None:
-        """Return the graph of a step, that of an earlier call where it computes the same."""
+        """Return the CUDA graph of a step, of an earlier call if it fits; None if capture fails."""
         key, graph = self._graph_key(tokens), self.cache.graph
         if not isinstance(graph, _StepGraph) or graph.key != key:
             try:
@@ -139,9 +143,9 @@ class _CachedSteps(Steps):
         return self._last(self._output(tokens.unsqueeze(1)), 1)
 
     def _graph_key(self, tokens: Tensor) -> tuple[object, ...]:
-        """Return what a graph depends on beside the contents of its tensors.
+        """Return all that a graph depends on, except the contents of its tensors.
 
-        The printed model has the numbers of its modules, such as the probability of a dropout.
+        repr(model) has the numbers of its modules, such as the probability of a dropout.
         """
         modules = tuple((m, m.training) for m in self.model.modules())
         parameters = (*self.model.parameters(), *self.model.buffers())
@@ -156,7 +160,7 @@ class _CachedSteps(Steps):
         super().reorder(rows, same_source)
         self.cache.reorder(rows, same_source)
         if not same_source:
-            self.memory = None  # the cache has its keys and values
+            self.memory = None  # the cache holds its keys and values
 
     def _output(self, tokens: Tensor) -> Tensor:
         if self.translates:
@@ -165,10 +169,10 @@ class _CachedSteps(Steps):
 
 
 class _StepGraph:
-    """A step of one token a row, captured: the same kernels on the same tensors for each token.
+    """The CUDA graph of a step of one token a row: a replay runs the kernels on the same tensors.
 
-    The host's part of a step, which finds room in the cache, runs before each replay. The
-    log-probabilities of a step are overwritten by the next.
+    Before each replay the host reserves room in the cache. Each step overwrites the
+    log-probabilities of the previous one.
     """
 
     def __init__(self, key: tuple[object, ...], steps: _CachedSteps, tokens: Tensor) -> None:
@@ -184,7 +188,7 @@ class _StepGraph:
         self._counted = True  # the host has counted a step that no replay has computed yet
 
     def take_mask(self, src_mask: Tensor | None) -> None:
-        """Read this mask from now on, of the shape of the captured one."""
+        """Use this mask from now on; it has the shape of the captured one."""
         if self._mask is not None and src_mask is not None:
             self._mask.copy_(src_mask)
 
@@ -201,7 +205,10 @@ class _StepGraph:
 
 
 def captures(model: nn.Module, tokens: Tensor) -> bool:
-    """Say whether a step is captured: on a GPU, with modules that run nothing of their own."""
+    """Return whether a step is captured: on a GPU, with unmodified modules of fastformer and torch.
+
+    It is not captured with `keep_attention`, with FASTFORMER_CHECK=1, or within another capture.
+    """
     if not tokens.is_cuda or may_read(tokens) or torch.cuda.is_current_stream_capturing():
         return False
     for module in model.modules():
@@ -212,7 +219,7 @@ def captures(model: nn.Module, tokens: Tensor) -> bool:
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Capture what the function launches in a CUDA graph; return its replay, and the result."""
+    """Capture what the function launches in a CUDA graph; return its replay and its output."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = function()
@@ -220,7 +227,7 @@ def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor
 
 
 class _RecomputedSteps(Steps):
-    """Steps that compute all tokens again."""
+    """Steps that recompute all tokens, without a cache."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -260,7 +267,7 @@ def make_steps(
     pad_symbol: int | None,
     cache: bool | DecoderCache,
 ) -> Steps:
-    """Return the steps of a model that decodes, after the checks that all kinds of search share."""
+    """Check the arguments that all searches share, and return the steps of the model."""
     require_token_ids("src", src)
     require_size(max_len=max_len)
     if start_symbol is not None:
@@ -305,12 +312,12 @@ def _steps(
         raise ValueError(
             f"cache has a capacity of {cache.capacity}; expected max_len - 1 = {max_len - 1}"
         )
-    cache.reset(src.shape[0] or None)  # an empty batch takes no step, and the buffers stay
+    cache.reset(src.shape[0] or None)  # an empty batch takes no step: keep the buffers
     return _CachedSteps(cache, *arguments)
 
 
 def _require_model(model: Any, start_symbol: int | None) -> None:
-    """Require what `make_model` gives, and a start symbol, or a language model without one."""
+    """Require an encoder-decoder with a start symbol, or a language model without one."""
     if callable(getattr(model, "generator", None)) and not hasattr(model, "encode"):
         if start_symbol is not None:
             raise ValueError(
@@ -326,7 +333,7 @@ def _require_model(model: Any, start_symbol: int | None) -> None:
 
 
 def _embedding(model: Any) -> nn.Module | None:
-    """Return a module that embeds the tokens that are decoded, and no others."""
+    """Return a module whose only embedding is that of the decoded tokens, or None."""
     embed = getattr(model, "tgt_embed", None) if hasattr(model, "encode") else model
     return embed if isinstance(embed, nn.Module) else None
 
@@ -340,7 +347,7 @@ def _vocabulary(model: Any) -> int | None:
 
 
 def _require_positions(model: Any, max_len: int) -> None:
-    """Require positions for all tokens but the last, which no step reads."""
+    """Require that the model has positions for all tokens but the last, which no step reads."""
     embed = _embedding(model)
     for module in () if embed is None else embed.modules():
         if isinstance(module, PositionalEncoding) and max_len - 1 > module.pe.shape[1]:
@@ -359,7 +366,7 @@ def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
 
 
 def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
-    """Return the lengths of prompts [B, S] with padding on the right, which the mask hides."""
+    """Return the lengths [B] of prompts [B, S]; the mask hides the padding on their right."""
     require_tensor("src_mask", src_mask)
     mask = src_mask.squeeze(1) if src_mask.dim() == 3 else src_mask
     if mask.shape != src.shape or mask.is_floating_point():
@@ -377,7 +384,7 @@ def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
 
 
 def _takes_cache(model: Any) -> bool:
-    """Say whether all modules that decode take a cache, and the positions continue in it."""
+    """Return whether all modules that decode take a cache, and positions can start later than 0."""
     if not isinstance(model, nn.Module):
         return False
     translates = hasattr(model, "encode")

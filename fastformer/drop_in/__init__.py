@@ -1,1 +1,1 @@
-"""The ops in existing models: of torch, of the Annotated Transformer, of Hugging Face."""
+"""Run the ops in existing models: torch, the Annotated Transformer, Hugging Face."""

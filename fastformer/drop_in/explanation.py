@@ -1,4 +1,4 @@
-"""What a call, or each layer of a model, runs on.
+"""Explain which backend a call, or each layer of a model, runs on.
 
 print(explain("layer_norm", x, (64,)))     which backend the op takes, and why
 print(explain(model, x))                   what each layer of the model runs on
@@ -28,23 +28,24 @@ __all__ = ["Explanation", "explain"]
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Return which backend a call takes, and why.
 
-    explain(op, *args, **kwargs): for the op of that name, without running it; an object with
+    explain(op, *args, **kwargs): returns, without running the op of this name, an object with
     `.backend` and `.reason`.
 
-    explain(model, *inputs, **kwargs): runs the model once on the inputs, in the mode and on the
-    backend that are set, and returns what each layer ran on: an `Explanation`, with rows of
-    (module's name, op, backend, reason) in the order in which they ran. The backend is triton,
-    reference, torch's own op where `tune` has measured that it is the fastest ("torch (cuDNN)"),
-    or, if the module's own forward ran, torch. The rows name fastformer's ops, the torch
-    modules that `accelerate` would replace, direct calls of F.scaled_dot_product_attention, and the
-    attention layers of a Hugging Face model that ran without either, by their class. Of a compiled
-    model, the original model runs.
+    explain(model, *inputs, **kwargs): runs the model once on the inputs, in its current mode and on
+    the selected backend, and returns what each layer ran on: an `Explanation`, with rows of
+    (module's name, op, backend, reason) in the order in which they ran. The backend is "triton",
+    "reference", torch's own op if `tune` has measured that it is the fastest (such as
+    "torch (cuDNN)"), or "torch" if the module's own forward ran. The rows name fastformer's ops,
+    the torch modules that `accelerate` would replace, direct calls of
+    F.scaled_dot_product_attention, and, by their class, the attention layers of a Hugging Face
+    model in which neither an op nor that function ran. For a compiled model, the original model
+    runs.
 
     Raises:
-        ValueError: target is the name of no op.
-        TypeError: target is neither a name nor a module.
+        ValueError: target is a string that names no op.
+        TypeError: target is neither a string nor a module.
 
-    Whatever the call raises is raised as well.
+    Errors of the call itself propagate.
     """
     if not isinstance(target, nn.Module):
         if not isinstance(target, str):
@@ -80,8 +81,9 @@ class Explanation:
 class _Recorder:
     """Records what the layers of a model run on.
 
-    rows: those of an `Explanation`. _running: the modules that run, the innermost last.
-    _attended: for each of them how many attentions ran in it, on whatever backend.
+    rows: the rows of an `Explanation`. _running: the modules whose forward is running, the
+    innermost last. _attended: for each of these modules, how many attention calls ran in it, on any
+    backend.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +96,7 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which the calls of this thread are recorded."""
+        """A context that records the calls of this thread."""
         previous, running.modules = running.modules, self._running
         handles = [
             _hooks.register_module_forward_pre_hook(self._enter),

@@ -1,15 +1,15 @@
-"""Hugging Face transformers on fastformer's attention.
+"""Run Hugging Face transformers models on fastformer's attention.
 
     fastformer.register_transformers()
     model = AutoModel.from_pretrained(..., attn_implementation="fastformer")
 
-transformers asks an attention implementation for two functions. One makes the mask, once in a
-forward for all layers of a kind. The other is the attention of a layer, and is given that mask.
-Here the first function, `mask`, returns a `Mask`: a type of its own that holds no more than it
-needs to tell which keys each query sees. The second, `attention`, takes a `Mask`, or a tensor of
-the user's that follows the rules of PyTorch's attention; it refuses, by name, what it does not
-know. A layer without a mask sees everything, as it does under eager: its own `is_causal`, which
-some models set wrong, is not read.
+transformers asks an attention implementation for two functions. The mask function runs once per
+forward for all layers of one kind (such as sliding-window layers). The attention function runs in
+each layer and receives that mask. Here the mask function, `mask`, returns a `Mask`: a separate type
+that holds only what determines which keys each query sees. The attention function, `attention`,
+takes a `Mask`, or a user's tensor that follows the rules of PyTorch's attention; it raises an error
+that names any keyword it does not know. A layer without a mask sees every key, as with the "eager"
+implementation: the layer's own `is_causal` is not read, because some models set it wrong.
 
 Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head dims.
 """
@@ -33,10 +33,10 @@ from fastformer.nn.padding import lengths_of
 from fastformer.ops import functional
 
 NAME = "fastformer"
-_Sides = tuple[int | None, int | None]  # of a band: left and right
+_Sides = tuple[int | None, int | None]  # left and right bound of a band
 
-# Keywords that models pass to an attention function and that change nothing here: what they say is
-# in the mask already, or is meant for another implementation or for other parts of the model.
+# Keywords that models pass to an attention function and that change nothing here: their information
+# is already in the mask, or is meant for another implementation or for other modules of the model.
 KNOWN = {
     "cache_position",
     "deterministic",
@@ -59,10 +59,10 @@ KNOWN = {
     "use_cache",
     "video_grid_thw",
 }
-# Keywords that describe packed sequences: the mask has to hold the sequences.
+# Keywords that describe packed sequences: accepted only if the mask separates the sequences.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-# Keywords that some models pass and `attention` refuses, with their meaning for the message. It
-# refuses any other keyword as well.
+# Keywords that some models pass and `attention` rejects, with their meaning for the error message.
+# It rejects every other unknown keyword as well.
 REFUSED = {
     "sinks": "attention sinks of each query",
     "head_mask": "a factor for each head",
@@ -73,20 +73,21 @@ REFUSED = {
 
 
 def register_transformers() -> None:
-    """Register attn_implementation="fastformer" in transformers, for every model of the process.
+    """Register attn_implementation="fastformer" in transformers, for every model in the process.
 
     The function registers `attention` in transformers' AttentionInterface and `mask` in its
     AttentionMaskInterface. Models that take their attention from there run on fastformer with
-    padding, causality, sliding windows, grouped heads, cross-attention, position bias, sinks,
-    softcap, dropout and any cache of `generate`. Models that choose an attention class by the name
-    get one that runs their sdpa class on fastformer, or an error that names them. A model that does
+    padding, causal masks, sliding windows, grouped-query attention, cross-attention, position bias,
+    sinks, softcap, dropout and any cache of `generate`. Models that look up an attention class by
+    the implementation's name get their own sdpa class with its attention calls on fastformer; if
+    they have no separate sdpa class, they get an error that names the class. A model that does
     neither keeps its own attention: `explain(model, ...)` shows which layers do. `use_backend`
-    chooses the backend, as it does for every op. A second call changes nothing.
+    selects the backend, as for every op. A second call changes nothing.
 
     Raises:
         ImportError: transformers is not installed, or is too old.
 
-    Source: the interface is that of huggingface/transformers.
+    Source: the attention interface of huggingface/transformers.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -113,15 +114,18 @@ def register_transformers() -> None:
         PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
 
 
-# A class that sets all of them to False in its own body is a part with its own attention, such as
-# the audio tower of Gemma 4. By default transformers gives such a part eager.
+# A submodel class that sets all of these flags to False in its own body computes its own attention,
+# such as the audio tower of Gemma 4. It gets "eager", which is also transformers' default for it.
 _SUPPORTS = [
     f"_supports_{what}" for what in ("sdpa", "flash_attn", "flex_attn", "attention_backend")
 ]
 
 
 def _enter_classes(models: ModuleType) -> None:
-    """Add the name to the tables from which a file of models takes its attention classes."""
+    """Add "fastformer" to the tables that map implementation names to attention classes.
+
+    models: the module that defines the model's class.
+    """
     for name, table in vars(models).items():
         known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
         if known and "eager" in table and NAME not in table:
@@ -130,7 +134,7 @@ def _enter_classes(models: ModuleType) -> None:
 
 
 def _overridden(sdpa: type) -> type:
-    """Return a class whose calls of F.scaled_dot_product_attention run on fastformer."""
+    """Return a subclass of `sdpa` whose F.scaled_dot_product_attention calls run on fastformer."""
     from fastformer.drop_in.sdpa import sdpa_override
 
     class Overridden(sdpa):
@@ -143,7 +147,7 @@ def _overridden(sdpa: type) -> type:
 
 
 def _refusal(name: str, table: Mapping[str, Any]) -> Callable[..., NoReturn]:
-    """Return what raises in place of a class, in a table whose models have no sdpa class."""
+    """Return a function that raises, for a table of attention classes without an sdpa class."""
     own, others = table["eager"].__name__, ", ".join(repr(key) for key in table)
     hint = "; with 'sdpa' and fastformer.sdpa_override() around the call it runs on fastformer"
 
@@ -174,36 +178,38 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run `scaled_dot_product_attention` as a layer of transformers calls it.
+    """Run `scaled_dot_product_attention` with the signature that transformers' layers call.
 
     Args:
-        module: the layer, for errors.
-        query: [B, H, Sq, D]; B = 1 serves all sequences of the keys.
+        module: the layer, used in error messages.
+        query: [B, H, Sq, D]; a batch of 1 broadcasts to the batch of key.
         key, value: [B, G, Sk, D] and [B, G, Sk, Dv]; the heads are not repeated.
-        attention_mask: what `mask` returned, or a complete mask of the user's,
-            [B or 1, H or 1, Sq or 1, Sk]: boolean, True keeps a key, or floating and added to the
-            scores.
-        dropout: probability that a weight is dropped: 0 in evaluation.
+        attention_mask: the result of `mask`, or a user's complete mask
+            [B or 1, H or 1, Sq or 1, Sk]: boolean, where True keeps a key, or floating, which is
+            added to the scores.
+        dropout: the dropout probability of the attention weights; 0 in evaluation.
         scaling: the factor on query key^T; 1/sqrt(D) by default.
-        is_causal: True makes a call without a mask causal.
-        position_bias: added to the scores, any shape that broadcasts to [B, H, Sq, Sk]. It has a
-            gradient.
+        is_causal: if True, a call without a mask is causal.
+        position_bias: added to the scores; any shape that broadcasts to [B, H, Sq, Sk]. It receives
+            a gradient.
         softcap: as in `scaled_dot_product_attention`.
-        output_attentions: if True, return the weights, before dropout, at the cost of making them.
-        s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They have a gradient.
-        kwargs: other keywords that transformers passes to every implementation. They have to be
-            known to change nothing (`KNOWN`, such as `sliding_window`, which the mask holds).
+        output_attentions: if True, also return the weights before dropout, which materializes
+            them.
+        s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They receive a gradient.
+        kwargs: other keywords that transformers passes to every implementation. Each has to be one
+            that changes nothing here (`KNOWN`, such as `sliding_window`, which the mask holds).
 
     Returns:
-        ([B, Sq, H, Dv], the weights [B, H, Sq, Sk] or None). A query that sees no key gives zeros.
+        (output [B, Sq, H, Dv], weights [B, H, Sq, Sk] or None). The output of a query that sees no
+        key is zero.
 
     Raises:
-        ValueError: a keyword is unknown and neither None nor False; the mask does not hold the
-            packed sequences that a keyword describes; the mask has other lengths;
-            `scaled_dot_product_attention` refuses an argument.
-        TypeError: the mask is of another kind, such as flex attention's, or holds integers.
+        ValueError: a keyword is unknown and neither None nor False; the mask does not separate the
+            packed sequences that a keyword describes; the mask does not match Sq and Sk;
+            `scaled_dot_product_attention` rejects an argument.
+        TypeError: the mask is of another type, such as flex attention's, or has an integer dtype.
         RuntimeError: `mask` is not registered under the implementation's name. transformers would
-            then make no masks, without a message.
+            then silently create no masks.
     """
     _require_registered(module)
     if query.shape[0] != key.shape[0]:
@@ -214,15 +220,15 @@ def attention(
     _require_known(module, kwargs, complete)
     if bias is not None and position_bias is not None:
         bias = bias + position_bias
-    if right == 0 and q_length == 1:  # the last query may see every key
+    if right == 0 and q_length == 1:  # causality lets the last query see every key
         right = None
     causal = left is None and right == 0
     held, lengths = _key_lengths(attention_mask, query.shape[0])
-    if lengths is not None and _cuts(lengths, query, held):  # the rest costs time alone
+    if lengths is not None and _cuts(lengths, query, held):  # skip the empty end of the buffer
         held, n, lengths = False, int(lengths[0]), None
         key, value = key[:, :, :n], value[:, :, :n]
         visible, position_bias = (_of_first(n, x) for x in (visible, position_bias))
-    aligned = q_length == key.shape[2] and not held  # the first query with the first key
+    aligned = q_length == key.shape[2] and not held  # both begin at the same position
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
         is_causal=causal,
@@ -254,7 +260,10 @@ def _require_registered(module: nn.Module) -> None:
 
 
 def _require_known(module: nn.Module, given: Mapping[str, object], complete: bool) -> None:
-    """Refuse keywords that `attention` does not know. complete: the mask is [.., Sq, Sk]."""
+    """Raise for keywords that `attention` does not know.
+
+    complete: whether the mask has a row for each query, [.., Sq, Sk].
+    """
     for name, x in given.items():
         if x is None or x is False or name in KNOWN:
             continue
@@ -273,7 +282,7 @@ def _require_known(module: nn.Module, given: Mapping[str, object], complete: boo
 def _read_mask(
     attention_mask: object, is_causal: bool, q_length: int, k_length: int
 ) -> tuple[Tensor | None, Tensor | None, _Sides]:
-    """Return (boolean mask, bias, sides of the band) from the mask that a layer was given."""
+    """Return (boolean mask, bias, bounds of the band) from the mask that a layer was given."""
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
     if not isinstance(attention_mask, Mask):
@@ -290,7 +299,7 @@ def _read_mask(
 
 
 def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | None]:
-    """Return whether the keys fill a part of a buffer alone, and their lengths [B], if known."""
+    """Return whether the keys fill only the start of a buffer, and their lengths [B] if known."""
     if not isinstance(attention_mask, Mask):
         return False, None
     held, lengths = attention_mask.held, attention_mask.lengths
@@ -300,17 +309,21 @@ def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | Non
 
 
 def _cuts(lengths: Tensor, query: Tensor, held: bool) -> bool:
-    """Whether a layer reads a view of the keys that a buffer holds: no kernel counts them."""
+    """Return whether to slice the keys of a buffer to the filled ones before the call.
+
+    The kernels skip the others by themselves; elsewhere the slice saves time, but needs their
+    number on the host.
+    """
     return held and readable(lengths) and not backends.prefers_kernels(query)
 
 
 def _of_first(n: int, x: Tensor | None) -> Tensor | None:
-    """Return a mask or bias [.., Sk or 1] of the first n keys."""
+    """Return a mask or bias [.., Sk or 1] cut to the first n keys."""
     return x if x is None or x.shape[-1] == 1 else x[..., :n]
 
 
 def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:
-    """Return (boolean mask, bias), one of them None, from a mask of the user's."""
+    """Return (boolean mask, bias), one of them None, from a mask tensor that the user gave."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
@@ -334,21 +347,20 @@ class _UnsupportedError(ValueError, AttributeError):
 
 
 class Mask:
-    """Which keys each query sees in a forward, for `attention` to read. Its `shape` is
-    [B, 1, Sq, Sk].
+    """Which keys each query sees in a forward, for `attention` to read. `shape` is [B, 1, Sq, Sk].
 
-    It is not a tensor, so that no code can take it for a mask of another kind: integers, 1 and 0,
-    or floats that are added to the scores. A model may do with it what means the same for
-    PyTorch's boolean masks (True keeps a key) and no others: index it, change its shape or its
-    device, join it by & and |, invert it, concatenate several, select by it in torch.where.
-    Anything else raises an error that names the model.
+    It is not a tensor, so that no code can mistake it for another kind of mask: integers 1 and 0,
+    or floats that are added to the scores. A model may apply the operations that a boolean mask of
+    PyTorch (True keeps a key) supports: index it, change its shape or device, combine it with & and
+    |, invert it, concatenate several, use it as the condition of torch.where. Anything else raises
+    an error that names the model.
 
-    visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all. left, right:
-    query i sees the keys from i - left to i + right alone, if i is counted so that the last query
-    has the position of the last key; None is no bound. lengths: [B], past which no key is visible,
-    or None where that is not known. held: [B] int32, all the same, of keys that fill the beginning
-    of a buffer: no other is visible, and the last one is the last of these; None where they fill it
-    all.
+    visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all keys.
+    left, right: query i sees only the keys from i - left to i + right, where positions are counted
+    so that the last query has the position of the last key; None is no bound. lengths: [B], no key
+    at or past it is visible, or None if unknown. held: [B] int32, all equal: the number of keys
+    that a buffer holds at its beginning. No other key is visible, and the last query has the
+    position of the last held key. None if the buffer is full.
     """
 
     dtype = torch.bool
@@ -378,7 +390,7 @@ class Mask:
         return self.shape if dim is None else self.shape[dim]
 
     def complete(self) -> Tensor:
-        """Return the whole mask: a boolean tensor of its shape."""
+        """Return the mask as a boolean tensor of shape `self.shape`."""
         bounds = (self.left, self.right, self.held)
         if self.visible is not None and all(bound is None for bound in bounds):
             return self.visible.expand(self.shape)
@@ -398,7 +410,7 @@ class Mask:
         return type(self)(shape, visible, None, None, visible.device, self.owner)
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        """Return the mask on another device. Another dtype changes nothing."""
+        """Return the mask on another device. A dtype argument is ignored."""
         device = kwargs.get("device", args[0] if args else None)
         device = device.device if isinstance(device, Tensor) else device
         if device is None or isinstance(device, torch.dtype):
@@ -456,7 +468,7 @@ def _boolean(x: object, mask: Mask) -> Tensor:
 
 
 def _tensor_method(name: str) -> Callable[..., Mask]:
-    """Return a method of Mask that applies the method of that name to the whole mask."""
+    """Return a method of Mask that applies the Tensor method `name` to the complete mask."""
 
     def method(self: Mask, *args: object, **kwargs: object) -> Mask:
         return self._of(getattr(self.complete(), name)(*args, **kwargs))
@@ -465,7 +477,7 @@ def _tensor_method(name: str) -> Callable[..., Mask]:
 
 
 def _unsupported_method(name: str) -> Callable[..., NoReturn]:
-    """Return a method of Mask that raises."""
+    """Return a method of Mask that raises an error for the operation `name`."""
 
     def method(self: Mask, *args: object) -> NoReturn:
         raise _UnsupportedError(_unsupported(self.owner, name))
@@ -485,10 +497,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "bool", "len", "iter", 
 
 
 class _FunctionMask(Mask):
-    """A Mask that PyTorch's functions take.
+    """A Mask that PyTorch's functions accept, by `__torch_function__`.
 
-    A graph has a plain Mask instead: the tracer would take every call with such an argument, for
-    example a checkpoint, for a function of PyTorch.
+    Under torch.compile a plain Mask is used instead: the tracer would treat every call with a
+    `_FunctionMask` argument, for example a checkpoint, as a PyTorch function.
     """
 
     @classmethod
@@ -541,26 +553,26 @@ def mask(
     config: object = None,
     **kwargs: Any,
 ) -> Mask:
-    """Return which keys each query sees in a forward.
+    """Return a `Mask` of the keys that each query sees in a forward.
 
-    The `Mask` holds the padding and a band, or either or neither of them, if the pattern is
-    transformers' own causal, bidirectional or sliding one and the last query has the position of
-    the last key. Of a static cache that is longer than its contents it holds their number, too. For
-    any other pattern it holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa: packed
-    sequences, chunks, patterns joined by `and` and `or`; in a graph, windows too. Only on a CPU
-    does the function look whether there is padding at all: on a GPU the look would wait for the
-    device, and in a graph it is impossible.
+    The `Mask` holds the padding, a band, both or neither, if the pattern is transformers' own
+    causal, bidirectional or sliding-window pattern and the last query has the position of the last
+    key. For a static cache that is not full it also holds the number of filled keys. For any other
+    pattern it holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa: packed sequences,
+    chunks, patterns combined by `and` and `or`; under torch.compile, also sliding windows. Only for
+    an eager tensor on the CPU does the function check whether there is padding at all: on a GPU the
+    check would synchronize, and under torch.compile the values are not available.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
         q_offset, kv_offset: the positions of the first query and of the first key.
         mask_function: (b, h, i, j) -> whether position i sees position j; causal by default.
         attention_mask: boolean [B, n], False at padding, where n may differ from kv_offset + Sk;
-            None is no padding. A `Mask` is returned as it is.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False asks for the complete mask; one of
-            them is always False, according to the pattern. Decoding on a static cache both are; the
-            number of its keys serves as well.
-        config: of the model, for the name in errors.
+            None is no padding. A `Mask` is returned unchanged.
+        allow_is_causal_skip, allow_is_bidirectional_skip: if both are False, the complete mask is
+            wanted. transformers passes at most one of them as True, depending on the pattern. Both
+            are False when decoding with a static cache; the number of filled keys is enough there.
+        config: the model's config, for its name in error messages.
         kwargs: the other arguments of `sdpa_mask`.
 
     Source: `sdpa_mask` of huggingface/transformers.
@@ -599,7 +611,7 @@ def mask(
 
 
 def _within(sides: _Sides, q_length: int, kv_length: int) -> _Sides:
-    """Return the sides, and None for a bound that no key is beyond."""
+    """Return the bounds of the band, with None for a bound that excludes no key."""
     left, right = sides
     if left is not None and left >= kv_length - 1:
         left = None
@@ -611,9 +623,10 @@ def _within(sides: _Sides, q_length: int, kv_length: int) -> _Sides:
 def _held(
     q_offset: int | Tensor, shape: tuple[int, ...], device: torch.device | str
 ) -> Tensor | None:
-    """Return how many keys a buffer holds, [B] int32, where the queries are the last of them.
+    """Return how many keys a buffer holds, [B] int32, if the queries are the last of these keys.
 
-    None where the queries do not end in the buffer, as far as the host knows.
+    Return None if q_offset is neither an int nor a tensor of one number, or if it is an int and
+    the queries end past the buffer.
     """
     batch, _, q_length, k_length = shape
     if isinstance(q_offset, Tensor):
@@ -626,7 +639,10 @@ def _held(
 
 
 def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tensor) -> Tensor | None:
-    """Return [B, 1, 1, Sk] from boolean [B, n], as `_padding` does, for any n."""
+    """Return the padding mask [B, 1, 1, Sk] from boolean [B, n], as `_padding` does, for any n.
+
+    Return None if the held keys are known to contain no padding.
+    """
     if attention_mask is None:
         return None
     n = min(int(held[0]), k_length) if readable(held) else k_length + 1
@@ -637,7 +653,7 @@ def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tenso
 
 
 def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:
-    """Whether attention_mask is None or boolean [B, n] with n of `positions` or more."""
+    """Return whether attention_mask is None or boolean [B, n] with n >= positions."""
     return attention_mask is None or (
         attention_mask.dtype == torch.bool
         and attention_mask.dim() == 2
@@ -646,7 +662,10 @@ def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:
 
 
 def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
-    """Return [B, 1, 1, Sk] from boolean [B, n], or None if it is known to hold no padding."""
+    """Return the padding mask [B, 1, 1, Sk] from boolean [B, n], or None if it has no padding.
+
+    The values are read only where that does not wait for a device.
+    """
     if attention_mask is None:
         return None
     padding = attention_mask[:, None, None, keys]
@@ -654,7 +673,7 @@ def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
 
 
 def _sides(mask_function: Callable[..., object]) -> _Sides | None:
-    """Return how far a query sees to the left and to the right; None for an unknown pattern."""
+    """Return how far a query sees to the left and to the right, or None for an unknown pattern."""
     from transformers import masking_utils
 
     causal = masking_utils.causal_mask_function
@@ -663,7 +682,7 @@ def _sides(mask_function: Callable[..., object]) -> _Sides | None:
         return None, 0
     if mask_function is bidirectional:
         return None, None
-    if torch.compiler.is_compiling():  # dynamo does not trace a look into a function
+    if torch.compiler.is_compiling():  # dynamo cannot trace reads of a closure
         return None
     overlay, base = (*_captured(mask_function, "mask_functions", ()), None, None)[:2]
     window = _captured(overlay, "sliding_window", None)
@@ -676,6 +695,6 @@ def _sides(mask_function: Callable[..., object]) -> _Sides | None:
 
 
 def _captured(function: Any, name: str, default: Any) -> Any:
-    """Return the variable of that name that an inner function captured, or the default."""
+    """Return the variable `name` from the function's closure, or the default."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return function.__closure__[names.index(name)].cell_contents if name in names else default

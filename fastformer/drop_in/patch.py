@@ -1,10 +1,10 @@
 """Faster attention for existing PyTorch models.
 
-    report = accelerate(model)     changes the classes of its modules, in place
+    report = accelerate(model)     change the classes of its modules, in place
     print(report)                  what was replaced, what was not, and why
-    restore(model)                 gives the modules their original classes
+    restore(model)                 give the modules their original classes
 
-The forwards that replace torch's are in replacements/.
+The replacement forwards are in replacements/.
 """
 
 from __future__ import annotations
@@ -40,52 +40,57 @@ __all__ = ["Report", "accelerate", "restore"]
 def accelerate(
     model: nn.Module, *, drop_padding: bool = False, need_weights: bool = True
 ) -> Report:
-    """Let the modules of a PyTorch model run on the ops of fastformer, in place.
+    """Run the modules of a PyTorch model on the ops of fastformer, in place.
 
     It replaces nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
     nn.TransformerEncoder and nn.TransformerDecoder (thus nn.Transformer), nn.LayerNorm, nn.RMSNorm
-    and classes derived from them that keep their forward. It also replaces the attention, norm and
-    feed-forward of the Annotated Transformer: it recognizes them by their parts (linears.0 .. 3
-    with h and d_k; a_2 and b_2; w_1 and w_2) and confirms them by a trial run of the original in
-    float64. Only the class of each module changes: parameters, buffers, hooks, state dict,
+    and subclasses that keep their forward. It also replaces the attention, norm and feed-forward of
+    the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
+    d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
+    in float64. Only the class of each module changes: parameters, buffers, hooks, state dict,
     signature and defaults stay.
 
-    The outputs are torch's at every position and in every mode, padding included: zeros where
-    torch's encoder converts to nested tensors at inference, what its layers compute elsewhere.
-    These things differ. A query that sees no key gives zeros (then the output projection's bias) in
-    every mode, where torch gives NaN in some. Dropout draws its own mask. is_causal=True is
-    believed. Arguments that torch refuses as well raise a ValueError or a TypeError. An output is
-    contiguous where torch returns a transposed view. A layer whose parts have hooks calls them one
-    by one. The tutorial's `attn`, the weights of the last call, is None afterwards.
+    The outputs equal torch's at every position and in every mode, also at the padding: zeros where
+    torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
+    The differences are:
 
-    torch.jit.script does not take a replaced model: restore it first. A compiled model is compiled
-    again; the report does not count what runs in a compiled model.
+    - A query that sees no key has zero attention output (and the output projection then returns its
+      bias) in every mode; torch gives NaN in some.
+    - Dropout draws its own mask.
+    - is_causal=True is trusted: the mask is not compared with a causal one.
+    - Arguments that torch rejects too raise a ValueError or a TypeError.
+    - An output is contiguous where torch returns a transposed view.
+    - A layer whose submodules have hooks calls them one by one.
+    - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
+
+    torch.jit.script does not accept a replaced model: restore it first. A compiled model is
+    compiled again; the report does not count calls inside a compiled model.
 
     Args:
         model: any module. Modules are replaced at every depth, the model itself included.
         drop_padding: if True, every nn.TransformerEncoder that is given a boolean
-            src_key_padding_mask computes no padding, where that is at least a tenth of the batch.
-            This changes what comes out: at the padding the layers give zeros in every mode, and the
-            final norm its value of zeros. Whatever reads those positions sees them: a decoder
-            without memory_key_padding_mask, a mean over all positions, a loss that does not mask
-            them out. On a GPU each call waits for the device once. If False, padding is dropped
-            where nothing can see it: where torch itself converts, and in an nn.Transformer whose
-            memory_key_padding_mask hides it from the decoder.
-        need_weights: if False, nn.MultiheadAttention returns (output, None) whatever its callers
-            ask for, on the fused op: for a model that discards the weights, as
-            `self.attn(x, x, x)[0]` does. If True, a call with need_weights=True, torch's default,
-            runs in plain PyTorch: the report says so at once.
+            src_key_padding_mask skips the padding, if that is at least a tenth of the batch. This
+            changes the output: at the padding the layers return zeros in every mode, and the final
+            norm returns norm(0). Code that reads those positions sees the change: a decoder without
+            memory_key_padding_mask, a mean over all positions, a loss that does not mask them out.
+            On a GPU each call synchronizes once. If False, padding is dropped only where nothing
+            can see it: where torch itself converts to nested tensors, and in an nn.Transformer
+            whose memory_key_padding_mask hides it from the decoder.
+        need_weights: if False, nn.MultiheadAttention always runs on the fused op and returns
+            (output, None), even if its caller asks for weights: for a model that discards the
+            weights, as `self.attn(x, x, x)[0]` does. If True, a call with need_weights=True,
+            torch's default, runs in plain PyTorch; the report notes this immediately.
 
     Returns:
-        A `Report` of what was replaced, what was skipped and why; later also of the calls that fell
-        back.
+        A `Report` of what was replaced, and what was skipped and why; it also counts the later
+        calls that fell back.
 
     Raises:
         TypeError: model is not a module.
         ValueError: model is on the meta device.
 
-    After an error nothing is replaced. Source: torch.nn.modules.transformer; Huang et al. 2018,
-    "The Annotated Transformer" (harvardnlp).
+    If an error is raised, nothing is replaced. Source: torch.nn.modules.transformer; Huang et al.
+    2018, "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
     for name, option in (("drop_padding", drop_padding), ("need_weights", need_weights)):
@@ -93,7 +98,7 @@ def accelerate(
             raise TypeError(f"{name} is {option!r}; expected True or False")
     report = Report()
     _change_classes(_plan(model, report))
-    in_layers: set[nn.Module] = set()  # attentions of torch's layers, which ask for no weights
+    in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
     for module in report._modules.values():
         if isinstance(module, FusedTransformerEncoder):
             module._drops_padding = drop_padding
@@ -112,7 +117,7 @@ def restore(model: nn.Module) -> None:
 
     Raises:
         TypeError: model is not a module.
-        ValueError: the class of a module was changed again since, for example by
+        ValueError: the class of a module was changed again after `accelerate`, for example by
             torch.nn.utils.parametrize. Then no module is restored.
     """
     _require_module(model)
@@ -133,11 +138,11 @@ def restore(model: nn.Module) -> None:
 class Report:
     """What `accelerate` did. `print` it.
 
-    replaced: the class of each replaced module, by the module's name. skipped: why a module of a
-    kind that can be replaced was not. already: the names of the modules that were replaced before.
-    notes: what keeps a replaced module from the fused ops, known before any call.
-    fallbacks: for each replaced module the calls that did not run on the fused ops, by reason,
-    counted until now.
+    replaced: module name -> class name of each replaced module. skipped: module name -> why a
+    module of a supported kind was not replaced. already: the names of the modules that an earlier
+    call replaced. notes: module name -> what keeps a replaced module from the fused ops, as far as
+    known before any call. fallbacks: module name -> {reason: number of calls so far that did not
+    run on the fused ops}.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -193,7 +198,7 @@ def _require_model(model: nn.Module) -> None:
 
 
 def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accelerated]]]:
-    """Return the new class of each module that can be replaced, and fill in the report."""
+    """Return (module, new class) for each module that can be replaced, and fill in the report."""
     plan: list[tuple[nn.Module, type[Accelerated]]] = []
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
@@ -203,7 +208,7 @@ def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accele
         kind = _kind(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
-        except Exception as error:  # the original class restricts what derives from it
+        except Exception as error:  # the original class may reject subclasses
             cls = f"a class derived from it raises {type(error).__name__}: {error}"
         if isinstance(cls, str):
             report.skipped[name] = f"{type(module).__name__}: {cls}"
@@ -215,7 +220,7 @@ def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accele
 
 
 def _change_classes(plan: list[tuple[nn.Module, type[Accelerated]]]) -> None:
-    """Give each module its new class; after an error all have their original classes again."""
+    """Give each module its new class; on an error, give all their original classes back."""
     changed: list[Accelerated] = []
     try:
         for module, cls in plan:
@@ -240,7 +245,7 @@ _OWN = (MultiHeadedAttention, LayerNorm, PositionwiseFeedForward)  # they call t
 
 
 def _kind(module: nn.Module) -> type[Accelerated] | str | None:
-    """Return what replaces the module, why nothing does for a known class, or None."""
+    """Return the replacement of the module, or why there is none for a known class, or None."""
     for base, kind in KINDS.items():
         if isinstance(module, base):
             for name in (*kind._internal, "__call__"):
@@ -260,7 +265,7 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
 
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
-    """Why the module cannot have the attributes of the kind, or None: it has one of that name."""
+    """Return which attribute of the module has a name that the kind needs for itself, or None."""
     ours = {"_fallbacks", "_drops_padding"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
@@ -272,10 +277,10 @@ def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
 
 
 def _disagreement(module: nn.Module, kind: type[AnnotatedModule]) -> str | None:
-    """Why the kind's forward cannot replace the module's, or None.
+    """Return why the kind's forward cannot replace the module's, or None.
 
-    Both run in float64 with random parameters, in evaluation, and in training with a dropout
-    probability of 1.
+    Both forwards run in float64 with random parameters, in evaluation mode and in training mode. In
+    training, a dropout probability of 1 makes them comparable.
     """
     given = tuple(inspect.signature(type(module).forward).parameters)[1:]
     if given != kind._arguments:
@@ -314,7 +319,7 @@ def _trial_run(
     weights: Mapping[str, Tensor],
     args: tuple[Tensor | None, ...],
 ) -> Any:
-    """Call the module as an instance of the class, with the weights and every dropout at 1."""
+    """Call the module as an instance of `cls`, with these weights and dropout probability 1."""
     original = type(module)
     for m in module.modules():  # before each run: a forward may change them
         m.training = training
@@ -329,9 +334,7 @@ def _trial_run(
 
 @contextmanager
 def _state_kept(module: nn.Module) -> Iterator[None]:
-    """A context in which the module may be changed and called, without its hooks; then all
-    attributes are as before.
-    """
+    """A context that disables the module's hooks and restores all its attributes at the end."""
     modules = list(module.modules())
     before = [dict(m.__dict__) for m in modules]
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention on fastformer, without a change of the model that calls it.
+"""Run F.scaled_dot_product_attention on fastformer without changing the model that calls it.
 
 Shapes: B batch, H heads, Sq queries, Sk keys, D head dim.
 """
@@ -22,23 +22,26 @@ __all__ = ["sdpa_override"]
 
 
 class sdpa_override(TorchFunctionMode):
-    """A context in which F.scaled_dot_product_attention is fastformer's, for the calling thread.
+    """A context in which F.scaled_dot_product_attention runs on fastformer, for this thread.
 
         with fastformer.sdpa_override():
             model(x)
 
-    It takes torch's arguments with torch's meaning: a boolean mask (True keeps a key) or a floating
-    one, dropout, is_causal from the top left, scale, enable_gqa, three or four dimensions, a value
-    of another width. Torch runs, call by call, what the op does not take (nested tensors, tensor
-    subclasses, other numbers of dimensions, batches that broadcast, head dims of 0 or above 256,
-    other dtypes, a scale that is a tensor) and what is wrong. A query that sees no key gives zeros,
-    also if a floating mask hides the keys by finfo.min. Contexts nest, and work within and around
-    torch.compile. A context does not see the calls inside of nn.MultiheadAttention: `accelerate`
-    replaces that. backward() leaves every such mode, so under activation checkpointing the `with`
-    has to be inside the checkpointed function: around the checkpoint it would leave the second
-    forward to torch's attention.
+    It accepts torch's arguments with torch's meaning: a boolean mask (True keeps a key) or a
+    floating one, dropout, is_causal aligned to the top left, scale, enable_gqa, three or four
+    dimensions, a head dim of value that differs from that of query. Torch's own function runs each
+    call that the op does not support (nested tensors, tensor subclasses, other numbers of
+    dimensions, batches that broadcast, head dims of 0 or above 256, other dtypes, a scale that is a
+    tensor) and each call with invalid arguments. The output of a query that sees no key is zero,
+    also if a floating mask hides the keys by finfo.min. Contexts nest, and work inside and around
+    torch.compile. A context does not see the calls inside nn.MultiheadAttention: use `accelerate`
+    for that module.
 
-    Every torch function that runs within it passes through Python once more: some microseconds.
+    backward() runs outside of every such mode, so under activation checkpointing the `with` has to
+    be inside the checkpointed function. Around the checkpoint, the recomputed forward would use
+    torch's attention.
+
+    Every torch function called in the context costs one more Python call: some microseconds.
     """
 
     def __torch_function__(
@@ -72,18 +75,18 @@ def _sdpa(
     if reason is not None:
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
-    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # a head for all
+    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # one head for all queries
     with backends.observe(on_obstacle=_ignore):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
 
 
 def _ignore(op: str, reason: str) -> None:
-    """Count no fallback of a call outside of a module; `explain` records it."""
+    """Do not count the fallback of a call outside of a module; `explain` still records it."""
 
 
-# Each of these returns why torch's own op has to run, or None. An argument that is wrong is a
-# reason as well: torch refuses it in its own words. query: [B, H, Sq, D] or [B, Sq, D]; key and
-# value likewise, with Sk; attn_mask broadcasts to the scores [B, H, Sq, Sk].
+# Each of these functions returns why torch's own op has to run, or None. An invalid argument is a
+# reason too: torch then raises its own error. query: [B, H, Sq, D] or [B, Sq, D]; key and value:
+# [B, H, Sk, D] or [B, Sk, D]; attn_mask broadcasts to the scores [B, H, Sq, Sk].
 
 
 def _input_obstacle(

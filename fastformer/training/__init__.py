@@ -1,1 +1,1 @@
-"""Training: batches, loss, schedule and epochs, and the copy task."""
+"""Training: batches, loss, learning-rate schedule, epochs, and the copy task."""

@@ -1,4 +1,4 @@
-"""Training as the tutorials do it: batches with masks, smoothed targets, the schedule, an epoch.
+"""Training as in the tutorials: batches with masks, label smoothing, the schedule, an epoch.
 
 Shapes: B batch, S source length, T target length, V vocabulary.
 
@@ -52,26 +52,27 @@ class Batch:
     """A batch of sources and targets, with their masks.
 
     Args:
-        src: [B, S] token ids; None in a batch of a language model.
-        tgt: [B, T] token ids, T at least 2; None where only the source is wanted.
-        pad: the id of padding.
+        src: [B, S] token ids; None for a language model.
+        tgt: [B, T] token ids, T at least 2; None if only the source is needed.
+        pad: the token id of padding.
 
     Attributes:
         src: [B, S], and src_mask: [B, 1, S], True where src is not padding.
-        tgt: [B, T-1], what the decoder reads: the targets without their last column.
-        tgt_y: [B, T-1], what it is to predict: the targets without their first column.
-        tgt_mask: [B, T-1, T-1], True where position i of tgt may see position j: j <= i, and j not
-            padding.
-        ntokens: the number of tokens in tgt_y that are not padding, a tensor (reading it waits for
-            a GPU).
+        tgt: [B, T-1], the input of the decoder: the targets without their last column.
+        tgt_y: [B, T-1], the tokens to predict: the targets without their first column.
+        tgt_mask: [B, T-1, T-1], True where position i of tgt may see position j: j <= i, and j is
+            not padding.
+        ntokens: the number of tokens in tgt_y that are not padding, as a tensor (reading its value
+            synchronizes with a GPU).
 
-    The first two are None without a source, and tgt_mask is then [B, 1, T-1], True where tgt is not
-    padding: a language model is causal by itself. The last four are None without a target.
-    `to(device)` gives the batch on another device.
+    Without a source, src and src_mask are None and tgt_mask is [B, 1, T-1], True where tgt is not
+    padding, because a language model applies the causal mask itself. Without a target, tgt, tgt_y,
+    tgt_mask and ntokens are None. `to(device)` returns the batch on another device.
 
     Raises:
-        ValueError: src or tgt not of two dimensions, several batch sizes or devices, T less than 2.
-        TypeError: ids that are not integers, a pad that is no int.
+        ValueError: src or tgt does not have two dimensions, their batch sizes or devices differ, or
+            T is less than 2.
+        TypeError: the token ids are not integers, pad is not an int, or src and tgt are both None.
     """
 
     src: Tensor | None = None
@@ -109,16 +110,16 @@ class Batch:
     def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
         """Return the mask [B, T, T] of targets [B, T]: True where position i may see position j.
 
-        That is where j <= i and j is not padding.
+        Position i may see position j if j <= i and j is not padding.
         """
         require_token_ids("tgt", tgt)
         require_int("pad", pad)
         return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """Return a batch with these tensors on the device; this batch does not change.
+        """Return a copy of the batch with its tensors on the device.
 
-        Raises ValueError for a device that is none.
+        Raises ValueError for an invalid device.
         """
         try:
             device = torch.device(device)
@@ -137,37 +138,40 @@ class Batch:
 
 
 def _kept(tokens: Tensor, pad: int) -> Tensor:
-    """Return the mask of padding [B, 1, T] of tokens [B, T]: True keeps a token."""
+    """Return the padding mask [B, 1, T] of tokens [B, T]: True keeps a token."""
     return torch.ne(tokens, pad).unsqueeze(-2)
 
 
 class LabelSmoothing(nn.Module):
-    """The Kullback-Leibler divergence of log-probabilities x from smoothed targets t, summed.
+    """The summed Kullback-Leibler divergence of log-probabilities x from smoothed targets t.
 
         KL(t || exp(x)) = sum over rows and classes of t * (log t - x)
 
     t is 1 - smoothing at the true class, 0 at `padding_idx` and smoothing / (size - 2) at the
-    others. A row whose target is padding counts nothing. t is never built: with c = 1 - smoothing
-    and e = smoothing / (size - 2) a row is, the sum over all classes but the padding,
+    other classes. A row whose target is padding contributes 0. t is not materialized: with
+    c = 1 - smoothing and e = smoothing / (size - 2), the loss of a row is
 
         c log c + smoothing log e - (c - e) x[target] - e sum_v x[v]
+
+    where v runs over all classes except the padding.
 
     LabelSmoothing(size=5, padding_idx=0, smoothing=0.5) turns target 2 into 0, 1/6, 1/2, 1/6, 1/6.
 
     Args:
         size: the number of classes, at least 3.
-        padding_idx: the class of the padding.
+        padding_idx: the class that stands for padding.
         smoothing: in [0, 1).
 
     forward(x, target): x [..., size] log-probabilities, target [...] integers -> a scalar, in
-    float32 where x is float16 or bfloat16. `true_dist` holds t of the last call, as in the
-    tutorials; it is built when it is read.
+    float32 if x is float16 or bfloat16. `true_dist` is t of the last call, as in the tutorials; it
+    is computed when it is read.
 
     Raises:
-        ValueError: a size, a padding_idx or a smoothing out of range; shapes that do not fit;
-            several devices; a target outside of [0, size), or an x above 0, as logits have (looked
-            at on a CPU; on a GPU with FASTFORMER_CHECK=1).
-        TypeError: x not floating, target not integers.
+        ValueError: size, padding_idx or smoothing is out of range; the shapes do not match; the
+            devices differ; a target is outside of [0, size), or x has a value above 0, which logits
+            can have and log-probabilities cannot (values are checked on a CPU, and on a GPU with
+            FASTFORMER_CHECK=1).
+        TypeError: x is not floating, or target is not an integer tensor.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; Vaswani et al.
     2017, section 5.4; the form is the Annotated Transformer's.
@@ -175,7 +179,7 @@ class LabelSmoothing(nn.Module):
 
     def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
         super().__init__()
-        require_size(3, size=size)  # padding, the true class and another
+        require_size(3, size=size)  # padding, the true class and one other
         require_int("padding_idx", padding_idx)
         if not 0 <= padding_idx < size:
             raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
@@ -208,7 +212,7 @@ class LabelSmoothing(nn.Module):
                 raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
         if may_read(x.detach()) and x.numel():
             highest = float(x.detach().max())
-            if highest > 1e-3:  # and not by a rounding
+            if highest > 1e-3:  # more than rounding
                 raise ValueError(
                     f"x holds {highest:.4g}; "
                     "expected log-probabilities, none above 0: the log_softmax of logits"
@@ -226,7 +230,7 @@ class LabelSmoothing(nn.Module):
 
     @property
     def true_dist(self) -> Tensor | None:
-        """Return the smoothed targets of the last call, [..., size]; None before it."""
+        """The smoothed targets of the last call, [..., size]; None before the first call."""
         if self._target is None:
             return None
         target = self._target.unsqueeze(-1)
@@ -246,11 +250,11 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 
         factor * model_size^-0.5 * min(step^-0.5, step * warmup^-1.5)
 
-    Updates count from 1; step 0 is taken as 1. The rate rises linearly over `warmup` updates and
-    then falls with the root of the step.
+    Steps count from 1; step 0 is treated as 1. The rate rises linearly over `warmup` steps and then
+    falls with the inverse square root of the step.
 
-    Raises ValueError for a negative step or factor, one that is not finite, and for a model_size or
-    a warmup less than 1; TypeError where the factor is no number, or another one no int.
+    Raises ValueError if step or factor is negative, factor is not finite, or model_size or warmup
+    is less than 1; TypeError if factor is not a number, or another argument not an int.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
     """
@@ -266,14 +270,15 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], model_size: int, factor: float = 1.0, warmup: int = 4000
 ) -> tuple[Adam, LambdaLR]:
-    """Return Adam(betas=(0.9, 0.98), eps=1e-9) and a schedule, in which update n has rate(n, ...).
+    """Return Adam(betas=(0.9, 0.98), eps=1e-9) and a scheduler that gives update n rate(n, ...).
 
-    Call `scheduler.step()` after each `optimizer.step()`; `run_epoch` does. Raises ValueError and
-    TypeError as `rate` does, and for parameters that are none.
+    Call `scheduler.step()` after each `optimizer.step()`, as `run_epoch` does. Raises ValueError
+    and TypeError as `rate` does, ValueError if parameters is empty, and TypeError if parameters is
+    not an iterable of parameters or parameter groups.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3.
     """
-    rate(1, model_size, factor, warmup)  # bad numbers are named here, not inside the scheduler
+    rate(1, model_size, factor, warmup)  # raises for invalid numbers, before the scheduler is built
     if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):
         kind = type(parameters).__name__
         raise TypeError(f"parameters is a {kind}; expected those of a module, or groups of them")
@@ -286,20 +291,20 @@ def make_optimizer(
 
 
 class SimpleLossCompute:
-    """The loss per token of what the decoder returns: criterion(generator(x), y) / norm.
+    """The loss per token of the decoder's output: criterion(generator(x), y) / norm.
 
     Args:
         generator: [B, T, d_model] -> log-probabilities [B, T, V].
-        criterion: (log-probabilities [B * T, V], targets [B * T]) -> their sum, such as
+        criterion: (log-probabilities [B * T, V], targets [B * T]) -> the summed loss, such as
             `LabelSmoothing`.
 
     Called with x [B, T, d_model], y [B, T] and norm, the number of tokens (0 counts as 1), it
-    returns a scalar to differentiate. A `Generator` and a `LabelSmoothing` without hooks are not
-    called: `linear_cross_entropy` computes the same loss from their parameters, and never holds the
-    log-probabilities.
+    returns a differentiable scalar. A `Generator` and a `LabelSmoothing` without hooks are not
+    called: `linear_cross_entropy` computes the same loss from their parameters, and does not
+    materialize the log-probabilities of all tokens.
 
-    Raises TypeError for a generator or a criterion that cannot be called, an x or a y that is no
-    tensor, a norm that is no number; ValueError for a y that is not [B, T], and as its parts do.
+    Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm is
+    not a number; ValueError if y is not [B, T]. Errors of generator and criterion propagate.
     """
 
     def __init__(
@@ -335,7 +340,10 @@ class SimpleLossCompute:
         return loss / (norm.clamp(min=1) if isinstance(norm, Tensor) else max(norm, 1))
 
     def _fused(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Return the sum without the logits of all tokens, or None where a part is not ours."""
+        """Return the summed loss without materializing all logits.
+
+        Return None if generator or criterion is not an unmodified fastformer class.
+        """
         generator, criterion = self.generator, self.criterion
         if not (type(generator) is Generator and type(criterion) is LabelSmoothing):
             return None
@@ -369,32 +377,33 @@ def run_epoch(
     progress: bool | None = None,
     description: str | None = None,
 ) -> float:
-    """Run the model over every batch, and return the loss per token. With an optimizer it trains.
+    """Run the model on every batch and return the loss per token; with an optimizer, train it.
 
-    A progress bar shows loss per token and tokens per second. Between reports nothing waits for the
-    device.
+    A progress bar shows loss per token and tokens per second. The host does not synchronize with
+    the device between reports.
 
     Args:
-        data: batches with targets; where it has a length, the bar shows how much is left.
-        model: called as model(src, tgt, src_mask, tgt_mask), or as model(tgt, tgt_mask) with
-            batches without a source. Its mode is the caller's: model.train() before training,
-            model.eval() before an evaluation.
+        data: batches with targets; if it has a length, the bar shows the remaining batches.
+        model: called as model(src, tgt, src_mask, tgt_mask), or as model(tgt, tgt_mask) if the
+            batches have no source. The caller sets its mode: model.train() before training,
+            model.eval() before evaluation.
         loss_compute: (output, tgt_y, ntokens) -> loss per token, such as `SimpleLossCompute`.
-        optimizer: steps once a batch. None: an evaluation, without gradients.
+        optimizer: steps once per batch. None evaluates without gradients.
         scheduler: steps after the optimizer.
-        report: called as report(batches so far, loss per token, tokens per second), the last two
-            since the report before, every `report_every` batches and at the end.
+        report: called as report(batches so far, loss per token, tokens per second) every
+            `report_every` batches and at the end; the last two cover the time since the previous
+            report.
+        report_every: the number of batches between reports.
         progress: whether to draw the bar; False prints nothing. None draws it if standard output is
-            a terminal, and prints a line for each report if it is none and `report` is None. (A
-            notebook is none: pass True.)
+            a terminal; if standard output is not a terminal and `report` is None, it prints a line
+            for each report. (A notebook is not a terminal: pass True.)
         description: the text in front of the bar.
 
     Raises:
-        ValueError: data without a batch, a batch without a target, a scheduler without an
-            optimizer, report_every < 1.
-        TypeError: data that is not iterable or holds something else than batches; a model, a
-            loss_compute or a report that cannot be called; an optimizer or a scheduler that has no
-            step(); a progress that is not True, False or None.
+        ValueError: data has no batch, a batch has no target, scheduler is given without an
+            optimizer, or report_every < 1.
+        TypeError: data is not an iterable of batches; model, loss_compute or report is not
+            callable; optimizer or scheduler has no step(); progress is not True, False or None.
     """
     _require_epoch(data, model, loss_compute, optimizer, scheduler)
     if report is not None:
@@ -432,14 +441,14 @@ def run_epoch(
 
 
 def _inputs(batch: Batch) -> tuple[Tensor | None, ...]:
-    """Return what a model is called with, or a language model with a batch without a source."""
+    """Return the arguments of the model; a batch without a source is for a language model."""
     if batch.src is None:
         return batch.tgt, batch.tgt_mask
     return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
 
 
 def _update(loss: Tensor, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Take a step of the optimizer, and one of the scheduler after it."""
+    """Run backward, then a step of the optimizer and one of the scheduler."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -448,7 +457,10 @@ def _update(loss: Tensor, optimizer: Optimizer, scheduler: LRScheduler | None) -
 
 
 class _Meter:
-    """The loss and the tokens of an epoch. What was added since the last read is on the device."""
+    """The loss and the number of tokens of an epoch.
+
+    The sums since the last read stay on the device, so that `add` does not synchronize.
+    """
 
     def __init__(self) -> None:
         self.loss, self.tokens = 0.0, 0  # up to the last read
@@ -456,15 +468,13 @@ class _Meter:
         self._started = time.perf_counter()
 
     def add(self, per_token: Tensor, tokens: Tensor) -> None:
-        """Add a batch, without a wait for the device."""
+        """Add a batch without synchronizing."""
         device = per_token.device
         self._loss = self._loss.to(device) + per_token.float() * tokens
         self._tokens = self._tokens.to(device) + tokens
 
     def read(self) -> tuple[float, float]:
-        """Wait for the device; return the loss per token and the tokens per second since the last
-        read.
-        """
+        """Synchronize; return loss per token and tokens per second since the last read."""
         loss, tokens, now = float(self._loss), int(self._tokens), time.perf_counter()
         seconds = now - self._started
         self.loss, self.tokens, self._started = self.loss + loss, self.tokens + tokens, now
@@ -475,7 +485,7 @@ class _Meter:
 def _require_epoch(
     data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
 ) -> None:
-    """Require what `run_epoch` computes with."""
+    """Check the arguments of `run_epoch`."""
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -488,7 +498,7 @@ def _require_epoch(
 
 
 def _require_target(step: int, batch: object) -> None:
-    """Require a `Batch` that has a target."""
+    """Check that batch number `step` is a `Batch` with a target."""
     if not hasattr(batch, "tgt_mask"):
         kind = type(batch).__name__
         raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")

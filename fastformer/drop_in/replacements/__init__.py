@@ -1,17 +1,17 @@
 """The forwards that `accelerate` gives to the modules of torch and of the Annotated Transformer.
 
-A module is replaced by a change of its class: the new class derives from the original one and from
-a class of this package, which overrides `forward` under the original signature and calls the ops of
-`fastformer.ops.functional`. A call that the ops cannot run falls back to the original forward, and
-is counted on the module.
+`accelerate` replaces a module by changing its class: the new class derives from the original one
+and from a class of this package, a kind, which overrides `forward` with the original signature and
+calls the ops of `fastformer.ops.functional`. A call that the ops cannot run falls back to the
+original forward, and is counted on the module.
 
-    KINDS        what replaces a class of torch, and the classes derived from it
-    ANNOTATED    what replaces a class that looks like one of the Annotated Transformer
+    KINDS        torch's class -> the kind that replaces it and its subclasses
+    ANNOTATED    the kinds that replace classes that look like those of the Annotated Transformer
 
     base.py      the class of a replaced module, fallbacks, and what `explain` records
     attention.py nn.MultiheadAttention
     layers.py    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    stacks.py    nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer; padding is dropped
+    stacks.py    nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer; drop padding
     norms.py     nn.LayerNorm, nn.RMSNorm
     annotated.py the attention, norm and feed-forward of the Annotated Transformer
 """

@@ -1,7 +1,8 @@
 """The attention, norm and feed-forward of the Annotated Transformer on the ops.
 
-Everybody has such a class in a file of their own. `accelerate` recognizes it by its parts, and
-compares a trial run of both forwards before it replaces it.
+These classes have no package to import from: each project has its own copy. `accelerate`
+recognizes a class by its attributes, and compares trial runs of both forwards before it replaces
+the class.
 
 Source: Huang et al. 2018, "The Annotated Transformer" (harvardnlp).
 """
@@ -23,17 +24,17 @@ from fastformer.ops.attention import arguments
 
 
 class AnnotatedModule(Accelerated):
-    """A kind that replaces a class by its parts, whatever the name of that class is."""
+    """A kind that recognizes the classes it replaces by their attributes, not by their name."""
 
-    _arguments: ClassVar[tuple[str, ...]]  # of its forward
+    _arguments: ClassVar[tuple[str, ...]]  # the parameter names of its forward
 
     @staticmethod
     def _matches(module: nn.Module) -> bool:
-        """Whether a module has the parts of this kind, and no others."""
+        """Return whether a module has the submodules and parameters of this kind, and no others."""
         raise NotImplementedError
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
-        """Yield the arguments of each trial run; random(*shape) draws a tensor."""
+        """Yield the arguments of each trial run; random(*shape) returns a random tensor."""
         raise NotImplementedError
 
 
@@ -59,7 +60,7 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
         if reason is not None:
             return self._original_forward(reason, query, key, value, mask)
         if mask is not None and mask.is_floating_point():
-            mask = mask != 0  # the original masks out zeros, whatever else the mask holds
+            mask = mask != 0  # the original masks out exactly the zeros
         with ops_of(self):
             return MultiHeadedAttention.forward(self, query, key, value, mask)
 
@@ -94,7 +95,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         reason = tensor_obstacle(x, self.a_2, self.b_2)
-        if x.dtype != self.a_2.dtype:  # the original returns the wider dtype of the two
+        if x.dtype != self.a_2.dtype:  # the original returns the promoted dtype
             reason = f"the input is {x.dtype}, the weight {self.a_2.dtype}"
         if reason is not None:
             return self._original_forward(reason, x)
@@ -113,7 +114,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         x = random(2, 3, len(self.a_2))
-        yield (x * 0.01 + 1,)  # a small spread, which shows where eps is added
+        yield (x * 0.01 + 1,)  # a small variance shows where eps is added
         yield (x,)
 
 
@@ -142,5 +143,5 @@ class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
 
 
 def _has_only(module: nn.Module, *names: str) -> bool:
-    """Whether the parameters, buffers and modules of the module are the named ones."""
+    """Return whether the parameters, buffers and submodules of the module are exactly `names`."""
     return {*module._parameters, *module._buffers, *module._modules} == set(names)

@@ -35,7 +35,7 @@ NEEDS_WEIGHTS = (
 
 class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     _internal = ("forward", "merge_masks")
-    _returns_weights = True  # if the caller asks; False by accelerate(need_weights=False)
+    _returns_weights = True  # when asked; accelerate(need_weights=False) sets it to False
 
     def forward(
         self,
@@ -67,9 +67,9 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return out, weights if query.dim() == 3 else weights.squeeze(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
-        """Return the output [N, L, E], [L, N, E] or [L, E], as the query has its dimensions.
+        """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query.
 
-        In a packed batch query, key, value and output are [tokens, E].
+        In a packed batch, query, key, value and output are [tokens, E].
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
@@ -100,7 +100,11 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _attend_cached(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, p: float
     ) -> Tensor:
-        """Return [N, H, L, D] over what the cache holds and, of self-attention, key and value."""
+        """Return the attention output [N, H, L, D] over the keys in the cache.
+
+        Self-attention appends key and value to the cache first; cross-attention stores the memory's
+        key and value at the first call.
+        """
         cache = seen.cache
         assert cache is not None
         kept = isinstance(cache, MemoryCache) and cache.filled
@@ -128,10 +132,10 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         out = self._heads_last(weights @ v.to(weights.dtype), query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias), weights
 
-    # ------------------------------------------------------------------ whether and on what it runs
+    # --------------------------------------------------------------------- checks, reading of masks
 
     def _obstacle(self) -> str | None:
-        """Why the op cannot replace the forward of this module, or None."""
+        """Return why the op cannot replace the forward of this module, or None."""
         if self.head_dim > arguments.MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the op takes up to {arguments.MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
@@ -172,10 +176,11 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         is_causal: bool,
         names: tuple[str, str] = ("attn_mask", "key_padding_mask"),
     ) -> Visibility:
-        """Translate torch's two masks; raise ValueError or TypeError for a mask that is wrong.
+        """Translate torch's two masks; raise ValueError or TypeError for an invalid mask.
 
-        query: [N, L, E], [L, N, E] or [L, E]; key likewise. attn_mask: [L, S] or [N H, L, S].
-        key_padding_mask: [N, S] or [S]. names: of the two masks, for the messages.
+        query: [N, L, E], [L, N, E] or [L, E]. key: [N, S, E], [S, N, E] or [S, E]. attn_mask:
+        [L, S] or [N H, L, S]. key_padding_mask: [N, S] or [S]. names: the names of the two masks,
+        for error messages.
         """
         if is_causal and attn_mask is None:
             raise ValueError(
@@ -189,7 +194,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         scores = (batch, self.num_heads, query.shape[at], key.shape[at])  # [N, H, L, S]
         hidden_keys = _padding_of_scores(names[1], key_padding_mask, scores, batched)
         hidden = _mask_of_scores(names[0], attn_mask, scores)
-        # A causal hint says nothing about keys that are appended to the others: read the mask then.
+        # is_causal does not cover appended keys (bias_k, add_zero_attn): use the mask itself then.
         is_causal = is_causal and not self._appends_keys()
         visible, bias = _joined(None if is_causal else hidden, hidden_keys, query.dtype)
         padding = None
@@ -200,7 +205,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     # ---------------------------------------------------------------------- queries, keys, values
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Project query, key and value [.., E] to [.., H, D]: those of one input in one GEMM."""
+        """Project query, key and value [.., E] to [.., H, D], with one GEMM per distinct input."""
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         if backends.is_dtensor(packed):
             return self._projected_by_heads((query, key, value))
@@ -215,7 +220,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return out
 
     def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-        """Project as `_projected` does, where `parallelize` has split the weights by heads."""
+        """Project as `_projected` does, with weights that `parallelize` has sharded by heads."""
         from fastformer.dispatch.sharding import projections
 
         weights: list[Any] = [self.in_proj_weight]
@@ -226,8 +231,10 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _projections(
         self, counts: Sequence[int] = (1, 1, 1)
     ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Return the weights and the biases of query, key and value; counts: how many of these each
-        of them projects.
+        """Return the weights and the biases of the projections of query, key and value.
+
+        counts: how many of the three projections each returned weight holds, (1, 1, 1) or (3,) or
+        (1, 2).
         """
         sizes, bias = [n * self.embed_dim for n in counts], self.in_proj_bias
         weights: Sequence[Tensor]
@@ -244,14 +251,15 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _heads_last(self, x: Tensor, batched: bool) -> Tensor:
-        """Return [N, L, E], [L, N, E] or, not batched, [L, E] from [N, H, L, D]."""
+        """Return [N, L, E], [L, N, E] or, if not batched, [L, E] from [N, H, L, D]."""
         if not batched:
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
     def with_lengths(self, seen: Visibility, key_padding_mask: Tensor | None) -> Visibility:
-        """Add the lengths of the keys, for the layers of a stack, from key_padding_mask [N, S] or
-        [S].
+        """Return `seen` with the key lengths from key_padding_mask [N, S] or [S].
+
+        A stack computes them once for all its layers.
         """
         padding = key_padding_mask
         if padding is None or padding.dtype != torch.bool or self._appends_keys():
@@ -264,9 +272,9 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _with_appended_keys(
         self, k: Tensor, v: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor, Visibility]:
-        """Append the learned key and value, and the zero ones, to k and v [N, H, S, D].
+        """Append bias_k and bias_v, and zeros (add_zero_attn), to k and v [N, H, S, D].
 
-        Every query sees them.
+        Every query sees the appended keys.
         """
         if not self._appends_keys():
             return k, v, seen
@@ -289,13 +297,13 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
 
 class Visibility(NamedTuple):
-    """Which keys each query sees, as `scaled_dot_product_attention` takes it.
+    """Which keys each query sees, as arguments of `scaled_dot_product_attention`.
 
     attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
-    [N, H, L, S]. packing: of a batch without its padding. padding: key_padding_mask [N, S], True
-    for a masked key, if attn_mask holds that and nothing else. key_lengths: [N], past which the
-    padding masks out all keys, if that is known. cache: what holds the keys before these, or those
-    of the memory.
+    [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped. padding:
+    key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
+    key_lengths: [N], the padding masks out all keys at or past it; None if unknown. cache: holds
+    the keys of earlier positions, or the keys of the memory.
     """
 
     attn_mask: Tensor | None = None
@@ -319,7 +327,7 @@ def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -
 def _padding_of_scores(
     name: str, key_padding_mask: Tensor | None, scores: tuple[int, ...], batched: bool
 ) -> Tensor | None:
-    """Return key_padding_mask [N, S] or [S] as [N, 1, 1, S], for `scores` of [N, H, L, S]."""
+    """Return key_padding_mask [N, S] or [S] as [N, 1, 1, S]; scores: the sizes (N, H, L, S)."""
     if key_padding_mask is None:
         return None
     batch, keys = scores[0], scores[3]
@@ -333,7 +341,7 @@ def _padding_of_scores(
 
 
 def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]) -> Tensor | None:
-    """Return attn_mask [L, S] or [N H, L, S] so that it broadcasts to `scores`, [N, H, L, S]."""
+    """Return attn_mask [L, S] or [N H, L, S] in a shape that broadcasts to scores (N, H, L, S)."""
     batch, heads, length, keys = scores
     if attn_mask is None or attn_mask.shape == (length, keys):
         return attn_mask
@@ -348,10 +356,10 @@ def _mask_of_scores(name: str, attn_mask: Tensor | None, scores: tuple[int, ...]
 def _joined(
     mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (which keys are visible, what is added to the scores) from torch's two masks.
+    """Return (visible, bias) from torch's two masks: a boolean mask, and a term of the scores.
 
-    mask and padding: boolean, True for a key that is masked out, or floats that are added; both
-    broadcast to [N, H, L, S]. dtype: of the query.
+    mask and padding: boolean, True for a key that is masked out, or floats that are added to the
+    scores; both broadcast to [N, H, L, S]. dtype: the dtype of the query.
     """
     visible, bias = None, None
     for hidden in (mask, padding):
@@ -360,7 +368,7 @@ def _joined(
         if hidden.dtype == torch.bool and visible is None:
             visible = ~hidden
             continue
-        if hidden.dtype == torch.bool:  # the second boolean mask: a bias of the keys
+        if hidden.dtype == torch.bool:  # the second boolean mask becomes a bias
             hidden = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
         elif hidden.dtype != torch.float32:
             hidden = hidden.to(dtype)

@@ -1,6 +1,6 @@
-"""What all replacements share: the class of a replaced module, its fallbacks, and its records.
+"""What all replacements share: the base class, fallbacks, and the records for `explain`.
 
-Functions named `.._obstacle` return why the ops cannot run something, or None if they can.
+Functions named `.._obstacle` return why the ops cannot run a call, or None if they can.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from fastformer.dispatch import backends
 
 
 class Accelerated(nn.Module):
-    """A module that `accelerate` gave a class of its own.
+    """Base class of the modules whose class `accelerate` has changed.
 
     A kind derives from this class and overrides `forward`. The class of a replaced module derives
     from the kind and from the module's original class, so that `isinstance` and the other methods
-    of the original keep working.
+    of the original class keep working.
     """
 
     _kind: ClassVar[type[Accelerated]]
     _original: ClassVar[type[nn.Module]]
-    _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that ours replace
-    _fallbacks: Counter[str]  # of the instance, from its first fallback on
+    _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that are bypassed
+    _fallbacks: Counter[str]  # set on the instance at its first fallback
 
     def _original_forward(self, reason: str, *args: Any) -> Any:
-        """Count a fallback for the reason, and call the forward of the original class."""
+        """Count a fallback with this reason, and call the forward of the original class."""
         record_fallback(self, type(self).__name__, reason)
         return self._original.forward(self, *args)
 
     def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
-        """Call the forward of the original class with arguments that ours refuses.
+        """Call the original forward with arguments that the replacement rejects by `refusal`.
 
-        If it refuses them too, raise our refusal, whose message names the argument.
+        If the original raises too, raise `refusal`, whose message names the argument.
         """
         name = str(refusal).split(" ", 1)[0]
         try:
@@ -46,7 +46,7 @@ class Accelerated(nn.Module):
             raise refusal from None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """Copy and pickle by the kind and the original: the class itself has no name to import."""
+        """Copy and pickle by (kind, original): the class made from them cannot be imported."""
         made = super().__reduce_ex__(protocol)
         if not isinstance(made, tuple) or made[1] != (type(self),):
             return made
@@ -57,12 +57,12 @@ _classes: dict[tuple[type[Accelerated], type[nn.Module]], type[Accelerated]] = {
 
 
 def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accelerated]:
-    """Return the class of the modules of class `original` that the kind replaces."""
+    """Return the new class of modules of class `original` that `kind` replaces."""
     if (kind, original) in _classes:
         return _classes[kind, original]
-    # The class keeps the name of the original: tools know torch's modules by it.
+    # The class keeps the name of the original, because tools recognize torch's modules by it.
     names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
-    if hasattr(kind, "after_sum"):  # the residual stream looks for it in the class itself
+    if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault((kind, original), made)
@@ -77,7 +77,7 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
 
 
 class _RunningModules(threading.local):
-    """modules: the replaced modules that run, the innermost last; None outside of `explain`."""
+    """modules: the modules whose forward is running, innermost last; None outside of `explain`."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] | None = None
@@ -87,7 +87,7 @@ running = _RunningModules()
 
 
 class ops_of(backends.observe):
-    """A context in which the ops that run, and their fallbacks, count as those of `module`."""
+    """A context that attributes the ops that run in it, and their fallbacks, to `module`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(on_obstacle=lambda op, reason: _count_fallback(module, f"{op}: {reason}"))
@@ -105,7 +105,7 @@ class ops_of(backends.observe):
 
 
 def _count_fallback(module: nn.Module, reason: str) -> None:
-    """Count a call that does not run on the fused ops; a traced call is not counted."""
+    """Count a call that does not run on the fused ops, unless it is being traced."""
     if not torch.compiler.is_compiling():
         module.__dict__.setdefault("_fallbacks", Counter())[reason] += 1
 
@@ -125,13 +125,13 @@ def record_torch(op: str, reason: str) -> None:
 
 
 def tensor_obstacle(*tensors: Tensor | None) -> str | None:
-    """Why a kernel cannot read one of the tensors, or None; an entry that is None is skipped."""
+    """Return why a kernel cannot read one of the tensors, or None; entries of None are skipped."""
     tracing = torch.compiler.is_compiling()
     for x in tensors:
         if x is None:
             continue
         if type(x) not in (Tensor, nn.Parameter) and not (tracing or isinstance(x, FakeTensor)):
-            if backends.is_dtensor(x):  # of `parallelize`
+            if backends.is_dtensor(x):  # from `parallelize`
                 continue
             return f"an input or a parameter is a {type(x).__name__}"
         if x.is_nested:
@@ -142,7 +142,7 @@ def tensor_obstacle(*tensors: Tensor | None) -> str | None:
 
 
 def weight_obstacle(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
-    """Why the ops cannot read one of the weights, each paired with its bias, or None."""
+    """Return why the ops cannot read one of the (weight, bias) pairs, or None."""
     for weight, bias in pairs:
         if weight is not None and bias is not None and weight.dtype != bias.dtype:
             return f"a weight is {weight.dtype}, its bias {bias.dtype}"
@@ -150,7 +150,7 @@ def weight_obstacle(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
 
 
 def parameter_obstacle(*modules: nn.Module) -> str | None:
-    """Why the ops cannot read the weight and the bias of one of the modules, or None."""
+    """Return why the ops cannot read the weight or bias of one of the modules, or None."""
     return weight_obstacle(
         *((getattr(m, "weight", None), getattr(m, "bias", None)) for m in modules)
     )

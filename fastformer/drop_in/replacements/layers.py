@@ -1,7 +1,7 @@
 """nn.TransformerEncoderLayer and nn.TransformerDecoderLayer on the ops.
 
-A layer runs its sublayers on one residual stream, so that each dropout, sum and norm is one kernel;
-a stack of layers (stacks.py) hands its stream from layer to layer.
+A layer runs its sublayers on one residual stream, so that dropout, residual sum and norm are one
+kernel. A stack of layers (stacks.py) passes its stream from layer to layer.
 
 Shapes: N batch, L queries, S keys, E features.
 """
@@ -31,16 +31,16 @@ from fastformer.nn.stream import ResidualStream, apply_feed_forward, is_unmodifi
 
 
 class OnStream(Accelerated):
-    """A layer, or a stack of them, that runs on one residual stream."""
+    """A layer, or a stack of layers, that runs on one residual stream."""
 
     _through: Callable[..., None]  # (stream, *context): run on the stream
 
     def _obstacle(self) -> str | None:
-        """Why it cannot run on one stream, or None."""
+        """Return why the module cannot run on one stream, or None."""
         raise NotImplementedError
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
-        """Return what the module returns after `_through` has run; x: its input."""
+        """Return the module's output after `_through` has run. x: the module's input."""
         raise NotImplementedError
 
     def _forward_on_stream(
@@ -49,10 +49,10 @@ class OnStream(Accelerated):
         hints: tuple[bool | None, ...],
         read_masks: Callable[[], tuple[object, ...]],
     ) -> Tensor:
-        """Run on a stream that starts as the first tensor, or fall back to the original forward.
+        """Run on a stream whose initial value is tensors[0], or fall back to the original forward.
 
-        tensors and hints: the arguments of `forward`, in order. read_masks: returns the context of
-        `_through`, or raises TypeError or ValueError.
+        tensors and hints: the arguments of `forward`, in order. read_masks: returns the `context`
+        arguments of `_through`, or raises TypeError or ValueError.
         """
         reason = tensor_obstacle(*tensors) or self._obstacle()
         if reason is not None:
@@ -70,7 +70,7 @@ class OnStream(Accelerated):
 class Layer(OnStream):
     """What an encoder layer and a decoder layer share."""
 
-    _attentions: ClassVar[tuple[str, ...]]  # the names of its attentions
+    _attentions: ClassVar[tuple[str, ...]]  # the names of its attention modules
     linear1: nn.Linear
     linear2: nn.Linear
     norm_first: bool
@@ -101,16 +101,16 @@ class Layer(OnStream):
         return in_order_of(x, out)
 
     def _keeps_order(self, out: Tensor) -> bool:
-        """Whether torch's layer, whose output is out, returns the memory order of its input.
+        """Return whether torch's layer with output `out` keeps the memory order of its input.
 
-        With norm_first its output is a sum that begins with the input.
+        With norm_first it does, because its output is a sum that begins with the input.
         """
         return self.norm_first
 
     def _attention_sublayer(
         self, name: str, visibility: Visibility, memory: Tensor | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """Return x -> attention(x, memory, memory); without a memory, of x itself."""
+        """Return the function x -> attention(x, memory, memory), or self-attention if no memory."""
         attention = attention_of(self, name)
 
         def attend(x: Tensor) -> Tensor:
@@ -126,9 +126,9 @@ class Layer(OnStream):
 
 
 def in_order_of(x: Tensor, out: Tensor) -> Tensor:
-    """Return out, of the shape of x, with its dimensions in memory in the order of those of x.
+    """Return out, which has the shape of x, with its dimensions in the memory order of x.
 
-    An expanded x has no such order; then out is contiguous.
+    An expanded x (stride 0) has no such order; then return a contiguous tensor.
     """
     if 0 in x.stride():
         return out.contiguous()
@@ -137,12 +137,15 @@ def in_order_of(x: Tensor, out: Tensor) -> Tensor:
 
 
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
-    """Return an attention of a layer that has no obstacle: it was replaced as well."""
+    """Return the attention `name` of a layer, typed as the class that replaced it.
+
+    `Layer._obstacle` checks the class.
+    """
     return getattr(layer, name)
 
 
 def _op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
-    """Return the name that `feed_forward` has for the function; if it has none, the function."""
+    """Return the name of the activation in `feed_forward`, or the function if it has none there."""
     if isinstance(function, nn.Module) and not is_unmodified(function):
         return function
     if function in (F.relu, torch.relu) or type(function) is nn.ReLU:
@@ -177,7 +180,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         )
 
     def _keeps_order(self, out: Tensor) -> bool:
-        # torch's op of a whole layer, which torch takes without gradients, returns it contiguous.
+        # The op that torch uses for a full layer without gradients returns a contiguous output.
         return super()._keeps_order(out) and (
             self.training
             or out.requires_grad
@@ -204,10 +207,10 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
     def _run_as_one_op(
         self, stream: ResidualStream, arguments: tuple[Any, ...], padding: Tensor | None
     ) -> None:
-        """Run torch's op of a whole layer, which has less to do around its GEMMs on a CPU.
+        """Run torch's op for a full layer, which has less overhead around its GEMMs on a CPU.
 
         At inference, without a mask or with padding [N, S] that leaves each query a key, it
-        computes what the parts of the layer do.
+        computes the same as the layer's submodules.
         """
         x = stream.x  # [N, L, E], [L, N, E] or [L, E]
         batched, turned = x.dim() == 3, x.dim() == 3 and not self.self_attn.batch_first
@@ -220,9 +223,10 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         record_torch(type(self).__name__, why)
 
     def _one_op_arguments(self, dtype: torch.dtype) -> tuple[Any, ...] | None:
-        """Return the arguments of torch's op of a whole layer that follow x.
+        """Return the arguments after x of torch's op for a full layer.
 
-        Return None if the op does not compute what the parts do, or takes no such parameters.
+        Return None if the op does not compute the same as the submodules, or does not support their
+        parameters.
         """
         attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
         norm1, norm2, linear1, linear2 = parts = _parts(self)
@@ -252,7 +256,10 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
 
 
 def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
-    """Whether torch's op of a whole layer runs such a call, with padding as the only mask."""
+    """Return whether torch's op for a full layer can run such a call.
+
+    The only mask that it may have is padding.
+    """
     x = stream.x
     return not (
         x.device.type != "cpu"
@@ -271,7 +278,7 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
 
 
 def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
-    """Return all parameters, in the order of torch's op of a whole layer."""
+    """Return all parameters, in the order of torch's op for a full layer."""
     return _parameters(layer.self_attn, _parts(layer))
 
 
@@ -297,7 +304,7 @@ def encoder_visibility(
     is_causal: bool,
     names: tuple[str, str],
 ) -> Visibility:
-    """Check src [N, L, E], [L, N, E] or [L, E] and read torch's two masks of that layer."""
+    """Check src [N, L, E], [L, N, E] or [L, E], and translate the two masks of self-attention."""
     attention = attention_of(layer, "self_attn")
     attention._require_inputs(src, src, src)
     return attention._visibility(src, src, *masks, is_causal, names)
@@ -352,10 +359,10 @@ def decoder_context(
     masks: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     hints: tuple[bool, bool],
 ) -> tuple[Visibility, Tensor, Visibility]:
-    """Check tgt and memory, and read torch's four masks; return what `_through` of a layer takes.
+    """Check tgt and memory, and translate torch's four masks.
 
     masks: tgt_mask, memory_mask, and the key padding masks of tgt and memory. hints: tgt_is_causal
-    and memory_is_causal.
+    and memory_is_causal. Return the `context` arguments of a decoder layer's `_through`.
     """
     tgt_mask, memory_mask, tgt_padding, memory_padding = masks
     own, cross = attention_of(layer, "self_attn"), attention_of(layer, "multihead_attn")

@@ -47,7 +47,7 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
 
 
 def _autocast_input(x: Tensor) -> Tensor:
-    """Return x [...] as torch.autocast gives it to a norm: on a GPU in float32."""
+    """Return x [...] in float32 on a GPU under torch.autocast, as torch's norms receive it."""
     low = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
     return x.float() if low and autocast_dtype(x) is not None else x
 

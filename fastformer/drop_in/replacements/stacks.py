@@ -1,7 +1,7 @@
 """nn.TransformerEncoder, nn.TransformerDecoder and nn.Transformer on the ops.
 
-The layers run on one residual stream. An encoder also computes no padding where nothing can see it:
-the tokens are packed before its layers, and padded after them.
+The layers run on one residual stream. An encoder also skips padding where nothing can see it: the
+tokens are packed before its layers, and padded after them.
 
 Shapes: N batch, L queries, S keys, E features.
 """
@@ -40,8 +40,8 @@ from fastformer.nn.base import require_linear_input
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
-# An encoder drops its padding if that is at least this share of the batch, and this many tokens:
-# below, packing and padding cost more than they save.
+# An encoder drops its padding only if it is at least this share of the batch and this many tokens:
+# for less, packing and unpacking cost more than they save.
 _LEAST_SHARE, _LEAST_TOKENS = 0.1, 16
 
 
@@ -86,13 +86,16 @@ class Stack(OnStream):
 
 
 def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
-    """What two layers must have in common to share one reading of the masks."""
+    """Return what two layers must have in common to share the translated masks."""
     attention: FusedMultiheadAttention = attention_of(layer, name)
     return attention.batch_first, attention.num_heads, attention._appends_keys()
 
 
 def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
-    """Return the hint; without one, whether the mask [L, L] is causal, if it may be read."""
+    """Return the hint, or without a hint whether the mask [L, L] is causal.
+
+    If the values of the mask may not be read, return False.
+    """
     if hint is not None or mask is None:
         return bool(hint)
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
@@ -102,7 +105,7 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
 
 
 def _may_decide(x: Tensor) -> bool:
-    """Whether the contents of x may decide what runs."""
+    """Return whether the values of x may be read to decide what runs."""
     return eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -122,10 +125,10 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         *,
         _unseen: bool = False,
     ) -> Tensor:
-        """Run the layers on one stream; `_unseen`: nobody reads the output at the padding."""
+        """Run the layers on one stream. _unseen: nothing reads the output at the padding."""
         padding = src_key_padding_mask
         reason = tensor_obstacle(src, mask, padding) or self._obstacle()
-        # [N, S], True at the padding, if the output there is to be zeros or nobody sees it.
+        # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = self._padding_to_zero(src, padding)
         if reason is not None:
             out = self._original_forward(reason, src, mask, padding, is_causal)
@@ -153,13 +156,13 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return self._stream_output(stream, src)
 
     def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return src_key_padding_mask if `accelerate(drop_padding=True)` drops it, or None."""
+        """Return src_key_padding_mask if `accelerate(drop_padding=True)` applies to it, or None."""
         if padding is None or not self._drops_padding or src.dim() != 3:
             return None
         return padding if padding.dtype == torch.bool else None
 
     def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
-        """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are no padding."""
+        """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
         tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
         stream = ResidualStream(tokens)
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
@@ -167,12 +170,12 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return self._stream_output(ResidualStream(self._batch_as_given(x)), src)
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
-        """Swap N and S between [N, S, ..] and the order of the caller, if those differ."""
+        """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
         batch_first = attention_of(self._layers()[0], "self_attn").batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """Return the original's output as the final norm gives it from zeros at the padding.
+        """Return the original's output with norm(0), or 0 without a norm, at the padding.
 
         out: [N, S, E] or [S, N, E]. hidden: [N, S], True at the padding.
         """
@@ -182,15 +185,15 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return torch.where(hidden.unsqueeze(-1), blank.to(out.dtype), out)
 
     def _converts_to_nested(self, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
-        """Whether the original forward converts src to a nested tensor, without its padding.
+        """Return whether the original forward converts src to a nested tensor without padding.
 
-        Then the layers give zeros at the padding. hidden: [N, S], True at the padding.
+        If so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
         first = self._layers()[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
         if first.training or src.dim() != 3 or mask is not None:
             return False
-        if not getattr(self, "use_nested_tensor", False):  # which an old pickle lacks
+        if not getattr(self, "use_nested_tensor", False):  # an old pickle lacks the attribute
             return False
         if not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
             return False
@@ -204,7 +207,10 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
-    """Return the packing of the tokens that are not hidden [N, S], if it saves time, or None."""
+    """Return the packing of the tokens that hidden [N, S] keeps, or None if it saves no time.
+
+    hidden: True at the padding.
+    """
     if not _may_decide(hidden):
         return None
     valid = ~hidden
@@ -257,30 +263,31 @@ def decode_step(
     memory_mask: Tensor | None = None,
     memory_key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute the output of an accelerated decoder for the tokens after those in the cache.
+    """Compute the output of an accelerated decoder for the tokens after the cached ones.
 
-    The result is that of `decoder` for the whole sequence under a causal mask, at its last n
-    positions. The keys and values of tgt are appended to the cache; those of the memory are
-    projected at the first step.
+    The result equals the last n positions of `decoder` on the full sequence under a causal mask.
+    The keys and values of tgt are appended to the cache; the keys and values of the memory are
+    projected once, at the first step.
 
     Args:
-        decoder: an nn.TransformerDecoder that `accelerate` has replaced, also as the part
+        decoder: an nn.TransformerDecoder that `accelerate` has replaced, for example the
             `model.decoder` of an nn.Transformer.
-        tgt: [N, n, E], or [n, N, E] where batch_first is False: the embedded tokens; the first of
-            them has the position `cache.longest`.
-        memory: [N, S, E] or [S, N, E]: at each step the same tensor, or None after the first.
-        cache: of up to `cache.capacity` positions; new, or reset, for a new batch.
+        tgt: [N, n, E], or [n, N, E] if batch_first is False: the embedded tokens. The first of them
+            has the position `cache.longest`.
+        memory: [N, S, E] or [S, N, E]: the same tensor at each step, or None after the first step.
+        cache: holds up to `cache.capacity` positions; pass a new or reset one for a new batch.
         memory_mask: [n, S] or [N H, n, S], and memory_key_padding_mask: [N, S], both as in the
             decoder's forward.
 
     Returns:
-        The output, of the shape of tgt.
+        The output, with the shape of tgt.
 
     Raises:
-        ValueError: shapes that do not fit, another memory, a cache that is full; a call outside of
-            torch.no_grad() whose keys require a gradient.
-        TypeError: a decoder that was not replaced, other dtypes, a cache of another class.
-        RuntimeError: a decoder that the ops cannot run, with the reason.
+        ValueError: the shapes do not match, the memory is not that of the first step, or the cache
+            is full; the keys require a gradient, outside of torch.no_grad().
+        TypeError: the decoder was not replaced, a dtype does not match, or the cache is not a
+            `DecoderCache`.
+        RuntimeError: the ops cannot run the decoder; the message has the reason.
 
     Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
     """
@@ -338,7 +345,7 @@ def _require_step(
 
 
 def _memory_shape(layer: Layer, tgt: Tensor, length: int) -> list[int]:
-    """Return the shape of a memory of that length beside tgt [N, n, E], [n, N, E] or [n, E]."""
+    """Return the shape of a memory of this length for tgt [N, n, E], [n, N, E] or [n, E]."""
     cross = attention_of(layer, "multihead_attn")
     shape = list(tgt.shape)
     shape[1 if tgt.dim() == 3 and cross.batch_first else 0] = length
@@ -360,7 +367,7 @@ class FusedTransformer(Accelerated, nn.Transformer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Call the original forward, or let the encoder drop padding that no decoder sees."""
+        """Call the original forward, or let the encoder drop padding that the decoder masks out."""
         masks = (src_mask, tgt_mask, memory_mask)
         paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (src_is_causal, tgt_is_causal, memory_is_causal)
@@ -372,9 +379,9 @@ class FusedTransformer(Accelerated, nn.Transformer):
     def _hides_padding(
         self, src: Tensor, padding: Tensor | None, from_decoder: Tensor | None
     ) -> bool:
-        """Whether nobody sees what the encoder gives at the padding.
+        """Return whether the decoder masks out all positions that are padding in the encoder.
 
-        padding: of src, and from_decoder: memory_key_padding_mask, both [N, S].
+        padding: src_key_padding_mask; from_decoder: memory_key_padding_mask; both [N, S].
         """
         if padding is None or from_decoder is None or src.dim() != 3:
             return False

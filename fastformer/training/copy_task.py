@@ -1,8 +1,8 @@
 """The copy task: a Transformer learns to repeat random symbols, on one backend or on both.
 
 It is the first example of the Annotated Transformer, and the end-to-end check of the kernels. With
-one seed both backends start from the same weights, see the same batches and draw the same dropout
-masks, so their first losses have to agree.
+the same seed both backends start from the same weights, see the same batches and draw the same
+dropout masks, so the losses of their first steps have to agree.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ __all__ = [
 
 PAD, START = 0, 1
 DEFAULT_STEPS = 400
-INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # limits of an interpreted run: at most, at least
-COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # after these steps correct runs diverge by rounding
+INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # of an interpreted run: at most, at least
+COMPARED_STEPS, LOSS_TOLERANCE = 20, 1e-4  # later, correct runs diverge by rounding
 FINAL_STEPS, FINAL_TOLERANCE = 20, 0.1
-DECODED_TOKENS = 256  # for the speed of decoding
-MAX_LENGTH = 5000  # the positions of make_model's encoding
+DECODED_TOKENS = 256  # decoded to measure the speed
+MAX_LENGTH = 5000  # positions in the positional encoding of make_model
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 class Settings:
     """The settings of a copy task: the data, the model and the number of steps.
 
-    Raises ValueError or TypeError for a number out of its range.
+    Raises ValueError or TypeError for a number that is out of range.
     """
 
     steps: int = DEFAULT_STEPS
@@ -82,7 +82,7 @@ class Settings:
     dropout: float = 0.1
     warmup: int = 200
     factor: float = 1.0
-    smoothing: float = 0.1  # at 0 the model copies repeated symbols less reliably
+    smoothing: float = 0.1  # with 0 the model copies repeated symbols less reliably
 
     def __post_init__(self) -> None:
         require_size(steps=self.steps, batch=self.batch, warmup=self.warmup, N=self.N)
@@ -102,14 +102,12 @@ class Settings:
 
     @property
     def sentence(self) -> list[int]:
-        """The sequence to copy after the training: 1 3 2 5 4 6 7 8 9 10, cut or repeated to
-        `length`.
-        """
+        """The symbols to copy after training: 1 3 2 5 4 6 7 8 9 10, cut or repeated to `length`."""
         symbols = [s for s in (1, 3, 2, 5, 4, *range(6, self.vocab)) if s < self.vocab]
         return list(islice(cycle(symbols), self.length))
 
     def model(self) -> EncoderDecoder:
-        """Return the untrained model on the device, initialised from torch's generator."""
+        """Return the untrained model on the device, initialized from torch's default generator."""
         model = make_model(
             self.vocab, self.vocab, self.N, self.d_model, self.d_ff, self.h, self.dropout
         )
@@ -117,10 +115,10 @@ class Settings:
 
 
 class CopyData:
-    """`steps` batches of random symbols. A sequence begins with 1, and the target is the source.
+    """`steps` batches of random symbols. Each sequence begins with 1, and the target is the source.
 
-    The symbols are drawn from a separate generator on the CPU, so every pass sees the same batches
-    on any device.
+    The symbols are drawn from a separate generator on the CPU, so every pass over the data has the
+    same batches on any device.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -145,11 +143,11 @@ class Run:
 
     Attributes:
         losses: the loss per token of each step.
-        tokens_per_second: the median over the reports, since the first may include a compilation;
-            nan if a checkpoint had trained every step.
+        tokens_per_second: the median over the reports, because the first may include compilation;
+            nan if the checkpoint already had every step.
         decoded: the decoded sequence with its start symbol; None if not every step was trained.
-        decoding: tokens per second of greedy decoding, with a cache and without one; None of
-            interpreted kernels, or if not every step was trained.
+        decoding: tokens per second of greedy decoding, with a cache and without one; None for
+            interpreted kernels, for a strategy that is not timed, or if not every step was trained.
     """
 
     backend: str
@@ -161,7 +159,7 @@ class Run:
 
 
 def interpreted(backend: str, device: torch.device) -> bool:
-    """Whether `backend` runs in Triton's interpreter on `device`.
+    """Return whether `backend` runs in Triton's interpreter on `device`.
 
     Raises RuntimeError with the reason if the backend cannot run there.
     """
@@ -175,42 +173,44 @@ def interpreted(backend: str, device: torch.device) -> bool:
 
 
 class OneProcess:
-    """How the model is trained: here by one process. `parallel_copy_task` has the ways of several.
+    """How the model is trained: here, in one process.
 
-    name: what is printed of it. timed: whether the speed of decoding is measured.
+    The subclasses in `parallel_copy_task` train with several processes. name: a suffix for the
+    printed title of the run. timed: whether the speed of decoding is measured.
     """
 
     name, timed = "", True
 
     def place(self, model: EncoderDecoder) -> nn.Module:
-        """Return the model to train, which has the parameters of this one."""
+        """Return the module to train: the model, or a wrapper or sharded version of it."""
         return model
 
     def begin(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
     ) -> tuple[int, list[Tensor]]:
-        """Return how many steps a checkpoint has trained already, which is loaded, and the losses
-        of these steps.
-        """
+        """Load the checkpoint, if there is one; return its number of steps and their losses."""
         return 0, []
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Save a checkpoint, if it is time or the last step; losses: of all steps so far."""
+        """Save a checkpoint if one is due. losses: the loss of every step so far."""
 
     def part(self, batch: Batch) -> Batch:
-        """Return what this process computes of a batch."""
+        """Return the local shard of a batch, which this process computes."""
         return batch
 
     def whole(self, loss: Tensor) -> Tensor:
-        """Return the loss of the whole batch, whose gradient is what the optimizer expects."""
+        """Return the loss of the global batch, with the gradient that the optimizer expects.
+
+        loss: the local loss.
+        """
         return loss
 
     def sequences(self) -> AbstractContextManager[None]:
-        """Return a context in which the ops know which part of a batch they have."""
+        """Return a context that tells the ops which shard of a batch is local."""
         return nullcontext()
 
     def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
-        """Return a model of one process with the trained parameters."""
+        """Return an unsharded model with the trained parameters."""
         assert isinstance(model, EncoderDecoder)
         return model
 
@@ -222,7 +222,7 @@ def train(
     verbose: bool = True,
     way: OneProcess | None = None,
 ) -> Run:
-    """Train one model from `settings.seed` and decode the sentence before and after.
+    """Train a model from `settings.seed`, and decode the sentence before and after training.
 
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
@@ -267,7 +267,7 @@ def _trained(
         def parts() -> Iterator[Batch]:
             for batch in islice(data, done, None):
                 yield way.part(batch)
-                way.end_step(losses)  # the next batch is asked for when the step has ended
+                way.end_step(losses)  # run_epoch asks for the next batch after the step
 
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
             loss = way.whole(compute(x, y, norm))
@@ -314,7 +314,7 @@ def _trained(
 def _decoded(
     settings: Settings, model: EncoderDecoder, timed: bool, write: Callable[[str], None]
 ) -> tuple[list[int], tuple[float, float] | None]:
-    """Return the decoded sentence, and the speeds of decoding if they are wanted."""
+    """Return the decoded sentence, and the speeds of decoding if `timed`."""
     decoded = _decode(settings, model.eval())
     verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
     write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
@@ -329,8 +329,7 @@ def _decoded(
 
 
 def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tensor]:
-    """Train a model, let it copy the sentence, and return the weights [h, T, S] of each
-    attention by its name.
+    """Train a model, and return {attention's name: weights [h, T, S]} of a copy of the sentence.
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
@@ -360,7 +359,7 @@ def _decoding_speeds(settings: Settings, model: EncoderDecoder) -> tuple[float, 
     src = torch.tensor([settings.sentence], device=settings.device)
     speeds = []
     for cache in (DecoderCache(DECODED_TOKENS), False):
-        for length in (3, DECODED_TOKENS):  # the first compiles the kernels
+        for length in (3, DECODED_TOKENS):  # the short run compiles the kernels
             started = time.perf_counter()
             greedy_decode(model, src, None, length, START, cache=cache)[0].tolist()
             seconds = time.perf_counter() - started
@@ -382,8 +381,9 @@ def _ignore_line(line: str) -> None:
 
 
 def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
-    """Yield the first `least` items, and then as many as fit into `seconds` at the slowest pace so
-    far.
+    """Yield at least `least` items, then more while the next fits into `seconds`.
+
+    The next item is expected to take as long as the slowest so far.
     """
     started = last = time.perf_counter()
     slowest = 0.0
@@ -396,8 +396,9 @@ def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
 
 
 def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float | None:
-    """Return the largest difference of the losses of two runs over their first `steps` common
-    steps, or None for another number of runs.
+    """Return the largest loss difference of two runs over their first `steps` common steps.
+
+    Return None unless there are two runs.
     """
     if len(runs) != 2:
         return None
@@ -407,8 +408,9 @@ def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float |
 
 
 def _final_difference(runs: Sequence[Run]) -> float | None:
-    """Return the difference of the mean losses of the last steps; None unless both of two runs
-    have the default number of steps or more.
+    """Return the difference between two runs of the mean loss of their last 20 steps.
+
+    Return None unless there are two runs, both complete with the default number of steps or more.
     """
     if len(runs) != 2 or any(r.decoded is None or len(r.losses) < DEFAULT_STEPS for r in runs):
         return None
@@ -417,11 +419,11 @@ def _final_difference(runs: Sequence[Run]) -> float | None:
 
 
 def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
-    """Return the faults of the runs, a sentence each.
+    """Return the faults of the runs, one sentence per fault.
 
-    A fault is a run of the default number of steps or more that does not copy; losses of the two
-    backends that differ by more than 1e-4 in the first 20 steps; and final losses that differ by
-    more than 0.1 if both ran for the default number of steps or more.
+    The faults are: a run with the default number of steps or more does not copy; the losses of the
+    two backends differ by more than 1e-4 in the first 20 steps; the final losses differ by more
+    than 0.1, if both runs have the default number of steps or more.
     """
     found = [
         f"{run.backend}: trained {len(run.losses)} steps and does not copy the sequence"
@@ -471,8 +473,10 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
 
 
 def summary(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:
-    """Return what --json writes. max_loss_difference is over the first 20 steps, and None for a
-    single run. A loss that is not finite is None.
+    """Return the content of the --json file.
+
+    max_loss_difference is over the first 20 steps, and None for a single run. A loss that is not
+    finite is None.
     """
     listed = [asdict(run) for run in runs]
     for run in listed:

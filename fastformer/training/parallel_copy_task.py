@@ -1,15 +1,15 @@
-"""The copy task on several processes, each by one of torch's ways, with the losses of one process.
+"""The copy task on several processes; the losses equal the losses of one process.
 
     torchrun --nproc-per-node 2 -m fastformer copy-task --parallel tensor
 
-    ddp       DistributedDataParallel: each process has the model, and a part of each batch
-    fsdp      fully_shard: each process has a part of the model, and of each batch
-    tensor    parallelize: each process has a part of each layer, and the whole batch
-    context   context_parallel: each process has the model, and a part of each sequence
+    ddp       DistributedDataParallel: each process has the full model and a shard of each batch
+    fsdp      fully_shard: each process has a shard of the model and a shard of each batch
+    tensor    parallelize: each process has a shard of each layer and the full batch
+    context   context_parallel: each process has the full model and a shard of each sequence
 
-All processes start from one seed and draw the same random numbers. The ops of a part of a batch
-or of its sequences draw the dropout masks of the whole, see `sequences_from` and
-`context_parallel`, so that the losses equal those of one process but for rounding.
+All processes start from the same seed and draw the same random numbers. Where batches or sequences
+are sharded, the ops use the local shard of the unsharded dropout mask (see `sequences_from` and
+`context_parallel`), so that the losses differ from one process only by rounding.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from fastformer.training.training import Batch
 __all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor", "context")
-TOLERANCE = 1e-5  # of the losses against one process, in float32
+TOLERANCE = 1e-5  # of the loss difference from one process, in float32
 CHECKPOINT_EVERY = 10  # steps
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
 def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
-    """Join the processes that torchrun has started, and yield the device of this one.
+    """Join the processes that torchrun has started, and yield the device of this process.
 
     Args:
-        kind: of the devices, "cpu" or "cuda".
-        seconds: the time-out of a collective, after which a process that waits for one that has
-            died ends as well.
+        kind: the device type, "cpu" or "cuda".
+        seconds: the timeout of a collective. A process that waits for a dead process ends after it.
 
-    Raises ValueError where torchrun has not started this process, or a node has fewer GPUs.
+    Raises ValueError if torchrun has not started this process, or the node has fewer GPUs than
+    processes.
     """
     missing = [name for name in _OF_TORCHRUN if name not in os.environ]
     if missing:
@@ -84,8 +84,9 @@ def process_group(kind: str, seconds: float) -> Iterator[torch.device]:
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Return DistributedDataParallel of a model whose buffers never change: it sends gradients
-    alone.
+    """Return DistributedDataParallel(model) that only communicates gradients.
+
+    It does not synchronize buffers, so the model's buffers must not change.
     """
     DDP = nn.parallel.DistributedDataParallel
     known = "forward_sync_buffers" in inspect.signature(DDP).parameters  # from torch 2.13 on
@@ -94,15 +95,16 @@ def data_parallel(model: nn.Module) -> nn.Module:
 
 
 class Alone(OneProcess):
-    """One process that others are compared with."""
+    """Training in one process, as the baseline of a comparison; decoding is not timed."""
 
     timed = False
 
 
 def compare(settings: Settings, backend: str, way: Parallel) -> int:
-    """Train the way, and the first steps in this process alone; print the largest difference of the
-    losses, and return 1 if it is too large, or if the model does not copy after the default number
-    of steps or more, else 0.
+    """Train by `way`, train the first steps in one process, and compare the losses.
+
+    Print the largest loss difference. Return 1 if it is too large, or if the model does not copy
+    after the default number of steps or more, else 0.
     """
     write = way.rank == 0
     few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
@@ -124,17 +126,19 @@ def compare(settings: Settings, backend: str, way: Parallel) -> int:
 
 
 class Parallel(Alone):
-    """The way of that name, of the processes of a group.
+    """Training by several processes of the default process group.
 
     Args:
-        way: one of `WAYS`.
-        settings: of the copy task; its batch divides by the processes for "ddp" and "fsdp".
-        folder: of checkpoints, which are saved every `every` steps and after the last one. The
-            training begins with the newest that can be read. None saves none.
+        way: the parallelism, one of `WAYS`.
+        settings: of the copy task. For "ddp" and "fsdp", the batch has to be a multiple of the
+            number of processes.
+        folder: where checkpoints are saved, every `every` steps and after the last step. Training
+            resumes from the newest checkpoint that can be read. None saves no checkpoints.
+        every: the number of steps between checkpoints.
 
-    Raises ValueError, on all ranks, for an unknown way, a batch that does not divide, settings that
-    differ between them or from those of the checkpoint, fewer steps than the checkpoint has, and
-    checkpoints none of which can be read.
+    Raises ValueError, on all ranks, if way is unknown, the batch does not divide by the number of
+    processes, the settings differ between the ranks or from the checkpoint, the checkpoint has more
+    steps than the settings, or no checkpoint in the folder can be read.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Parallel(Alone):
         self._steps = settings.steps
         self._settings = json.dumps({k: v for k, v in same.items() if k != "steps"})
         self.name = f", {way} on {self.size} processes"
-        self._splits = way in ("ddp", "fsdp")  # the batch
+        self._splits = way in ("ddp", "fsdp")  # the batch dimension is sharded
         if self._splits and settings.batch % self.size:
             raise ValueError(
                 f"batch is {settings.batch}; expected a multiple of the {self.size} processes"
@@ -196,7 +200,7 @@ class Parallel(Alone):
         if not self._splits:
             return batch
         rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
-        part = copy.copy(batch)  # with the number of tokens of the whole batch
+        part = copy.copy(batch)  # keeps ntokens of the global batch
         for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
             setattr(part, name, getattr(batch, name)[rows])
         return part
@@ -206,7 +210,8 @@ class Parallel(Alone):
             return loss
         total = loss.detach().clone()
         dist.all_reduce(total)
-        # Both engines take the mean of the gradients of the processes, of which this is the sum.
+        # DDP and FSDP average the gradients over the processes, but the global loss is the sum of
+        # the local losses: so the gradient is that of loss * size, and the value is `total`.
         return loss * self.size + (total - loss.detach() * self.size)
 
     def sequences(self) -> AbstractContextManager[Any]:
@@ -230,7 +235,7 @@ class Parallel(Alone):
         self._state = model, optimizer, scheduler
         if self._folder is None:
             return 0, []
-        complete = self._folder.glob("step-*/.metadata")  # which is written last
+        complete = self._folder.glob("step-*/.metadata")  # .metadata is written last
         names = [re.fullmatch("step-([1-9][0-9]*)", path.parent.name) for path in complete]
         steps = sorted((int(name[1]) for name in names if name), reverse=True)
         require_same_ranks(checkpoints=steps)
@@ -242,7 +247,7 @@ class Parallel(Alone):
             path = self._folder / f"step-{done}"
             try:
                 return done, self._load(path, done)
-            except CheckpointException as error:  # on all ranks, whichever could not read it
+            except CheckpointException as error:  # raised on all ranks if one cannot read it
                 reason = next(iter(error.failures.values()))[0]
                 if self.rank == 0:
                     told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
@@ -311,8 +316,9 @@ class Parallel(Alone):
 
 
 class _OfShards(EncoderDecoder):
-    """A model that is called with whole sequences and their masks, and computes the part of this
-    process: [B, T / n, d_model]. What it adds to a sequence is padding, which no token sees.
+    """A model that takes full sequences and masks, and returns its shard [B, T / n, d_model].
+
+    It pads the sequences so that they can be sharded. The masks hide this padding.
     """
 
     def __init__(self, context: context_parallel, model: EncoderDecoder) -> None:

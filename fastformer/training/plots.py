@@ -1,9 +1,9 @@
-"""The figures of the tutorials. matplotlib is imported when a figure is drawn.
+"""The figures of the tutorials. matplotlib is imported only when a figure is drawn.
 
-PICTURES holds the figures by name: a function that computes the data with the package, and one that
-draws them. `fastformer plot NAME --out FILE` makes one.
+PICTURES maps a name to a `Picture`: a function that computes the data with this package, and a
+function that draws them. `fastformer plot NAME --out FILE` saves one figure.
 
-Every drawing function returns a matplotlib Figure without a window. Save it with
+Every drawing function returns a matplotlib Figure without opening a window. Save it with
 `figure.savefig(path)`, or make it the last line of a notebook cell.
 """
 
@@ -40,7 +40,7 @@ def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
 
 
 def require_format(path: str | Path) -> None:
-    """Raise ValueError if matplotlib cannot write the format, ImportError without matplotlib."""
+    """Raise ValueError if matplotlib cannot write the path's format, ImportError without it."""
     formats = _figure().canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix not in formats:
@@ -51,7 +51,7 @@ def require_format(path: str | Path) -> None:
 
 
 def lines(series: Series, title: str, x: str, y: str) -> Figure:
-    """Draw a curve (abscissae, ordinates) for each name."""
+    """Draw one curve per name. series: name -> (x values, y values)."""
     figure = _figure()
     axes = figure.subplots()
     for name, (abscissae, ordinates) in series.items():
@@ -68,7 +68,7 @@ def _array(values: Tensor) -> Any:
 
 
 def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
-    """Draw values [rows, columns], the first row on top."""
+    """Draw values [rows, columns] as a heat map, with the first row on top."""
     figure = _figure(6.0, 5.0)
     from matplotlib.ticker import MaxNLocator
 
@@ -82,8 +82,9 @@ def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
 
 
 def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
-    """Draw weights [h, T, S], queries down and keys across: a row of panels for each name, and a
-    panel for each head. `symbols` label the positions.
+    """Draw attention weights [h, T, S], with one row of panels per name and one panel per head.
+
+    In a panel, queries are rows and keys are columns. `symbols` label the positions.
     """
     heads = max(len(weights) for weights in maps.values())
     figure = _figure(2.0 * heads + 1.0, 2.1 * len(maps))
@@ -101,9 +102,9 @@ def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Fig
 
 
 def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None) -> Figure:
-    """Draw the loss per token against the step, a curve for each name.
+    """Draw the loss per token against the step, one curve per name.
 
-    A later curve is drawn on top and thinner, so that both are visible where they coincide.
+    Later curves are thinner and drawn on top, so that curves which coincide are all visible.
     """
     figure = _figure()
     axes = figure.subplots()
@@ -130,7 +131,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
 
 
 def _positions(d_model: int, length: int = 100) -> Tensor:
-    """Return what PositionalEncoding adds, [length, d_model]."""
+    """Return the tensor [length, d_model] that PositionalEncoding adds."""
     encode = PositionalEncoding(d_model, dropout=0.0, max_len=length)
     return encode(torch.zeros(1, length, d_model))[0].detach()
 

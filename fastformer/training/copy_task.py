@@ -147,7 +147,7 @@ class Run:
             nan if the checkpoint already had every step.
         decoded: the decoded sequence with its start symbol; None if not every step was trained.
         decoding: tokens per second of greedy decoding, with a cache and without one; None for
-            interpreted kernels, for a strategy that is not timed, or if not every step was trained.
+            interpreted kernels, if `OneProcess.timed` is False, or if not every step was trained.
     """
 
     backend: str

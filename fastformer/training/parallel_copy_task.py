@@ -136,9 +136,9 @@ class Parallel(Alone):
             resumes from the newest checkpoint that can be read. None saves no checkpoints.
         every: the number of steps between checkpoints.
 
-    Raises ValueError, on all ranks, if way is unknown, the batch does not divide by the number of
-    processes, the settings differ between the ranks or from the checkpoint, the checkpoint has more
-    steps than the settings, or no checkpoint in the folder can be read.
+    Raises ValueError, on all ranks, if way is unknown, every is less than 1, the batch does not
+    divide by the number of processes, the settings differ between the ranks or from the checkpoint,
+    the checkpoint has more steps than the settings, or no checkpoint in the folder can be read.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""`tune`: the measurement of what is fastest on this GPU."""
+"""`tune`: measure which kernels and options are fastest on this GPU."""

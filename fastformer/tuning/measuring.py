@@ -1,9 +1,10 @@
-"""Measurements in a process of their own, in which a candidate may crash or hang.
+"""Measurements in a worker process, so that a candidate may crash or hang.
 
-A job is a class of calls and its candidates. Each is first asked for an obstacle, then they are
-timed in turn. `supervise` has a worker process do the jobs and gets each result as soon as it is
-there; a candidate that ends the worker, or of which nothing is heard any more, is dropped like one
-that has an obstacle, with its reason, and the next worker goes on without it.
+A job is a class of calls and its candidates. Each candidate is first checked for an obstacle (why
+it may not be chosen), then the remaining ones are timed in turn. `supervise` runs the jobs in a
+worker process and receives each result as soon as it is measured. A candidate that ends the worker,
+or that sends nothing for too long, is dropped with that reason, and the next worker continues
+without it.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import torch
 
 from fastformer.dispatch.measurements import Class, Entry
 
-ROUNDS = 3  # in which the candidates are timed in turn
-TIE = 0.02  # a candidate has to be faster than what is shipped by more than this part
+ROUNDS = 3  # each round times every candidate once, in turn
+TIE = 0.02  # a candidate has to be faster than the shipped one by more than this fraction
 STARTING = 300.0  # seconds that a worker may take to start
-SILENCE = 180.0  # seconds after which a candidate hangs: to compile one may take a minute
+SILENCE = 180.0  # seconds without a message until a candidate hangs: compiling may take a minute
 DEVICE_LOST = 75  # the exit status of a process that cannot use its GPU any more
 
-Timer = Callable[[Callable[[], Any]], float]  # the seconds of a call
+Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
 
 
 class Candidate(NamedTuple):
-    """One way to compute what a class of calls needs.
+    """One way to compute a class of calls.
 
-    context: within it `call` and `obstacle` take this candidate. obstacle: returns why it is none.
-    baseline: it is timed for comparison alone.
+    context: returns a context in which `call` and `obstacle` use this candidate. obstacle: returns
+    why it may not be chosen, or None. baseline: whether it is only timed for comparison, and never
+    chosen.
     """
 
     name: str
@@ -53,19 +55,21 @@ class Candidate(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A class of calls and its candidates, the first of which is taken without a measurement."""
+    """A class of calls and its candidates. The first is the default, used without a measurement."""
 
     key: Class
     candidates: Sequence[Candidate]
 
 
-Jobs = Callable[[Any, Mapping[Class, Entry]], Iterator[Job]]  # of a group, given what is known
+Jobs = Callable[[Any, Mapping[Class, Entry]], Iterator[Job]]  # (group, results so far) -> its jobs
 
 
 @dataclass
 class Work:
-    """What a worker does, and what it need not do again. It is pickled: its functions are those of
-    modules.
+    """The input of a worker: the groups to measure, and what is already done, failed or skipped.
+
+    It is pickled, so its functions have to be importable from modules. failed: class -> {candidate:
+    reason}. skipped: index of a group -> reason.
     """
 
     groups: list[Any]
@@ -82,8 +86,10 @@ class Work:
 def measure(
     job: Job, timer: Timer, failed: Mapping[str, str], begin: Callable[[str], None]
 ) -> Entry:
-    """Measure the candidates of a job. `failed`: those that may not be tried again, and why;
-    `begin` is called with the name of each that runs.
+    """Measure the candidates of a job.
+
+    failed: the candidates that must not be tried again, with the reasons. begin: called with the
+    name of a candidate before it runs.
     """
     dropped, seconds = dict(failed), {c.name: [] for c in job.candidates}  # type: ignore[var-annotated]
 
@@ -112,7 +118,7 @@ def measure(
 
 
 def _entry(job: Job, us: dict[str, float], dropped: dict[str, str]) -> Entry:
-    """Choose the fastest candidate; the first one where it ties with the fastest."""
+    """Choose the fastest candidate, or the first one if it ties with the fastest."""
     able = [c.name for c in job.candidates if c.name in us and not c.baseline]
     choice = min(able, key=us.__getitem__, default=None)
     if choice is None:
@@ -131,7 +137,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _require_device() -> None:
-    """End a process whose GPU is lost: after an illegal access each call fails."""
+    """End the process if its GPU is lost: after an illegal access every call fails."""
     if torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -140,16 +146,16 @@ def _require_device() -> None:
             os._exit(DEVICE_LOST)
 
 
-LEAST, MOST, SECONDS = 5, 50, 0.1  # the repetitions that are timed, and for how long about
-CACHE_BYTES = 256 << 20  # more than the second-level cache of any GPU
-CLOCK = 2e9  # cycles a second, about
+LEAST, MOST, SECONDS = 5, 50, 0.1  # bounds of the timed repetitions, and their total time
+CACHE_BYTES = 256 << 20  # more than the L2 cache of any GPU
+CLOCK = 2e9  # cycles per second, approximately
 
 
 def device_seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds that a call takes on the GPU, the median of several.
+    """Return the seconds that a call takes on the GPU, the median of several repetitions.
 
-    Before each of them the cache is overwritten. The GPU then sleeps for as long as the host needs
-    to hand over the call, so that the time of the host does not count.
+    Before each repetition the L2 cache is overwritten. Then the GPU sleeps for longer than the host
+    needs to launch the call, so that the host's time is not measured.
     """
     flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
     call()
@@ -176,9 +182,9 @@ def device_seconds(call: Callable[[], Any]) -> float:
 
 
 def worker() -> None:
-    """Do the work that comes over the standard input, and report over the standard output."""
+    """Read a pickled `Work` from standard input, and write the results to standard output."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what others print is no report
+    os.dup2(2, 1)  # other prints go to standard error, not into the reports
 
     def tell(*message: Any) -> None:
         out.write(json.dumps(message) + "\n")
@@ -206,11 +212,11 @@ def worker() -> None:
                 tell("entry", *job.key, *entry)
     tell("end")
     out.flush()
-    os._exit(0)  # a GPU may be in a state in which it cannot be left orderly
+    os._exit(0)  # skip the cleanup: a broken GPU could make it fail or hang
 
 
 class _Worker:
-    """A process that runs `worker`."""
+    """A subprocess that runs `worker`."""
 
     def __init__(self, work: Work) -> None:
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -235,7 +241,7 @@ class _Worker:
         self.messages.put(None)
 
     def next(self, seconds: float) -> Any:
-        """Return the next message, or None at the end. Raises queue.Empty after so many seconds."""
+        """Return the next message, or None at the end. Raises queue.Empty after the timeout."""
         return self.messages.get(timeout=seconds)
 
     def end(self) -> str:
@@ -267,11 +273,11 @@ def supervise(
     step: Callable[[int], None] = lambda i: None,
     silence: float = SILENCE,
 ) -> bool:
-    """Have workers do the work, until it is done or the time is up; return whether it is done.
+    """Run the work in worker processes for at most `seconds`; return whether it is complete.
 
-    A candidate that ends its worker, or of which nothing is heard for `silence` seconds, is in
-    `work.failed`, and the next worker goes on without it. `keep` gets each result; `step` the
-    number of each group that begins.
+    A candidate that ends its worker, or whose worker sends nothing for `silence` seconds, is added
+    to `work.failed`, and the next worker continues without it. keep: called with each result. step:
+    called with the index of each group that begins.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -301,7 +307,7 @@ def supervise(
 
 
 class _Report:
-    """What a worker has reported: the group that it is in, and the candidate that runs."""
+    """What a worker has reported: its current group, and the candidate that runs."""
 
     def __init__(
         self, work: Work, keep: Callable[[Class, Entry], None], step: Callable[[int], None]
@@ -311,7 +317,7 @@ class _Report:
         self.running: tuple[Class, str] | None = None
 
     def take(self, what: str, *rest: Any) -> None:
-        """Take a message of the worker's."""
+        """Process a message of the worker."""
         self.begun = True
         if what == "group":
             self.group, self.running = rest[0], None
@@ -326,7 +332,7 @@ class _Report:
             self.keep(key, entry)
 
     def blame(self, reason: str, ended: str) -> None:
-        """Note what the next worker leaves out, because this one has ended in it."""
+        """Record the candidate or group in which this worker ended; the next worker skips it."""
         if self.running is not None:
             key, name = self.running
             self.work.failed.setdefault(key, {})[name] = reason

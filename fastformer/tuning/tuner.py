@@ -1,12 +1,12 @@
-"""The measurement of what is fastest on this GPU.
+"""Measure which options are fastest on this GPU.
 
-tune(model, *inputs)      measures the calls of a model
-run(cases, device)        measures these
+tune(model, *inputs)                   measures the calls of a model
+run(cases, device, file, minutes)      measures the given cases
 
-The candidates of a class of calls are the rows of tiles of each of its kernels, the ways of a
-kernel, and torch's own op in place of it. One whose results break the numerics policy, change from
-run to run or lose a NaN is dropped. What is finished is in the file, and the next run goes on from
-there.
+The candidates for a class of calls are the tile configurations of each of its kernels, the variants
+of a kernel, and torch's own op instead of the kernels. A candidate is dropped if its results break
+the numerics policy, change from run to run or lose a NaN. Each finished measurement is written to
+the file, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ __all__ = ["Tuning", "run", "standard", "tune"]
 def disagreement(
     have: Sequence[Tensor], want: Sequence[Tensor], peer: Sequence[Tensor], outputs: int
 ) -> str | None:
-    """Return where results break the numerics policy, or None.
+    """Return which result breaks the numerics policy, and how, or None.
 
-    want: the reference in float64. peer: the reference in the dtype of the call. The first
-    `outputs` are outputs and the others gradients.
+    have: the results to check. want: the results of the reference in float64. peer: the results of
+    the reference in the dtype of the call. The first `outputs` tensors are outputs, the others are
+    gradients.
     """
     for i, (x, exact, eager) in enumerate(zip(have, want, peer, strict=True)):
         name = f"output {i}" if i < outputs else f"gradient {i - outputs}"
@@ -58,7 +59,7 @@ def disagreement(
 
 
 class _Call:
-    """A case at its size, which is timed, and in small, which is compared."""
+    """The inputs of a case: at full size for timing, and small for comparing with float64."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -77,7 +78,7 @@ class _Call:
         return self.results(self.given, "reference")
 
     def results(self, given: cases.Arguments, backend: str) -> tuple[Tensor, ...]:
-        """Return outputs and gradients."""
+        """Return the outputs, and the gradients if the case has any, on this backend."""
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
         with backends.use_backend(backend), torch.set_grad_enabled(self.case.gradient):
             outputs = OPERATIONS[self.case.op].contract(**given)
@@ -88,7 +89,7 @@ class _Call:
             return *(x.detach() for x in outputs), *grads
 
     def cotangents(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return gradients of the outputs, the same in each call of these shapes."""
+        """Return random gradients of the outputs, equal in each call with the same shapes."""
         key = tuple((x.shape, x.dtype) for x in outputs)
         if key not in self._cotangents:
             generator = torch.Generator(self.device).manual_seed(2)
@@ -99,7 +100,10 @@ class _Call:
 
     @functools.cached_property
     def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
-        """The exact results, those of the reference, and the number of outputs."""
+        """(results in float64, results in the dtype of the call, number of outputs).
+
+        Both are results of the reference.
+        """
         wide = {n: _double(x) for n, x in self.small.items()}
         with written_out():
             exact = self.results(wide, "reference")
@@ -108,7 +112,7 @@ class _Call:
         return exact, eager, len(exact) - gradients
 
     def obstacle(self) -> str | None:
-        """Return why what computes this call now may not be chosen."""
+        """Return why the candidate whose context is active may not be chosen, or None."""
         have = self.results(self.small, "triton")
         reason = disagreement(have, *self.expected)
         if reason is not None:
@@ -118,7 +122,7 @@ class _Call:
         return self.lost_nan()
 
     def lost_nan(self) -> str | None:
-        """Return whether NaN reaches other elements than in the reference."""
+        """Return an error message if NaN spreads to other elements than in the reference."""
         given = dict(self.small)
         name = next(n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point())
         given[name] = given[name].detach().clone()
@@ -139,20 +143,22 @@ def _double(x: Any) -> Any:
 
 
 def jobs_on(device: torch.device) -> Jobs:
-    """Return what makes the jobs of a case, one after the other."""
+    """Return a function that yields the jobs of a case on this device."""
     return functools.partial(_jobs, device)
 
 
 def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iterator[Job]:
-    """Yield the jobs of a case: its kernels, each with the best of those before it, then the op.
-    `done` holds the result of each job that was yielded.
+    """Yield the jobs of a case: one for each of its kernels, then one for the op.
+
+    Each kernel is measured with the best options of the kernels before it. The caller has to put
+    the result of each yielded job into `done` before it asks for the next job.
     """
     if (case.op, case.key) in done:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     call, chosen = _Call(case, device), {}  # type: ignore[var-annotated]
-    computed = False  # by torch's op
+    computed = False  # whether torch's op can compute the call
 
     def look(op: str, arguments: cases.Arguments) -> None:
         nonlocal computed
@@ -164,7 +170,7 @@ def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iter
         call()
     for key, question in {(q.kernel, q.case): q for q in asked}.items():
         options = {backends.label(o): o for o in (question.shipped, *question.options())}
-        timed = call.forward if key in early else call  # no more than what the kernel is part of
+        timed = call.forward if key in early else call  # time only the pass that has the kernel
         candidates = [
             Candidate(
                 name,
@@ -198,7 +204,7 @@ def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
 
 
 def standard() -> list[Case]:
-    """Return the calls that `fastformer tune` measures, those that matter most first."""
+    """Return the calls that `fastformer tune` measures, the most important first."""
     found: list[Case] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
         kinds = (_attentions, _norms, _layers, _losses, _decoding, _embeds)
@@ -219,7 +225,7 @@ def _attentions(dtype: str, gradient: bool) -> Iterator[Case]:
 
 
 def _decoding(dtype: str, gradient: bool) -> Iterator[Case]:
-    """Yield calls of few queries, which need no gradient."""
+    """Yield decoding calls: one or eight queries over many keys, without gradients."""
     for Sq, Sk, B in itertools.product((1, 8), (4096, 32768), (1, 16)) if not gradient else ():
         sizes = dict(B=B, H=32, G=8, Sq=Sq, Sk=Sk, D=128, Dv=128)
         options: cases.Options = dict(lengths=True, causal=True, bottom_right=True)
@@ -269,12 +275,12 @@ def _embeds(dtype: str, gradient: bool) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, or with dry_run what would be: `print` it.
+    """What was measured, or with dry_run what would be measured. `print` it.
 
-    rows: (call, what it takes, microseconds by candidate, reasons by dropped candidate) of each
-        call. The last three are empty for a call that was not measured.
-    file: where the results are.
-    done: whether all was measured before the time was up.
+    rows: for each call (call, chosen candidate, {candidate: microseconds}, {dropped candidate:
+        reason}). The last three are empty for a call that was not measured.
+    file: the file of the results.
+    done: whether all calls were measured before the time was up.
     """
 
     rows: tuple[tuple[str, str, Mapping[str, float], Mapping[str, str]], ...]
@@ -299,7 +305,7 @@ def run(
     timer: Timer = device_seconds,
     progress: bool = True,
 ) -> Tuning:
-    """Measure these calls on a GPU, but for those that the file holds, and write the results."""
+    """Measure on a GPU the cases that are not yet in the file, and write the results to it."""
     here = measurements.machine(device)
     assert here is not None
     work = Work(list(wanted), jobs_on(device), timer, measurements.measured(file, here))
@@ -328,7 +334,10 @@ def run(
 
 
 def planned(wanted: Sequence[Case], file: Path | None, device: torch.device | None) -> Tuning:
-    """Return the calls that would be measured: on a GPU those that the file does not hold."""
+    """Return a `Tuning` of the cases that `run` would measure: those that are not in the file.
+
+    Without a file, or on a device that is not measured, these are all cases.
+    """
     here = None if device is None else measurements.machine(device)
     known = {} if here is None or file is None else measurements.measured(file, here)
     left = (case for case in wanted if (case.op, case.key) not in known)
@@ -338,28 +347,28 @@ def planned(wanted: Sequence[Case], file: Path | None, device: torch.device | No
 def tune(
     model: nn.Module, /, *inputs: Any, minutes: float = 30.0, dry_run: bool = False, **kwargs: Any
 ) -> Tuning:
-    """Measure on this GPU what is fastest for the calls that a model makes.
+    """Measure on this GPU what is fastest for the op calls that a model makes.
 
-    It runs the model once on the inputs, in the mode that is set, and records the calls of
-    fastformer's ops; where gradients are enabled and needed, the backward is measured as well. For
-    each class of calls (an op, a dtype, sizes rounded up to powers of two, and options) it times
-    the candidates: the rows of tiles of each kernel, and torch's own op where it computes the same.
-    A candidate that fails, crashes, hangs, or disagrees with the reference by the numerics policy
-    is dropped, and so is one whose results change from run to run.
+    It runs the model once on the inputs, in its current mode, and records the calls of fastformer's
+    ops; if gradients are enabled and needed, the backward is measured too. For each class of calls
+    (an op, a dtype, sizes rounded up to powers of two, and options) it times the candidates: the
+    tile configurations and variants of each kernel, and torch's own op if it computes the same. A
+    candidate is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
+    policy, or has results that change from run to run.
 
-    The results are written to the file that `auto` reads: `tuning.json` in the user's cache
-    directory, or the one that the environment variable FASTFORMER_TUNING names. What it already
-    holds is not measured again. The calls to come take the results, in this process as well.
+    The results are written to the file that the backend `auto` reads: `tuning.json` in the user's
+    cache directory, or the file that the environment variable FASTFORMER_TUNING names. What the
+    file already holds is not measured again. Later calls use the results, also in this process.
 
     Args:
         model: an nn.Module on a GPU.
-        inputs: what it is called with.
-        minutes: when to stop. The next call goes on from there.
-        dry_run: runs the model, and measures nothing. It needs no GPU.
+        inputs: the positional arguments of the model.
+        minutes: the time limit. The next call of `tune` continues with what is left.
+        dry_run: if True, run the model but measure nothing. This needs no GPU.
         kwargs: the keyword arguments of the model.
 
     Returns:
-        A `Tuning`, with a row for each class of calls. `print` it.
+        A `Tuning` with a row for each class of calls. `print` it.
 
     Raises:
         TypeError: model is not an nn.Module.
@@ -398,12 +407,12 @@ def tune(
     return Tuning(sum((r.rows for r in results), ()), file, all(r.done for r in results))
 
 
-NEEDED = "cuda"  # of a device that is measured
+NEEDED = "cuda"  # the device type that can be measured
 NO_GPU = "tuning measures on a GPU, and {}"
 
 
 def writable() -> Path:
-    """Return the file to write. Raises RuntimeError where FASTFORMER_TUNING is off."""
+    """Return the file to write. Raises RuntimeError if FASTFORMER_TUNING is off."""
     file = measurements.path()
     if file is None:
         raise RuntimeError("the environment variable FASTFORMER_TUNING is off: nothing is written")
@@ -411,7 +420,7 @@ def writable() -> Path:
 
 
 def gpu() -> torch.device:
-    """Return the current GPU. Raises RuntimeError where there is none."""
+    """Return the current GPU. Raises RuntimeError if there is none."""
     if environment.devices()[-1].type != NEEDED:
         raise RuntimeError(NO_GPU.format("there is none on this machine"))
     return torch.device("cuda", torch.cuda.current_device())

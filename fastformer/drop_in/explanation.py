@@ -1,6 +1,6 @@
 """Explain which backend a call, or each layer of a model, runs on.
 
-print(explain("layer_norm", x, (64,)))     which backend the op takes, and why
+print(explain("layer_norm", x, (64,)))     which backend the op runs on, and why
 print(explain(model, x))                   what each layer of the model runs on
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Explanation", "explain"]
 
 
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Return which backend a call takes, and why.
+    """Return which backend a call runs on, and why.
 
     explain(op, *args, **kwargs): returns, without running the op of this name, an object with
     `.backend` and `.reason`.

@@ -75,7 +75,7 @@ def _sdpa(
     if reason is not None:
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
-    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # one head for all queries
+    enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # one head for all
     with backends.observe(on_obstacle=_ignore):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
 
@@ -115,7 +115,7 @@ def _heads_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     if key.shape[0] != batch or value.shape[0] != batch or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
     if query.dim() == 4 and query.shape[1] != key.shape[1]:
-        if not enable_gqa and key.shape[1] != 1:  # the op takes one head for all
+        if not enable_gqa and key.shape[1] != 1:  # one key head is allowed, see `_sdpa`
             return "the heads broadcast"
         if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
             return "the heads of key do not divide those of query"

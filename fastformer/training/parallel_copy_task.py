@@ -211,7 +211,7 @@ class Parallel(Alone):
         total = loss.detach().clone()
         dist.all_reduce(total)
         # DDP and FSDP average the gradients over the processes, but the global loss is the sum of
-        # the local losses: so the gradient is that of loss * size, and the value is `total`.
+        # the local losses: return the value `total` with the gradient of loss * size.
         return loss * self.size + (total - loss.detach() * self.size)
 
     def sequences(self) -> AbstractContextManager[Any]:

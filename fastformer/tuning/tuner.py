@@ -100,10 +100,7 @@ class _Call:
 
     @functools.cached_property
     def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
-        """(results in float64, results in the dtype of the call, number of outputs).
-
-        Both are results of the reference.
-        """
+        """The reference's results in float64 and in the call's dtype, and the number of outputs."""
         wide = {n: _double(x) for n, x in self.small.items()}
         with written_out():
             exact = self.results(wide, "reference")

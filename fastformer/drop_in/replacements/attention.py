@@ -205,7 +205,11 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     # ---------------------------------------------------------------------- queries, keys, values
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Project query, key and value [.., E] to [.., H, D], with one GEMM per distinct input."""
+        """Project query, key and value [.., E] to [.., H, D].
+
+        If in_proj_weight holds all weights, key and value share one GEMM if they are the same
+        tensor, and query shares it too if it is that tensor.
+        """
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         if backends.is_dtensor(packed):
             return self._projected_by_heads((query, key, value))

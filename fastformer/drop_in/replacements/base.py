@@ -35,7 +35,7 @@ class Accelerated(nn.Module):
         return self._original.forward(self, *args)
 
     def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
-        """Call the original forward with arguments that the replacement rejects by `refusal`.
+        """Call the original forward with arguments that the replacement rejected by `refusal`.
 
         If the original raises too, raise `refusal`, whose message names the argument.
         """

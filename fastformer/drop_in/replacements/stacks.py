@@ -207,9 +207,9 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
-    """Return the packing of the tokens that hidden [N, S] keeps, or None if it saves no time.
+    """Return the packing of the tokens where hidden is False, or None if it saves no time.
 
-    hidden: True at the padding.
+    hidden: [N, S], True at the padding.
     """
     if not _may_decide(hidden):
         return None

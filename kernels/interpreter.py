@@ -1,4 +1,4 @@
-"""Repairs of Triton's CPU interpreter (3.6 to 3.9), for those who run the kernels without a GPU.
+"""Repairs of Triton's CPU interpreter (3.6 to 3.9), which runs the kernels without a GPU.
 
 `repair()` changes Triton's own classes in this process, so no op calls it; the tests and the
 command line do.
@@ -8,9 +8,10 @@ command line do.
    rounded to nearest even.
 2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which
    int() refuses (triton#9171). Here it is read as a number.
-3. Speed: each helper call patches the whole language module again, integer operations check for
+3. Speed: each call of a helper patches all of `triton.language` again, integer operations check for
    overflow, types are built again for every value, and Philox takes 35 to 80 operations of 20 us.
-   Here each of these is done once, or by numpy.
+   Here the module is patched once, types are cached, overflow is not checked, and numpy computes
+   Philox.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COMPARISONS = {
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 repaired = False
-replaced: dict[str, Any] = {}  # by a function in numpy: the one that is interpreted
+replaced: dict[str, Any] = {}  # the functions that numpy versions have replaced
 
 
 def _widen(words: np.ndarray) -> np.ndarray:
@@ -149,7 +150,7 @@ def _repair_speed() -> None:
 
 
 def _remember_types() -> None:
-    """Make each block type, shape of a tensor and dtype of numpy once."""
+    """Make each block type, tensor shape and numpy dtype once."""
     make_block_type = tl.block_type.__init__
     block_types: dict[Any, dict[str, Any]] = {}
     shapes: dict[Any, tuple[Any, Any]] = {}
@@ -189,7 +190,8 @@ def _remember_types() -> None:
 
 
 def _philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-    """Compute Triton's Philox in numpy instead of one interpreted operation after the other."""
+    """Compute Triton's Philox in numpy, in a few array operations instead of many interpreted ones.
+    """
     assert c0.dtype == tl.uint32, "the repaired interpreter has the 32-bit form only"
     x0, x1, x2, x3, y0, y1 = _wide(c0, c1, c2, c3, k0, k1)
     for _ in range(getattr(n_rounds, "value", n_rounds)):
@@ -200,7 +202,7 @@ def _philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: 
 
 
 def _philox2x32(key: Any, c0: Any, c1: Any) -> Any:
-    """Compute `common.philox`, likewise."""
+    """Compute `common.philox` in numpy."""
     y, x0, x1 = _wide(key, c0, c1)
     for _ in range(common.PHILOX_ROUNDS.value):
         product = x0 * np.uint64(0xD256D193)
@@ -214,7 +216,7 @@ def _wide(*words: Any) -> list[np.ndarray]:
 
 
 def _as_words(counters: tuple[Any, ...], results: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
-    """Wrap results as words of 32 bits, of the shape that the counters broadcast to."""
+    """Wrap results as uint32 values of the shape that the counters broadcast to."""
     results = np.broadcast_arrays(*results)
     block = any(c.type.is_block() for c in counters)
     kind = tl.block_type(tl.uint32, list(results[0].shape)) if block else tl.uint32

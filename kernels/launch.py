@@ -1,4 +1,4 @@
-"""What the launchers share: launches that are remembered, layouts, and facts about the device."""
+"""What the launchers share: cached launches, layouts, and facts about the device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Group = TypeVar("Group", bound="tuple[Any, ...]")  # a NamedTuple
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where its last dimension is strided."""
+    """Return x, or a contiguous copy if its last dimension is strided."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor, n: int) -> Tensor:
-    """Return x, or a copy of it where no view of it is a matrix [M, n] of unit last stride."""
+    """Return x, or a copy if no view of x is a matrix [M, n] whose last stride is 1."""
     rows = unit_stride(x.reshape(-1, n))
     return x if rows.data_ptr() == x.data_ptr() else rows.view(x.shape)
 
 
 def row_stride(x: Tensor, n: int) -> int:
-    """Return how far apart the rows [n] are of what `as_rows` returns."""
+    """Return the stride between the rows [n] of a tensor that `as_rows` returned."""
     return x.view(-1, n).stride(0)
 
 
@@ -43,9 +43,10 @@ def next_power_of_2(n: int) -> int:
 def constants(group: Group) -> Group:
     """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group.
 
-    Launches share the result: thousands of them may be remembered, with few kernels among them.
+    Results are cached and shared: thousands of launches may be remembered, but they use few
+    kernels.
     """
-    return _constants(type(group), tuple(group), tuple(map(type, group)))  # 1 is not True
+    return _constants(type(group), tuple(group), tuple(map(type, group)))  # types: 1 == True
 
 
 @functools.lru_cache(1024)
@@ -54,29 +55,32 @@ def _constants(kind: Callable[..., Group], fields: tuple[Any, ...], _: tuple[typ
 
 
 def _ungrouped(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return plain tuples in place of NamedTuples."""
+    """Replace NamedTuples by plain tuples."""
     return tuple([_ungrouped(x) if isinstance(x, tuple) else x for x in arguments])
 
 
 class Launch:
     """A kernel with its grid and all its arguments but the pointers.
 
-    The first call goes through Triton, which compiles. The others hand the compiled kernel to the
-    driver and skip Triton's look at every argument, most of what a launch costs on the host: a
-    `Launch` is for tensors of one dtype and one alignment each, on one device. It keeps the
-    compiled kernel, without which Triton 3.9 unloads the code.
+    The first call goes through Triton, which compiles the kernel. Later calls pass the compiled
+    kernel to the driver and skip Triton's inspection of every argument, which is most of what a
+    launch costs on the host. So the pointers of a `Launch` must keep their dtypes and alignments,
+    on one device. A `Launch` also keeps the compiled kernel alive, because Triton 3.9 unloads the
+    code with it.
 
-    Triton's launcher reads a group of arguments by position, a plain tuple faster than a
-    NamedTuple, most of all in Triton 3.6. So only the calls through Triton are given the names.
+    Triton's launcher reads a group of arguments by position, and reads a plain tuple faster than a
+    NamedTuple, above all in Triton 3.6. So only the calls through Triton, which need the names,
+    pass NamedTuples.
 
     Args:
         kernel: A kernel whose first parameters are its pointers.
-        grid: The number of programs along one to three axes; nothing is launched where one is 0.
+        grid: The number of programs along one to three axes; if one is 0, nothing is launched.
         arguments: The values of the kernel's other parameters, by name. A NamedTuple is a group,
-            whose fields the kernel reads by name: see `constants` for those of compile time.
-        warps: The warps of a program.
-        stages: The stages of Triton's software pipeline; None: Triton's own choice.
-        groups: The NamedTuples of groups of pointers, by parameter. A call passes plain tuples.
+            whose fields the kernel reads by name; `constants` makes them compile-time constants.
+        warps: The number of warps of a program.
+        stages: The stages of Triton's software pipeline; None leaves the choice to Triton.
+        groups: The NamedTuple of each parameter that is a group of pointers. A call passes a plain
+            tuple.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Launch:
         self._stream: Any = None
 
     def __call__(self, *pointers: Any) -> None:
-        """Launch the kernel on the current stream; a group of pointers is a plain tuple."""
+        """Launch the kernel on the current stream. A group of pointers is a plain tuple."""
         compiled, runtime = self._compiled, triton.knobs.runtime
         if compiled is not None and not (
             runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
@@ -119,15 +123,18 @@ class Launch:
                 self._compiled = kernel, *handles, device
 
     def through_triton(self, *pointers: Any) -> Any:
-        """Launch the kernel as Triton does, and returns what it has compiled."""
+        """Launch the kernel through Triton, and return the compiled kernel (None in the
+        interpreter).
+        """
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
 
 
 class TMALaunch(Launch):
-    """A launch of a kernel that makes tensor descriptors, for which Triton asks for memory: of an
-    allocator that is set in the caller's context, and so in a copy of it. The first pointer is a
-    group of tensors.
+    """A launch of a kernel that makes TMA descriptors. The first pointer is a group of tensors.
+
+    Triton asks an allocator for the descriptors' memory. The allocator belongs to the caller's
+    context, so each launch sets its own in a copy of that context.
     """
 
     def __call__(self, *pointers: Any) -> None:
@@ -146,7 +153,7 @@ plans: dict[Any, Any] = {}
 
 
 def remembered(key: Any, plan: Any) -> Any:
-    """Keep what a call with this key launches, for the next call with it."""
+    """Cache and return the plan of a call, for later calls with the same key."""
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -154,13 +161,13 @@ def remembered(key: Any, plan: Any) -> Any:
 
 
 def layout(x: Tensor | None) -> Any:
-    """Return what of a tensor a launch depends on."""
+    """Return the properties of a tensor that a launch depends on."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
 
 
 def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`: of all that
-    makes an output it costs the least on the host.
+    """Return the shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`, which
+    costs the host less than any other way to make an output.
     """
     shape = tuple(shape)
     return shape, torch.empty(shape, device="meta").stride()
@@ -172,7 +179,9 @@ def layouts(*tensors: Tensor | None) -> Any:
 
 
 def alignment(x: Tensor | None) -> int | None:
-    """Return what of a tensor of known shape, stride and dtype a launch depends on."""
+    """Return the alignment of a tensor: all that a launch depends on if shape, strides and dtype
+    are known.
+    """
     return None if x is None else x.data_ptr() & 15
 
 
@@ -182,7 +191,7 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return Triton's name of a dtype."""
+    """Return Triton's dtype for a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -192,19 +201,20 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, for which torch is asked once."""
+    """Return the compute capability of a GPU; torch is asked once for each device."""
     return _capability(device)
 
 
-# As torch.compiler.assume_constant_result does: dynamo calls it, where it would trace a cache.
+# As torch.compiler.assume_constant_result does: dynamo calls it instead of tracing the cache.
 compute_capability.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or other.
+    """Return the device's row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or
+    other.
 
-    sm_86 is the row of all parts with 101376 bytes of shared memory a block: 8.6, 8.9 and 12.x.
+    sm_86 is the row of all GPUs with 101376 bytes of shared memory per block: 8.6, 8.9 and 12.x.
     """
     if INTERPRETED:
         return "interpreter"
@@ -224,28 +234,32 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; the interpreter stands for one with few."""
+    """Return how many multiprocessors a GPU has. The interpreter counts as a GPU with 4."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def allow_tf32() -> bool:
-    """Return whether torch multiplies float32 by tf32 on a GPU. (Torch's `allow_tf32` raises once
-    the setting was made by `fp32_precision`, which is right however it was made.)
+    """Return whether torch multiplies float32 in tf32 on a GPU.
+
+    This reads `fp32_precision`, which is right however the setting was made. Torch's `allow_tf32`
+    raises once it was made by `fp32_precision`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def dot_precision(arch: str) -> str:
-    """Return how float32 is multiplied: by three tf32 products, or by one if torch allows tf32."""
+    """Return how `tl.dot` multiplies float32: with three tf32 products, or with one if torch allows
+    tf32; in the interpreter and on AMD GPUs as IEEE float32.
+    """
     if arch == "interpreter" or torch.version.hip is not None:
         return "ieee"
     return "tf32" if allow_tf32() else "tf32x3"
 
 
-# Triton's interpreter keeps the program that runs in globals: one thread at a time.
+# Triton's interpreter keeps the running program in globals: only one thread at a time may use it.
 _one_thread = threading.RLock()
 _here = _one_thread if INTERPRETED else contextlib.nullcontext()
-if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thread to free it
+if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no thread to free it
     os.register_at_fork(
         before=_one_thread.acquire,
         after_in_parent=_one_thread.release,
@@ -254,7 +268,7 @@ if INTERPRETED and hasattr(os, "register_at_fork"):  # a child has no other thre
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make launches go to the tensor's own device, whatever the current one is."""
+    """Return a context in which launches go to the device of x. In the interpreter it is a lock."""
     if INTERPRETED or not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _here
     return torch.cuda.device(x.device)

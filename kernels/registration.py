@@ -1,4 +1,4 @@
-"""How launchers become torch's ops, and what happens where Triton's cache is corrupt or cannot be
+"""Register launchers as ops of PyTorch, and retry them if Triton's cache is corrupt or cannot be
 written.
 """
 
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from .common import INTERPRETED
 
 _TRITON = Path(triton.__file__).parent
-_one_cache = threading.RLock()  # which directory Triton compiles into is the process's
+_one_cache = threading.RLock()  # Triton's cache directory is set for the process
 
 
 @functools.cache
@@ -37,12 +37,12 @@ def _spare_cache() -> str:
 
 
 def _of_the_cache(error: BaseException) -> bool:
-    """Return whether Triton raised the error where it reads or writes its cache or loads what it
-    read, and not where it compiles, nor because a kernel asks for more than the GPU has.
+    """Return whether Triton raised the error while it read or wrote its cache or loaded what it
+    read, not while it compiled, and not because a kernel needs more than the GPU has.
     """
     if isinstance(error, (MemoryError, TritonError, subprocess.CalledProcessError)):
         return False
-    if "out of memory" in str(error):  # torch's, Triton's
+    if "out of memory" in str(error):  # raised by torch or by Triton
         return False
     where = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -53,8 +53,8 @@ def _of_the_cache(error: BaseException) -> bool:
 
 
 def _forget(kernel: JITFunction) -> None:
-    """Drop the compiled forms that are not loaded, good or bad. The others may still be running,
-    or be part of a CUDA graph.
+    """Drop the compiled forms of a kernel that are not loaded, corrupt or not. The loaded ones may
+    still be running, or be part of a CUDA graph.
     """
     for kernels, *_ in kernel.device_caches.values():
         for key, compiled in list(kernels.items()):
@@ -63,17 +63,18 @@ def _forget(kernel: JITFunction) -> None:
 
 
 def _kernels() -> Iterator[JITFunction]:
-    """Yield every kernel of the modules of this package that are imported."""
+    """Yield every kernel in the imported modules of this package."""
     for name, module in list(sys.modules.items()):
         if name.startswith(__package__ + "."):
             yield from (x for x in vars(module).values() if isinstance(x, JITFunction))
 
 
 def retried_with_an_empty_cache(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a launcher: after an error of Triton's cache it runs once more, with an empty cache.
+    """Wrap a launcher so that it runs once more, with an empty cache, after an error of Triton's
+    cache.
 
-    If that succeeds, Triton's own cache is corrupt or cannot be written, and a warning says so;
-    otherwise the first error is raised.
+    If the second run succeeds, Triton's own cache is corrupt or cannot be written, and a warning
+    says so; otherwise the first error is raised.
     """
     if INTERPRETED:
         return launcher
@@ -111,8 +112,8 @@ _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Register a launcher as the op `fastformer::<schema>`, with `fake` as its meta implementation:
-    it makes empty outputs of the same shapes, strides and dtypes.
+    """Register a launcher as the op `fastformer::<schema>`. Its meta implementation is `fake`,
+    which makes empty outputs of the same shapes, strides and dtypes.
     """
     name = schema[: schema.index("(")]
 

@@ -1,9 +1,9 @@
-"""The options that a measurement on this GPU has chosen instead of those of the configuration
-tables.
+"""The options that were measured to be the fastest on this GPU, and replace those of the
+configuration tables.
 
 A launcher calls `choose` when it makes a plan, once for each signature of its calls. fastformer
-sets `source` to the measurements; the tuner records the keys that launchers ask for, and forces
-options.
+sets `source` to the stored measurements. The tuner runs calls in the context `forced`, which
+records the keys that launchers ask for and sets the options to measure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TuningKey(NamedTuple):
     """A choice that a measurement can make: the option of a kernel for a class of calls.
 
     kernel: its name, for example "attention forward".
-    case: the class: dtype, sizes rounded up to powers of two, and what the call is compiled for.
-    shipped: the option of the tables: a row of tiles, or a name.
+    case: the class: dtype, sizes rounded up to powers of two, and what the kernel is compiled for.
+    shipped: the option of the configuration tables: tiles, or a name.
     options: returns the options to measure, with or without the shipped one.
     """
 
@@ -40,32 +40,38 @@ def _nothing(device: torch.device) -> Mapping[tuple[str, str], str]:
     return {}
 
 
-# The labels of the chosen options of a device, by kernel and class.
+# Returns the labels of the options chosen for a device, by kernel and class.
 source: Callable[[torch.device], Mapping[tuple[str, str], str]] = _nothing
 _forced: Mapping[str, Any] = {}
 _asked: list[TuningKey] | None = None
 
 
 def label(option: Any) -> str:
-    """Return the name of an option in a file: of a row of tiles its numbers."""
+    """Return the name of an option in the file of measurements: for tiles their numbers."""
     return option if isinstance(option, str) else " ".join(map(str, option))
 
 
 def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
-    """Name a dtype, for float32 with how it is multiplied, and sizes, rounded up to powers of 2."""
+    """Return the name of a class of calls: the dtype, how float32 is multiplied, and the sizes
+    rounded up to powers of 2.
+    """
     words = [str(dtype).removeprefix("torch."), precision if dtype == torch.float32 else ""]
     words += [f"{name}{next_power_of_2(n)}" for name, n in sizes.items()]
     return " ".join(filter(None, words))
 
 
 def flags(case: NamedTuple, *without: str) -> str:
-    """Name what a kernel is compiled for, but for some of the fields."""
+    """Return the names of a case's fields that are set, except `without`, with values that are not
+    True.
+    """
     fields = ((name, x) for name, x in case._asdict().items() if x and name not in without)
     return " ".join(name if x is True else f"{name}={x}" for name, x in fields)
 
 
 def choose(device: torch.device, key: TuningKey) -> Any:
-    """Return the option that was measured to be the fastest, or else the shipped one."""
+    """Return the option that was measured to be the fastest, or else the shipped one. In the
+    context `forced`, record the key and return the forced option.
+    """
     kernel, case, shipped, options = key
     if _asked is not None:
         _asked.append(key)
@@ -87,8 +93,8 @@ def _ignore(chosen: str, kernel: str) -> None:
 
 @contextlib.contextmanager
 def forced(options: Mapping[str, Any]) -> Iterator[list[TuningKey]]:
-    """A context without measurements: kernels take these options, by kernel, and the others their
-    shipped ones. It gives the list of the questions that are asked in it.
+    """Return a context without measurements, in which kernels use `options`, given by kernel name,
+    or else their shipped options. It yields the list of the keys that launchers ask for in it.
     """
     global _asked, _forced
     before = _asked, _forced

@@ -18,9 +18,9 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Kernel and bits of an input element: architectures, (BM, BN, warps, stages) for head dims up to
-# 32, 64, 128 and 256. benchmarks/compile_gate.py prints the registers, spills and shared memory of
-# each.
+# By kernel and bits of an input element, then by architecture: (BM, BN, warps, stages) for head
+# dims up to 32, 64, 128 and 256. benchmarks/compile_gate.py prints the registers, spills and
+# shared memory of each.
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     ("forward", 16): {
@@ -76,7 +76,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
     },
-    # BM is the most rows of a tile, heads and queries, and BN the most keys: see `_Decode`.
+    # Upper bounds: `narrowed` fits BM, rows of heads x queries, and BN, keys, to the call.
     ("decode", 16): {
         "sm_90 sm_100": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 3)),
         "sm_80": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 8, 3)),
@@ -94,7 +94,7 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "gfx942": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
         "other": ((16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
-    # These override those above where a kernel reads a mask or a bias of queries and keys.
+    # These replace the rows above if a kernel reads a mask or a bias over queries and keys.
     ("forward full", 16): {
         "sm_86": ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 2)),
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 8, 1), (64, 32, 4, 1)),
@@ -132,12 +132,12 @@ def configuration(
     full: bool,
 ) -> Tiles:
     """Choose the tiles of a kernel by architecture, dtype, padded head dim, lengths, and `full`:
-    whether it reads a mask or a bias of queries and keys.
+    whether it reads a mask or a bias over queries and keys.
     """
-    if arch == "interpreter":  # few programs, because the cost of an operation is fixed
+    if arch == "interpreter":  # few programs, because each operation has a fixed cost
         BM, BN = (min(128, max(16, next_power_of_2(n))) for n in (q_length, k_length))
         return Tiles(BM, BN, 4, 1)
-    if kernel == "delta":  # 16 elements of each thread
+    if kernel == "delta":  # 16 elements for each thread
         return Tiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
     arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
@@ -147,19 +147,21 @@ def configuration(
     return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
-# A call of at most so many queries to at least so many keys takes the kernels of decode.py.
+# A call with at most this many queries and at least this many keys uses the kernels of decode.py.
 MOST_QUERIES, LEAST_KEYS = 16, 256
 
 
 def splits_keys(queries: int, keys: int, dropout_p: float, packed: bool) -> bool:
-    """Tell whether a call takes the kernels that split the keys, by its shape alone."""
+    """Return whether a call uses the split-KV kernels, which have no dropout and no packed batches.
+    """
     few = queries <= MOST_QUERIES and keys >= LEAST_KEYS
     return few and dropout_p == 0 and not packed
 
 
 def narrowed(tiles: Tiles, rows: int, keys: int, heads: int, processors: int) -> Tiles:
-    """Fit the tiles of the split kernel to a call: no more rows than it has, and as few keys as
-    give two programs to each processor, if any do. `heads` counts those that keys are loaded for.
+    """Fit the tiles of the split-KV kernel to a call: no more rows than the call has, and few
+    enough keys that each processor gets two programs, if possible. `heads` counts the heads that
+    keys are loaded for.
     """
     BM, BN = min(tiles.BM, max(16, next_power_of_2(rows))), tiles.BN
     programs = heads * -(-rows // BM)
@@ -169,9 +171,9 @@ def narrowed(tiles: Tiles, rows: int, keys: int, heads: int, processors: int) ->
 
 
 def parts_of_keys(tiles: int, programs: int, processors: int) -> int:
-    """Choose into how many parts a number of tiles of keys is cut, where each part takes
-    `programs` programs: enough for two programs to each processor and at most twice as many, so
-    that the least time passes until the last ends, in the time of a tile.
+    """Choose into how many parts a number of tiles of keys is split, if each part takes `programs`
+    programs: at least as many as give two programs to each processor, and at most twice that. Of
+    these, choose the number whose last program ends first, counting time in tiles.
     """
     slots = 2 * processors
     least = min(-(-slots // max(1, programs)), max(1, tiles))
@@ -183,13 +185,13 @@ def parts_of_keys(tiles: int, programs: int, processors: int) -> int:
     return min(range(least, most + 1), key=time)
 
 
-# Rows that no table has: fewer passes over the queries, for more registers.
+# Tiles that no table has: fewer passes over the queries, for more registers.
 WIDE = {("forward", 16): [Tiles(128, 128, 8, 2)]}
 
 
 def rows(kernel: str, dtype: torch.dtype, head_block: int) -> list[Tiles]:
-    """Return what a measurement may choose from: the rows of every architecture at this head dim
-    and at its neighbours, and WIDE, with the stages of the row, two and three.
+    """Return the tiles that a measurement may choose: those of every architecture at this head dim
+    and at its neighbours, and WIDE, each with its own number of stages, two and three.
     """
     bits, i = 32 if dtype == torch.float32 else 16, max(0, (head_block - 1).bit_length() - 5)
     near = list(WIDE.get((kernel, bits), ()))

@@ -7,8 +7,8 @@ Backward: g = Z dy      dweight = scale * sum of g over the rows of each token, 
 Shapes: tokens [.., S] taken as M rows, weight [V, N], positional [at least S, N], y [.., S, N]; the
 position of row m is m % S. Any dtype in and out, sums in float32 (float64 for float64). Saved: the
 tokens and the parameters. Recomputed: the dropout mask, a function of (seed, row, column). Least
-bytes: y once, and its rows of weight once, forward; dy and g once backward. Deterministic: the
-kernels have one owner for each element.
+bytes: y once, and its rows of weight once, forward; dy and g once backward. Deterministic: one
+program owns each element.
 Source: Vaswani et al. 2017, sections 3.4 and 3.5.
 """
 
@@ -63,7 +63,7 @@ def configuration(n: int, arch: str) -> Tiles:
 
 
 def others(n: int) -> list[Tiles]:
-    """Return what a measurement may choose for N features: tiles of 1024 to 8192 elements."""
+    """Return the tiles that a measurement may choose for N features: 1024 to 8192 elements each."""
     widest = max(16, next_power_of_2(n))
     return [
         Tiles(rows, block, warps)
@@ -110,8 +110,8 @@ class Case(NamedTuple):
 
 @triton.jit
 def _place(size, tile: tl.constexpr):
-    """Return the tile of a program: tokens [BM] and, as int64, rows [BM], its first column,
-    columns [BLOCK], and what of it exists [BM, BLOCK].
+    """Return the tile of a program: its rows [BM], the same as int64, its first column, its columns
+    [BLOCK], and which of its elements [BM, BLOCK] exist.
     """
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
     o = tl.program_id(1) * tile.columns
@@ -159,8 +159,8 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, **more: Any):
-    """Make the launch of either kernel, with sums as for the dtype of x, and with dropout of a
-    probability and a shard.
+    """Make the launch of either kernel, which sums in the accumulator of the dtype of x. `dropout`
+    holds the probability and the shard.
     """
     case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
@@ -225,7 +225,7 @@ def _fake_backward(grad_output, tokens, weight, positional, *rest):
 
 
 def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | None) -> Tensor:
-    """Launch the backward: scale * Z dy [.., N]."""
+    """Launch the backward kernel and return scale * Z dy [.., N]."""
     g = grad.new_empty(grad.shape)
     if g.numel() == 0:
         return g
@@ -263,10 +263,12 @@ def backward(
     shard,
     needs,
 ):
-    """Launch the kernel of mask and scale, call torch's embedding backward, sum over the batch."""
+    """Launch the kernel that applies dropout and scale to dy. Then dweight is torch's embedding
+    backward, and dpositional a sum over the batch.
+    """
     v, n = weight.shape
     length = tokens.shape[-1]
-    own = 1.0 if needs[1] else scale  # what positional's gradient does not have
+    own = 1.0 if needs[1] else scale  # dpositional has no such factor
     dropout = dropout_p, row_shard(shard)
     g = _scaled_gradient(grad_output, own, dropout, dropout_seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)

@@ -1,5 +1,6 @@
-"""LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), in the biased form and in the
-Annotated Transformer's; RMSNorm (Zhang and Sennrich 2019); and residual + dropout + either norm.
+"""LayerNorm over rows of N features (Ba, Kiros, Hinton 2016), with the biased variance or in the
+Annotated Transformer's form (unbiased); RMSNorm (Zhang and Sennrich 2019); and residual + dropout +
+either norm.
 
 Forward, per row:
     s = x, or residual + Z x with Z = keep / (1 - p), rounded to the dtype of the residual
@@ -7,19 +8,19 @@ Forward, per row:
     r = 1 / sqrt(sum((s - mean)^2) / N + eps)
         unbiased: r = 1 / (std + eps), std = sqrt(sum((s - mean)^2) / (N - 1))
     y = weight * xhat + bias, xhat = (s - mean) * r
-Backward, with g = weight * dy, and ds the gradient of s itself:
-    ds + r * (g - sum(g) / N - xhat * c)    rms: without sum(g) / N
+Backward, with g = weight * dy, and ds the gradient of s where s is an output too:
+    dresidual = ds + r * (g - sum(g) / N - xhat * c)    rms: without sum(g) / N
     c = sum(g * xhat) / N
         unbiased: c = sum(g * xhat) / ((N - 1) * std * r), std * r = 1 - eps * r
-    is the gradient of x, or of the residual, and times Z that of x
+    dx = Z * dresidual                                  without a residual: dresidual itself
     dweight = sum over rows of dy * xhat, dbias = sum over rows of dy
 
 Shapes: x and residual [..., N], weight and bias [N], mean and r [M] for M rows. Any dtype in and
 out, statistics and sums in float32 (float64 for float64). Saved: s, weight, mean, r. Recomputed:
 xhat and the dropout mask, a function of (seed, row, column). Least bytes: x and y once forward; s,
-dy and dx once backward; with a residual its s and its ds once more. Rows up to 8192 features stay
-in registers; wider ones, up to 65536, are walked in blocks. The weight gradients are summed in two
-stages, each program over a fixed run of rows: no atomics, the same bits every time.
+dy and dx once backward; with a residual s and ds once more. Rows up to 8192 features stay in
+registers; wider ones, up to 65536, are read in blocks. Deterministic: for the weight gradients,
+each program sums a fixed range of rows, and these partial sums are added without atomics.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ __all__ = ["INTERPRETED", "supports"]
 
 MAX_FEATURES = 65536
 ONE_BLOCK = 8192  # features that one program holds in registers
-PARTIAL_SUMS = 256  # runs of rows, and so partial sums, of the weight gradients
+PARTIAL_SUMS = 256  # most ranges of rows, with a partial weight gradient each
 
 
 class Tiles(NamedTuple):
-    """The rows and columns that a program holds at a time, its warps, and the tiles of a run of
-    rows that it has under way at a time.
+    """The rows and columns that a program holds at a time, its warps, and the pipeline stages of
+    the backward's loop over tiles of rows.
     """
 
     rows: int
@@ -74,25 +75,25 @@ class Tiles(NamedTuple):
     stages: int = 1
 
 
-WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, where a row is several blocks
+WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, if a row is several blocks
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Choose whole rows where they fit, several of them where they are short; else blocks of 4096
-    features.
+    """Choose tiles of full rows if a row fits, with several rows if they are short; else blocks of
+    4096 features.
     """
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
-    if arch == "interpreter":  # few programs: each operation has a fixed cost
+    if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
     warps = 4 if block <= 2048 else 8 if block <= 4096 or arch in ("gfx942", "other") else 16
-    # The short tiles of PARTIAL_SUMS programs are too few bytes to hide the latency of the memory.
+    # One small tile in each of PARTIAL_SUMS programs is too few bytes to hide the memory latency.
     stages = 3 if block <= 4096 and arch.startswith("sm_") else 1
     return Tiles(max(1, 2048 // block), block, warps, stages)
 
 
 def others(tiles: Tiles, backward: bool) -> list[Tiles]:
-    """Return what a measurement may choose in place of a row of tiles: other numbers of rows, warps
-    and, for the backward, of tiles under way.
+    """Return the tiles that a measurement may choose instead: other numbers of rows, warps and, for
+    the backward, pipeline stages.
     """
     rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 8192)
     return [
@@ -121,8 +122,8 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradient of the stored sum s, which is read; the gradients of the residual, or of x where
-    there is none, and of the input beside a residual, which are written. [M, N] each.
+    """`ds`, the gradient of s as an output, is read. `dx`, the gradient of the residual (of x
+    without a residual), and `dinput`, the gradient of x with a residual, are written. [M, N] each.
     """
 
     ds: Any
@@ -131,7 +132,7 @@ class Gradients(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The partial sums of the gradients of weight and bias, [runs of rows, N] each."""
+    """The partial sums of the gradients of weight and bias, [ranges of rows, N] each."""
 
     weight: Any
     bias: Any
@@ -173,7 +174,7 @@ class ForwardCase(NamedTuple):
 
 
 class BackwardCase(NamedTuple):
-    """What the backward is compiled for. `ds`: the stored sum has a gradient of its own."""
+    """What the backward is compiled for. `ds`: s is an output too and has a gradient of its own."""
 
     unbiased: Any
     rms: Any
@@ -213,7 +214,7 @@ def _vector(base, columns, N, ACC: tl.constexpr):
 
 @triton.jit
 def _affine(xhat, W, B, columns, N, case: tl.constexpr):
-    """Return weight * xhat + bias, without what there is not."""
+    """Return weight * xhat + bias; either may be absent."""
     y = xhat
     if case.weight:
         y = y * _vector(W, columns, N, case.acc)
@@ -233,7 +234,9 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.constexpr):
-    """Return s [BM, BLOCK], rounded as it is stored, of the columns from o on."""
+    """Return columns o .. o + BLOCK - 1 of s, [BM, BLOCK], rounded as s is stored, so that the
+    statistics are those of the s that the backward reads.
+    """
     columns = o + tl.arange(0, tile.columns)
     x = _tile(inputs.x, rows, strides.x, columns, size, case.acc)
     if case.dropout:
@@ -246,7 +249,7 @@ def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.cons
 
 @triton.jit
 def _mean(total, N, RMS: tl.constexpr):
-    """Return the mean from the sum; for RMSNorm zero."""
+    """Return the mean from the sum, or zero for RMSNorm."""
     if RMS:
         return tl.zeros_like(total)
     else:
@@ -259,7 +262,7 @@ def _forward(
     W,  # [N]
     B,  # [N]
     Y,  # out [M, N]
-    S,  # out [M, N], beside a residual
+    S,  # out [M, N], with a residual
     statistics,  # out [M] each
     SEED,  # [1]
     strides,
@@ -269,8 +272,8 @@ def _forward(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BM rows. It holds them in registers if they fit, else it walks them three
-    times, twice through the cache.
+    """One program owns BM rows. It holds them in registers if they fit. Else it reads them for the
+    mean (not for RMSNorm), for the variance and for y, after the first time from the cache.
     """
     N = size.N
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
@@ -312,7 +315,9 @@ def _forward(
 
 @triton.jit
 def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
-    """Return c, from sum(g * xhat). A constant row has s = 0 and xhat = 0: its c is 0."""
+    """Return c, from sum(g * xhat). A constant row has std = 0 and xhat = 0, so that c is 0 / 0:
+    the bound makes it 0.
+    """
     if UNBIASED:
         return products / ((N - 1) * tl.maximum(1.0 - eps * r, 1e-30))
     else:
@@ -321,7 +326,7 @@ def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _weight(W, columns, N, case: tl.constexpr):
-    """Load columns [BLOCK] of the weight as [1, BLOCK]; 1 where there is none."""
+    """Load columns [BLOCK] of the weight as [1, BLOCK], or return 1 if there is no weight."""
     if case.weight:
         return _vector(W, columns, N, case.acc)
     else:
@@ -330,7 +335,7 @@ def _weight(W, columns, N, case: tl.constexpr):
 
 @triton.jit
 def _read_statistics(statistics, rows, M, RMS: tl.constexpr):
-    """Return mean and r of rows [BM] below M as [BM, 1]; the mean of RMSNorm is 0."""
+    """Return mean and r of rows [BM], zero from row M on, as [BM, 1]. The mean of RMSNorm is 0."""
     r = tl.load(statistics.reciprocal + rows, mask=rows < M, other=0.0)[:, None]
     if RMS:
         return 0.0, r
@@ -340,8 +345,9 @@ def _read_statistics(statistics, rows, M, RMS: tl.constexpr):
 
 @triton.jit
 def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.constexpr):
-    """Store dx + ds, the residual's gradient, and that times Z, the input's, for the columns from
-    o on. dx is [BM, BLOCK]; stride is that of ds.
+    """Store columns o .. o + BLOCK - 1 of the residual's gradient, dx + ds, and of the input's, Z
+    (dx + ds). dx is [BM, BLOCK]; `stride` is the row stride of ds. Without a residual, dx + ds is
+    the input's gradient.
     """
     columns = o + tl.arange(0, dx.shape[1])
     if case.ds:
@@ -355,7 +361,7 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
 
 @triton.jit
 def _store_sums(sums, dw, db, columns, N, case: tl.constexpr):
-    """Store the sums over a run of rows: dw and db are [BM, BLOCK], of columns [BLOCK]."""
+    """Store a program's partial sums: dw and db, [BM, BLOCK], summed over BM, for columns [BLOCK]."""
     partial = tl.program_id(0).to(tl.int64) * N
     if case.need_weights:
         tl.store(sums.weight + partial + columns, tl.sum(dw, 0), mask=columns < N)
@@ -369,7 +375,7 @@ def _backward(
     W,  # [N]
     DY,  # [M, N]
     gradients,  # ds [M, N]; out [M, N] each
-    sums,  # out [runs of rows, N] each
+    sums,  # out [ranges of rows, N] each
     statistics,  # [M] each
     SEED,  # [1]
     strides,
@@ -380,8 +386,8 @@ def _backward(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns a fixed run of rows: dx of each, and the sums of dweight and dbias over all
-    of them. It keeps a sum for each row of a tile until the end.
+    """One program owns a fixed range of rows: their dx, and the sums of dweight and dbias over
+    them. It adds up tiles [BM, BLOCK], and sums over BM only at the end.
     """
     N = size.N
     first = tl.program_id(0) * rows_per_program
@@ -400,12 +406,13 @@ def _backward(
         if case.need_x:
             g = dy * weight  # zero past N, whatever xhat is there
             coefficient = _coefficient(tl.sum(g * xhat, 1)[:, None], r, N, eps, case.unbiased)
+            # dx = r (g - sum(g) / N - xhat c)
             dx = (g - _mean(tl.sum(g, 1), N, case.rms)[:, None] - xhat * coefficient) * r
             _store_gradients(gradients, dx, rows, 0, strides.ds, own, draw, case)
         if case.need_weights:
-            dw += dy * xhat
+            dw += dy * xhat  # dweight = sum dy xhat
         if case.need_bias:
-            db += dy
+            db += dy  # dbias = sum dy
     _store_sums(sums, dw, db, c, N, case)
 
 
@@ -424,7 +431,9 @@ def _backward_wide_dx(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BM rows wider than a block: it walks them for the two sums, then for dx."""
+    """One program owns BM rows that are wider than a block: it reads them for sum(g) and sum(g
+    xhat), then again for dx.
+    """
     N = size.N
     rows = (tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)).to(tl.int64)
     mean, r = _read_statistics(statistics, rows, size.M, case.rms)
@@ -441,6 +450,7 @@ def _backward_wide_dx(
     for o in tl.range(0, N, tile.columns):
         g = _tile(DY, rows, strides.dy, o + c, size, case.acc) * _weight(W, o + c, N, case)
         xhat = (_tile(X, rows, strides.x, o + c, size, case.acc) - mean) * r
+        # dx = r (g - sum(g) / N - xhat c)
         dx = (g - shift - xhat * coefficient) * r
         _store_gradients(gradients, dx, rows, o, strides.ds, size, draw, case)
 
@@ -449,7 +459,7 @@ def _backward_wide_dx(
 def _backward_wide_weights(
     X,  # [M, N]: the input of the norm
     DY,  # [M, N]
-    sums,  # out [runs of rows, N] each
+    sums,  # out [ranges of rows, N] each
     statistics,  # [M] each
     stride_x,
     stride_dy,
@@ -458,7 +468,9 @@ def _backward_wide_weights(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BLOCK columns of a fixed run of rows: their sums of dweight and dbias."""
+    """One program owns BLOCK columns of a fixed range of rows: the sums of dweight and dbias over
+    these rows.
+    """
     first = tl.program_id(0) * rows_per_program
     end = tl.minimum(size.M, first + rows_per_program)
     own = Size(end, size.N)
@@ -481,7 +493,7 @@ GROUPS = dict(inputs=Inputs, statistics=Statistics, gradients=Gradients, sums=Su
 
 
 class Options(NamedTuple):
-    """What a call computes, beside its tensors. n: the features of a row."""
+    """The options of a call, all but its tensors. n: the features of a row."""
 
     n: int
     eps: float
@@ -492,7 +504,9 @@ class Options(NamedTuple):
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
-    """Return the tiles that were measured for rows like those of x, or else the shipped ones."""
+    """Return the tiles that were measured to be fastest for rows like those in x, or the shipped
+    ones.
+    """
     shipped = configuration(n, architecture(x.device))
     name = f"{named(x.dtype, rows=x.numel() // n, features=n)} {flags(case, 'one', 'acc')}"
     options = functools.partial(others, shipped, kernel == "backward")
@@ -500,7 +514,7 @@ def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
 
 
 class _Forward:
-    """The launch of a forward, and what its outputs look like."""
+    """The launch of a forward, and the layouts of its outputs."""
 
     def __init__(
         self,
@@ -547,8 +561,10 @@ def _run_forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, s, mean [M] and r [M]; s is x where there is no residual. RMSNorm has no mean."""
-    if x.numel() == 0:  # an n of 0 included
+    """Return y, s, mean [M] and r [M]. Without a residual s is x. RMSNorm has no mean and returns r
+    for it.
+    """
+    if x.numel() == 0:  # also if n is 0
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
     tensors = layouts(x, residual, weight, bias)
@@ -576,7 +592,9 @@ def _run_forward(
 
 
 class _Given(NamedTuple):
-    """The tensors of a backward. x is the saved sum s; grad_sum its own gradient, if it has one."""
+    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if s is an output
+    that was used.
+    """
 
     grad: Tensor
     grad_sum: Tensor | None
@@ -588,7 +606,9 @@ class _Given(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Whether there was a residual, and which gradients are wanted. bias: weights with it."""
+    """Whether there was a residual, and which gradients are wanted. weights: of weight or bias;
+    bias: of the bias too.
+    """
 
     residual: bool
     x: bool
@@ -597,7 +617,9 @@ class Needs(NamedTuple):
 
 
 class _Backward:
-    """The launches of a backward: one for short rows, one for each kind of gradient for wide."""
+    """The launches of a backward: one kernel if a row fits into a tile, else one for dx and one for
+    the weight gradients.
+    """
 
     def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
         x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
@@ -643,7 +665,7 @@ class _Backward:
             )
         if needs.weights:
             wide = WIDE_WEIGHTS
-            case = BackwardCase(*[False] * len(case))._replace(  # what the others say is dx's
+            case = BackwardCase(*[False] * len(case))._replace(  # other fields are for dx
                 rms=case.rms, need_weights=True, need_bias=case.need_bias, acc=acc
             )
             arguments = dict(
@@ -661,8 +683,9 @@ class _Backward:
 
 
 def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of x or of the residual, that of the input beside a residual, and the
-    sums for weight and bias [2, N], without the bias [1, N]; what is not needed is empty.
+    """Return the gradient of the residual (of x without one), the gradient of x with a residual,
+    and the sums for weight and bias, [2, N], or [1, N] without the bias. What is not needed is
+    empty.
     """
     grad, grad_sum, x, weight, seed, mean, reciprocal = given
     dx = x.new_empty(x.shape if needs.x else 0)
@@ -698,12 +721,14 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Make an empty gradient of `like`, in its dtype; it has no elements if it is not needed."""
+    """Make an uninitialised gradient for `like`, or a tensor without elements if it is not needed."""
     return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
 
 
 def _as(sums: Tensor, needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Return a weight's gradient from its sums [N], or an empty one, as `_or_nothing` does."""
+    """Return a weight's gradient from its sums [N], or a tensor without elements if it is not
+    needed.
+    """
     if not needed or like is None:
         return of.new_empty(0)
     return sums.view(like.shape).to(like.dtype, copy=True)
@@ -760,7 +785,7 @@ def _fake_backward(
 def backward(
     grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
 ):
-    """Launch dx and the first stage of the weight gradients, and sum their partial sums."""
+    """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
     dx, _, sums = _run_backward(
         _Given(grad_output, None, input, weight, None, mean, reciprocal),
@@ -800,7 +825,7 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
     _fake_rms_backward,
 )
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
-    """Launch as `backward` does; nothing reads the mean."""
+    """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
     dx, _, sums = _run_backward(
         _Given(grad_output, None, input, weight, None, reciprocal, reciprocal),
@@ -839,7 +864,7 @@ def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout
 
 
 def _gradients(needs, residual_out, *parameters):
-    """Make empty gradients of the input, the residual and the parameters."""
+    """Make uninitialised gradients of the input, the residual and the parameters."""
     x = needs[0] or needs[1]
     rest = (_or_nothing(need, p, residual_out) for need, p in zip(needs[2:], parameters))
     return *(_or_nothing(x, residual_out, residual_out) for _ in range(2)), *rest
@@ -872,7 +897,9 @@ def add_backward(
     reciprocal,
     needs,
 ):
-    """Launch one pass for both gradients and the first stage of the weights', as in `backward`."""
+    """Launch one pass for the gradients of input and residual and the partial weight gradients, as
+    `backward` does.
+    """
     dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
     options = Options(weight.numel(), eps, unbiased, **dropout)
     dx, dinput, sums = _run_backward(
@@ -928,7 +955,7 @@ def add_rms_backward(
     reciprocal,
     needs,
 ):
-    """Launch as `add_backward` does; nothing reads the mean."""
+    """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
     dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
     options = Options(weight.numel(), eps, rms=True, **dropout)
     saved = residual_out, weight, dropout_seed, reciprocal, reciprocal

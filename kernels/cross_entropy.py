@@ -1,8 +1,8 @@
-"""Cross-entropy over V classes with smoothed labels, on logits that are given, or on those of a
-linear layer, a part of the tokens at a time.
+"""Cross-entropy over V classes with smoothed labels, from logits, or from the input of a linear
+layer that computes the logits of one chunk of tokens at a time.
 
 Forward, per row of logits x with target t:
-    lse = max + log sum_c exp(x_c - max), kept as two numbers: their sum would lose digits
+    lse = max + log sum_c exp(x_c - max), stored as two numbers, whose sum would lose digits
     loss = constant + lse - (on - off) x_t - off sum_{c != pad} x_c
 Backward, from g, the gradient of the row's loss:
     dx_c = g (exp(x_c - lse) - (on - off) [c = t] - off [c != pad])
@@ -11,21 +11,21 @@ The target distribution has `on` at t and `off` at every other class but pad; it
     uniform (torch): off = e / V, on = 1 - e + off, no pad, constant 0
     kl (the tutorials): off = e / (V - 2), on = 1 - e, pad = ignore_index, and the constant is its
         negative entropy, on log on + (V - 2) off log off
-A row whose target is ignore_index has loss 0 and g = 0; mean divides by the others.
+A row whose target is ignore_index has loss 0 and g = 0; mean divides by the number of the others.
 
 Shapes: logits [M, V], target [M] int64, loss [M], lse [M, 2]; input [M, N], w [V, N], b [V]. Any
 dtype in; lse, loss and the sums of dw and db in float32 (float64 for float64).
 
-One program owns a row, and reads it 16 bytes at a time, wherever among them it starts. Where a
-gradient is wanted it reads the row once more, from the cache, and writes dx. On given logits it
-does that for a mean, with the g of its rows if the gradient of the mean is 1; the backward computes
-dx again from the saved logits if it is not, or if it may be asked for again.
+One program owns a row, and reads it in aligned groups of 16 bytes, whatever the alignment of the
+row's start. If a gradient is wanted, the program reads the row once more, from the cache, and
+writes dx. From logits it does so for the mean, as if grad_loss were 1; the backward computes dx
+again from the saved logits if grad_loss is not 1, or if dx may be asked for again.
 
-The linear form holds CHUNK rows of logits at a time and never all of them; for mean and sum it
-takes the gradients in the forward (three GEMMs, torch's own), for none it saves lse and computes
-the logits again.
-FLOPs: 2 M N V each GEMM; least bytes beside them: each logit read once and its gradient written
-once.
+The linear form holds CHUNK rows of logits at a time and never all of them. For mean and sum it
+computes the gradients in the forward (three GEMMs, torch's own); for none it saves lse, and the
+backward computes the logits again.
+FLOPs: 2 M N V for each GEMM. Least bytes outside of the GEMMs: each logit read once and its
+gradient written once.
 Deterministic: each gradient has one owner, and the chunks are summed in order.
 Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7, for the smoothing.
 """
@@ -63,26 +63,26 @@ from .tuned import TuningKey, choose, named
 __all__ = ["INTERPRETED", "supports"]
 
 CHUNK = 2048  # rows of logits that the linear form holds, unless a measurement says otherwise
-CHUNKS = (256, 512, 1024, 2048, 4096)  # what it may say: no more than twice the memory
+CHUNKS = (256, 512, 1024, 2048, 4096)  # its choices: at most twice the memory
 
 
 def configuration(v: int, arch: str) -> tuple[int, int]:
-    """Choose how many classes a program takes at a time, and its warps."""
+    """Choose how many classes a program reads at a time, and its warps."""
     most = 65536 if arch == "interpreter" else 4096
     block = max(16, min(next_power_of_2(v), most))
     return block, max(1, min(8, block // 512))
 
 
 def blocks(v: int) -> list[tuple[int, int]]:
-    """Return what a measurement may choose from: blocks of 512 to 16384 classes, and warps."""
+    """Return what a measurement may choose: blocks of 512 to 16384 classes, and warps."""
     most = max(16, next_power_of_2(v))
     sizes = dict.fromkeys(min(most, 512 << i) for i in range(6))
     return [(block, warps) for block in sizes for warps in (2, 4, 8, 16) if block >= 64 * warps]
 
 
 def group_size(x: Tensor, block: int) -> int:
-    """Choose how many classes make a group: those in 16 bytes; a whole block in the interpreter,
-    where each operation has a fixed cost.
+    """Choose how many classes make a group: as many as 16 bytes hold, or in the interpreter, where
+    each operation has a fixed cost, a full block.
     """
     return block if INTERPRETED else 16 // x.element_size()
 
@@ -92,7 +92,7 @@ def group_size(x: Tensor, block: int) -> int:
 
 class Labels(NamedTuple):
     """The target distribution over V classes: `on` at the target, `off` at every other class but
-    `pad`. A target that is ignore_index has none.
+    `pad`. A row whose target is ignore_index has none.
     """
 
     V: Any
@@ -113,22 +113,23 @@ class Strides(NamedTuple):
 class Case(NamedTuple):
     """What a kernel is compiled for."""
 
-    columns: Any  # classes at a time
-    group: Any  # classes of a group
+    columns: Any  # classes in a block
+    group: Any  # classes in a group
     smooth: Any
     pad: Any  # whether smoothing leaves out a class
     mean: Any
-    ahead: Any  # the forward writes the gradients for a g of 1
-    together: Any  # a class stands as far from 16 aligned bytes in the logits as in their gradients
+    ahead: Any  # whether the forward writes the gradients for grad_loss = 1
+    together: Any  # a row of dx starts at the same offset within a group as its logits
     acc: Any
 
 
 class Row(NamedTuple):
-    """A row in groups of classes, each in 16 aligned bytes if the logits are aligned.
+    """A row cut into groups of classes, each in 16 aligned bytes if the logits are aligned.
 
-    x points to the first whole group, whose first class is `head`; `groups` are whole. What is left
-    at both ends makes two more, at the end. The groups below `full` fill blocks. Groups as large as
-    a block start with the row.
+    x points to the first complete group, whose first class is `head`. There are `groups` complete
+    groups. If classes are left at an end, two groups follow, so that all are numbered below `end`:
+    the classes after the complete groups, then those before them. The groups below `full` fill
+    blocks. If a group is as large as a block, the first group starts with the row.
     """
 
     x: Any
@@ -139,8 +140,8 @@ class Row(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Of a row: its target, -1 or V for none; the softmax as part * exp(x - shift); the gradient of
-    its loss.
+    """What the gradients of a row need: its target t, -1 or V for none; `shift` and `part`, with
+    softmax = part * exp(x - shift); and g, the gradient of its loss.
     """
 
     t: Any
@@ -151,7 +152,7 @@ class Target(NamedTuple):
 
 @triton.jit
 def _aligned(offset, case: tl.constexpr):
-    """Return the first multiple of a group's size from an offset on."""
+    """Round an offset up to a multiple of a group's size."""
     return (offset + case.group - 1) // case.group * case.group
 
 
@@ -171,19 +172,21 @@ def _row(X, offset, V, case: tl.constexpr):
 
 @triton.jit
 def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
-    """Return how far from row.x the block of groups from number o on stands, as [groups, 1]."""
+    """Return the offsets from row.x of the groups of a block, [groups, 1], or a number if the block
+    is one group. The block's first group has number o.
+    """
     if case.columns == case.group:
         return o * case.group
     j = o + tl.arange(0, case.columns // case.group)
     offsets = j * case.group
-    if EDGE:  # behind the group that the row ends in: what is before the first
+    if EDGE:  # the last group: the classes before the first complete one
         offsets = tl.where(j == row.groups + 1, -case.group, offsets)
     return offsets[:, None]
 
 
 @triton.jit
 def _exist(row, classes, V, case: tl.constexpr):
-    """Return which classes, numbered from row.head on, there are."""
+    """Return which classes, numbered from row.head on, exist."""
     if case.columns == case.group:
         return classes < V
     else:
@@ -192,8 +195,8 @@ def _exist(row, classes, V, case: tl.constexpr):
 
 @triton.jit
 def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
-    """Add a block of a row to the running sums, [groups] each: the maximum m, the exponentials less
-    m, and the logits less the origin, which smoothing takes.
+    """Add a block of a row to the running sums, [groups] each: m, the maximum; l, the sum of exp(x
+    - m); and the sum of x - origin, for smoothing.
     """
     m, l, total = sums
     offsets = _offsets(row, o, EDGE, case)
@@ -205,6 +208,7 @@ def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
     else:
         x = tl.load(row.x + classes).to(case.acc)
     m_new = tl.maximum(m, tl.max(x, 1))
+    # Without a finite logit so far, -inf - -inf would be NaN.
     seen = tl.where(m_new == float("-inf"), 0.0, m_new)
     l = l * tl.math.exp2((m - seen) * LOG2E)
     l += tl.sum(tl.math.exp2((x - seen[:, None]) * LOG2E), 1)
@@ -220,7 +224,7 @@ def _add(sums, row, o, labels, origin, EDGE: tl.constexpr, case: tl.constexpr):
 
 @triton.jit
 def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.constexpr):
-    """Store the gradients of a block of a row; dx points to that of row.head."""
+    """Store the gradients of a block of a row; dx points to the gradient of class row.head."""
     offsets = _offsets(row, o, EDGE, case)
     k = tl.arange(0, case.group)[None, :]
     classes = offsets + k  # from row.head on
@@ -229,6 +233,7 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
         x = tl.load(row.x + classes, mask=ok, other=0.0).to(case.acc)
     else:
         x = tl.load(row.x + classes).to(case.acc)
+    # dx = g (softmax - (on - off) [c = t] - off [c != pad])
     y = tl.math.exp2((x - target.shift) * LOG2E) * target.part
     first = row.head + offsets  # classes
     if case.pad:
@@ -245,8 +250,9 @@ def _store_block(row, dx, o, target, labels, EDGE: tl.constexpr, case: tl.conste
 
 @triton.jit
 def _store_row(row, DX, offset, target, labels, case: tl.constexpr):
-    """Store the gradients of a row, which start at an offset of DX."""
+    """Store the gradients of a row into DX, starting at an offset."""
     block: tl.constexpr = case.columns // case.group
+    # `_aligned` shows the compiler that the stores are aligned.
     dx = DX + _aligned(offset, case) if case.together else DX + (offset + row.head)
     for o in tl.range(0, row.full, block):
         _store_block(row, dx, o, target, labels, False, case)
@@ -256,21 +262,21 @@ def _store_row(row, DX, offset, target, labels, case: tl.constexpr):
 
 @triton.jit
 def _known(t, labels):
-    """Return whether the target is a class; a bad one never reads out of bounds."""
+    """Return whether the target is a class and not ignored, and may be read."""
     return (t != labels.ignore_index) & (t >= 0) & (t < labels.V)
 
 
 @triton.jit
 def _target(t, shift, log_sum, g, labels):
-    """Return what the gradients of a row take, from g of a loss that is not ignored."""
-    near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad one is no class
+    """Return the `Target` of a row. g is the gradient of its loss unless the target is ignored."""
+    near = tl.minimum(tl.maximum(t, -1), labels.V).to(tl.int32)  # a bad target is no class
     g = tl.where(t != labels.ignore_index, g, 0.0)
     return Target(near, shift, tl.math.exp2(log_sum * -LOG2E), g)
 
 
 @triton.jit
 def _part_of_mean(COUNT, case: tl.constexpr):
-    """Return the weight that a row's loss has in the whole, if it is not ignored."""
+    """Return the weight of a row in the reduced loss, if its target is not ignored."""
     if case.mean:
         return 1.0 / tl.load(COUNT)
     else:
@@ -283,7 +289,7 @@ def _loss(
     T,  # [M]
     LOSS,  # out [M]
     LSE,  # out [M, 2]
-    COUNT,  # [1], of the targets that are not ignored, for the mean
+    COUNT,  # [1], the number of targets that are not ignored, for the mean
     DX,  # out [M, V]; may be X
     strides,
     labels,
@@ -291,15 +297,15 @@ def _loss(
     classes,
     case: tl.constexpr,
 ):
-    """One program owns a row: it computes the log-sum-exp online, and the loss; where `ahead` says
-    so, it walks the row again, through the cache, for its gradients. `classes` counts those that
-    smoothing gives a part to.
+    """One program owns a row: it computes the log-sum-exp online, and the loss. If `ahead`, it
+    reads the row again, from the cache, and writes its gradients. `classes` is the number of
+    classes that smoothing gives a probability.
     """
     block: tl.constexpr = case.columns // case.group
     i = tl.program_id(0).to(tl.int64)
     t = tl.load(T + i)
     x_t = tl.load(X + i * strides.x + t, mask=_known(t, labels), other=0.0).to(case.acc)
-    origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # an offset of all logits leaves the sum
+    origin = tl.where(x_t == float("-inf"), 0.0, x_t)  # keeps a common offset out of the sum
     row = _row(X, i * strides.x, labels.V, case)
     m = tl.full([block], float("-inf"), case.acc)
     l = tl.zeros([block], case.acc)
@@ -311,6 +317,7 @@ def _loss(
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     log_sum = tl.math.log(tl.sum(l * tl.math.exp2((m - shift) * LOG2E), 0))
+    # The target distribution sums to 1, so that the shift of lse and the shifts below cancel.
     loss = constant + log_sum - (labels.on - labels.off) * (x_t - shift)
     if case.smooth:
         loss -= labels.off * (tl.sum(total, 0) + classes * (origin - shift))
@@ -328,13 +335,15 @@ def _gradient(
     T,  # [M]
     LSE,  # [M, 2]
     G,  # [M], or one number for all rows
-    COUNT,  # [1], of the targets that are not ignored, for the mean
+    COUNT,  # [1], the number of targets that are not ignored, for the mean
     DX,  # out [M, V]; may be X
     strides,
     labels,
     case: tl.constexpr,
 ):
-    """One program owns a row. Where `ahead` says so, DX holds the gradients for a g of 1."""
+    """One program owns a row, and writes its gradients. If `ahead`, DX already holds the gradients
+    for g = 1.
+    """
     i = tl.program_id(0).to(tl.int64)
     g = tl.load(G + i * strides.g).to(case.acc)
     if case.ahead:
@@ -367,14 +376,14 @@ class Smoothing(NamedTuple):
         return Labels(self.v, self.ignore_index, self.ignore_index, 1 - self.amount, off)
 
     def constant(self) -> float:
-        """Return what the loss adds to the cross-entropy: for kl the negative entropy."""
+        """Return the constant of the loss: for kl the target's negative entropy, for uniform 0."""
         if self.kind == "uniform":
             return 0.0
         _, _, _, on, off = self.labels()
         return sum(n * p * math.log(p) for n, p in ((1, on), (self.v - 2, off)) if p > 0)
 
     def block(self, kernel: str, x: Tensor, smooth: bool, ahead: bool) -> Any:
-        """Return the classes at a time, and the warps: those measured, or the shipped ones."""
+        """Return the classes of a block and the warps, either measured or shipped."""
         name = named(x.dtype, rows=len(x), classes=self.v) + " smooth" * smooth + " ahead" * ahead
         shipped = configuration(self.v, architecture(x.device))
         tuning_key = TuningKey(
@@ -383,7 +392,9 @@ class Smoothing(NamedTuple):
         return choose(x.device, tuning_key)
 
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
-        """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of g."""
+        """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of the losses'
+        gradients.
+        """
         labels = self.labels()
         block, warps = self.block(kernel.fn.__name__.strip("_"), x, labels.off > 0, case["ahead"])
         group = group_size(x, block)
@@ -417,9 +428,9 @@ class Smoothing(NamedTuple):
         count: Tensor | None = None,
         dx: Tensor | None = None,
     ) -> None:
-        """Fill loss [M] and lse [M, 2] of the rows of logits x [M, V], and dx [M, V], if given,
-        with the gradients of the sum of the losses, or of their mean if there is a count. It may be
-        x.
+        """Fill loss [M] and lse [M, 2] for the rows of logits x [M, V]. If dx [M, V] is given, fill
+        it with the gradients of the sum of the losses, or of their mean if there is a count. dx may
+        be x.
         """
         given = layouts(x, target, dx)
         key = "loss", self, x.device, given, *map(alignment, (loss, lse, count))
@@ -439,8 +450,8 @@ class Smoothing(NamedTuple):
         count: Tensor | None = None,
         ahead: bool = False,
     ) -> None:
-        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows; if there is a
-        count, g is that of the mean. ahead: dx holds what it is for a g of 1.
+        """Fill dx [M, V], which may be x, from g, [M] or one number for all rows. With a count, g
+        is the gradient of the mean. ahead: dx already holds the gradients for g = 1.
         """
         given = layouts(x, target, g, dx)
         key = "gradient", self, x.device, given, ahead, *map(alignment, (lse, count))
@@ -453,7 +464,7 @@ class Smoothing(NamedTuple):
 
 
 def _count(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return how many losses the mean is of; for other reductions nothing."""
+    """Return the number of losses in the mean; for other reductions a tensor without elements."""
     if reduction == "mean":
         return (target != ignore_index).sum().to(dtype)
     return torch.empty(0, dtype=dtype, device=target.device)
@@ -463,7 +474,7 @@ def _reduced(loss: Tensor, count: Tensor, shape: Any, reduction: str) -> Tensor:
     if reduction == "none":
         return loss.view(shape)
     total = loss.sum()
-    # 0 / 0 where every target is ignored: nan, as in torch
+    # 0 / 0 if every target is ignored: nan, as in torch
     return total if reduction == "sum" else total / count
 
 
@@ -478,8 +489,8 @@ _OPTIONS = "str reduction, int ignore_index, float label_smoothing, str smoothin
 
 
 def _may_write_ahead(logits: Tensor, reduction: str) -> bool:
-    """Return whether a g of 1 is likely: the gradient of what is trained on is that of a mean, but
-    that of float16 is scaled, and that of a sum divided.
+    """Return whether grad_loss = 1 is likely. It is for a mean, on which training calls backward;
+    but the loss of float16 is usually scaled, and a sum divided.
     """
     return reduction == "mean" and logits.dtype != torch.float16
 
@@ -502,8 +513,8 @@ def _fake(logits, target, reduction, *rest):
     _fake,
 )
 def forward(logits, target, reduction, ignore_index, label_smoothing, smoothing, ahead):
-    """Launch the forward: (loss, lse [M, 2], count, gradient). With `ahead` the gradient of the
-    logits, for a grad_loss of 1, is written by the same launch where that is likely to serve.
+    """Launch the forward: (loss, lse [M, 2], count, gradient). With `ahead`, the same launch writes
+    the gradient of the logits for grad_loss = 1, if such a grad_loss is likely.
     """
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
@@ -530,7 +541,7 @@ _BACKWARD = f"Tensor grad_loss, Tensor logits, Tensor target, {_OPTIONS}, Tensor
     f"cross_entropy_backward({_BACKWARD}, bool[] needs) -> (Tensor grad_logits)", _fake_backward
 )
 def backward(grad_loss, logits, *rest):
-    """Launch the backward, one pass over the logits."""
+    """Launch the backward, which reads the logits once."""
     dx = logits.new_empty(logits.shape)
     _run_backward(grad_loss, logits, *rest[:-1], dx, False)
     return dx
@@ -538,8 +549,9 @@ def backward(grad_loss, logits, *rest):
 
 @register(f"cross_entropy_backward_({_BACKWARD}, Tensor(a!) gradient) -> ()", lambda *_: None)
 def backward_in_place(*arguments):
-    """Launch a pass that makes the gradient for a grad_loss of 1 that for another, from the logits.
-    It ends at once if grad_loss is 1: the device looks, no one waits.
+    """Launch a pass over the logits that replaces the gradient for grad_loss = 1 by the one for
+    `grad_loss`. If that is 1, the pass ends at once: the device decides, so that the host does not
+    wait.
     """
     _run_backward(*arguments, True)
 
@@ -593,8 +605,8 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradients(input, weight, bias, wanted) -> list[Tensor]:
-    """Make zeros for the sums: dinput in its dtype, dw and db in the accumulator's. An unwanted one
-    has no elements.
+    """Make zeros for the sums: dinput in its dtype, dw and db in the accumulator's. A sum that is
+    not wanted has no elements.
     """
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
@@ -605,7 +617,7 @@ def _gradients(input, weight, bias, wanted) -> list[Tensor]:
 
 
 def _accumulate(dx, x, weight, sums, wanted, part) -> None:
-    """Add what a chunk's dx contributes to the three sums."""
+    """Write a chunk's rows of dinput, and add to dw and db what the chunk contributes."""
     dinput, dw, db = sums
     if wanted[0]:
         rows = dinput.view(dinput.shape[:-1].numel(), weight.shape[1])
@@ -654,8 +666,8 @@ def linear_forward(
     smoothing,
     needs,
 ):
-    """Return loss, lse, and for mean and sum the wanted gradients, from one chunk of tokens after
-    the other.
+    """Return loss, lse, and for mean and sum the wanted gradients, computed one chunk of tokens at
+    a time.
     """
     v, n = linear_weight.shape
     labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
@@ -669,7 +681,7 @@ def linear_forward(
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
             logits = _logits(x[part], linear_weight, linear_bias)
-            # of the sum: a row's share of the mean would underflow in float16
+            # the gradients of the sum: those of the mean would underflow in float16
             dx = logits if any(wanted) else None
             labels.loss(logits, flat[part], rows[part], lse[part], None, dx)
             if any(wanted):
@@ -704,13 +716,13 @@ def linear_backward(
     sum_bias,
     needs,
 ):
-    """Scale the gradients of the forward by grad_loss and a row's share. For none, compute them
-    from one chunk of tokens after the other.
+    """Scale the gradients of the forward by grad_loss, and for mean by 1 / count. For none, compute
+    them one chunk of tokens at a time.
     """
     sums = [sum_input, sum_weight, sum_bias]
     if reduction != "none":
         factor = grad_loss
-        if reduction == "mean":  # finite where every target is ignored
+        if reduction == "mean":  # finite if every target is ignored
             factor = factor / _count(target, ignore_index, reduction, lse.dtype).clamp_min_(1)
         sums = [x * factor if need else x for x, need in zip(sums, needs)]
     else:

@@ -11,13 +11,15 @@ dropout on the accumulator. One elementwise kernel computes dz. The other five G
 fuse and are torch's own. Saved: x, the weights, and h for relu - h > 0 exactly where z > 0 and the
 element is kept, so that neither z nor the dropout mask is needed - or z for the other activations,
 from which h and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least
-bytes of the epilogue: h (and z) once. Where a measurement says so, the first GEMM is torch's own as
-well, followed by one elementwise kernel of h, or by nothing where torch's epilogue computes h.
+bytes of the epilogue: h (and z) once. If a measurement found it to be faster, the first GEMM is
+torch's own as well, followed by one elementwise kernel for h, or by nothing if torch's epilogue
+computes h.
 
 Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that holds both halves:
     [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
     dz = dh * Z * v * f'(z)    dv = dh * Z * f(z)
-All GEMMs are torch's own; one kernel makes h from [z, v], which is saved, and one h, dz and dv.
+All GEMMs are torch's own. In the forward one kernel computes h from [z, v], which is saved; in the
+backward one kernel computes h, dz and dv.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ _KINDS = {"relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 
 
 class Tiles(NamedTuple):
-    """The rows and columns, which are hidden units, of a program's tile; the features that it takes
-    at a time.
+    """The rows and columns (hidden units) of a program's tile, the features that it reads at a
+    time, its warps, and the stages of its pipeline.
     """
 
     rows: int
@@ -75,8 +77,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By architecture: for 16-bit inputs, for float32. benchmarks/compile_gate.py prints the registers
-# and spills of each.
+# By architecture: tiles for 16-bit inputs and for float32. benchmarks/compile_gate.py prints the
+# registers and spills of each.
 CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
     "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
@@ -88,7 +90,7 @@ CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
 }
 # Other ways to compute h: torch's GEMM, then one elementwise kernel; torch's GEMM with relu.
 GEMM, GEMM_RELU = "torch's GEMM", "torch's GEMM with relu"
-GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the second-level cache
+GROUP_ROWS = 8  # row blocks that share the columns of w_1 in the L2 cache
 
 
 class Tile(NamedTuple):
@@ -108,8 +110,8 @@ def configuration(arch: str, dtype: torch.dtype) -> Tiles:
 
 
 def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
-    """Return what a measurement may choose from: the rows of every architecture, with the stages of
-    the row, three and four; and the ways without the kernel. `relu_alone`: h is relu(z).
+    """Return what a measurement may choose: the tiles of every architecture, with their own number
+    of stages, three and four; and the ways without the kernel. `relu_alone`: h is relu(z).
     """
     found: dict[Tiles | str, None] = {}
     for rows in CONFIGURATIONS.values():
@@ -123,11 +125,12 @@ def ways(dtype: torch.dtype, relu_alone: bool) -> list[Tiles | str]:
 
 @triton.jit
 def _activate(z, KIND: tl.constexpr):
+    """Return f(z)."""
     if KIND == RELU:
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif KIND == GELU:  # z Phi(z)
         return 0.5 * z * (1.0 + tl.math.erf(z * 0.7071067811865476))
-    elif KIND == GELU_TANH:  # the same with tanh(u) = 2 sigmoid(2u) - 1
+    elif KIND == GELU_TANH:  # 0.5 z (1 + tanh(u)), tanh(u) = 2 sigmoid(2u) - 1
         return z * tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
     else:
         return z * tl.sigmoid(z)
@@ -135,7 +138,7 @@ def _activate(z, KIND: tl.constexpr):
 
 @triton.jit
 def _derivative(z, KIND: tl.constexpr):
-    """f'(z) of the activations that save z."""
+    """Return f'(z), for the activations that save z."""
     if KIND == GELU:  # Phi(z) + z phi(z)
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         return 0.5 * (1.0 + tl.math.erf(z * 0.7071067811865476)) + z * density
@@ -171,7 +174,7 @@ class Strides(NamedTuple):
 
 class HiddenCase(NamedTuple):
     """What `_hidden` is compiled for. `even`: the features are a multiple of the tile's; `wide`:
-    the rows of a tile may span more than 2^31 elements; `group`: so many row blocks share columns.
+    the rows of a tile may span more than 2^31 elements; `group`: how many row blocks share columns.
     """
 
     group: Any
@@ -186,7 +189,7 @@ class HiddenCase(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What an elementwise kernel is compiled for, as `HiddenCase`."""
+    """What an elementwise kernel is compiled for, with the fields of `HiddenCase`."""
 
     kind: Any
     dropout: Any
@@ -196,8 +199,8 @@ class Case(NamedTuple):
 
 @triton.jit
 def _extent(i0, j0, size, tile: tl.constexpr, WIDE: tl.constexpr):
-    """Return, of the tile at row i0 and column j0, the rows [BM], counted from i0, the columns
-    [BN], and which elements [BM, BN] exist.
+    """Return, for the tile at row i0 and column j0: the rows [BM], counted from i0; the columns
+    [BN]; and which elements [BM, BN] exist.
     """
     i = tl.arange(0, tile.rows)
     j = j0 + tl.arange(0, tile.columns)
@@ -209,7 +212,7 @@ def _extent(i0, j0, size, tile: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _offsets(i0, i, j, width):
-    """Return where the elements [BM, BN] lie in a dense matrix [M, width]."""
+    """Return the offsets of the elements [BM, BN] in a contiguous matrix [M, width]."""
     return i0.to(tl.int64) * width + (i[:, None] * width + j[None, :])
 
 
@@ -237,8 +240,8 @@ def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
 def _hidden(
     X, W, B, HIDDEN, Z, SEED, dropout, strides, size, tile: tl.constexpr, case: tl.constexpr
 ):
-    """One program owns a [BM, BN] tile of h. Row blocks walk the columns in groups, to share w_1 in
-    the cache.
+    """One program owns a [BM, BN] tile of h. Consecutive programs take the row blocks of a group
+    with the same columns, and so share these rows of w_1 in the cache.
 
     Reads X [M, K], W [N, K], B [N] and SEED [1]; writes HIDDEN and Z, [M, N] each.
     """
@@ -250,7 +253,7 @@ def _hidden(
     i0 = (group * case.group + turn % members) * tile.rows
     j0 = turn // members * tile.columns
 
-    # Past the end: the last row again, so that no load needs a predicate.
+    # Past the end, the last row and column are read again, so that their loads need no mask.
     r = tl.minimum(tl.arange(0, tile.rows), size.M - 1 - i0)
     c = tl.minimum(tl.arange(0, tile.columns), size.N - 1 - j0)
     if case.wide:
@@ -286,7 +289,7 @@ def _hidden(
 def _hidden_backward(
     DH, SAVED, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr
 ):
-    """One program owns a [BM, BN] tile of dz, and of h where z was saved.
+    """One program owns a [BM, BN] tile of dz, and of h if z was saved.
 
     Reads DH and SAVED [M, N] and SEED [1]; writes DZ and HIDDEN [M, N].
     """
@@ -300,7 +303,7 @@ def _hidden_backward(
         dz = tl.where(saved <= 0.0, 0.0, dh * dropout.inv_keep)
     else:
         h = _activate(saved, case.kind)
-        dz = dh * _derivative(saved, case.kind)
+        dz = dh * _derivative(saved, case.kind)  # dz = dh Z f'(z), with Z below
         if case.dropout:
             keep = _keep(SEED, i0, j0, dropout, tile)
             h = tl.where(keep, h, 0.0) * dropout.inv_keep
@@ -345,7 +348,7 @@ def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexp
 
 @triton.jit
 def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
-    """One program owns a [BM, BN] tile of dz, of dv beside it, and of h.
+    """One program owns a [BM, BN] tile of dz, the same tile of dv, and of h.
 
     Reads DH [M, N], Z [M, 2 N] and SEED [1]; writes DZ [M, 2 N] and HIDDEN [M, N].
     """
@@ -363,8 +366,8 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
         keep = _keep(SEED, i0, j0, dropout, tile)
         h = tl.where(keep, h, 0.0) * dropout.inv_keep
         dh = tl.where(keep, dh, 0.0) * dropout.inv_keep
-    dz = dh * v * _derivative(z, case.kind)
-    dv = dh * f
+    dz = dh * v * _derivative(z, case.kind)  # dz = dh Z v f'(z)
+    dv = dh * f  # dv = dh Z f(z)
     _store(HIDDEN + place, ok, h)
     _store(DZ + both, ok, dz)
     _store(DZ + both + size.N, ok, dv)
@@ -374,7 +377,7 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
 
 
 class _Dropout(NamedTuple):
-    """What a call says of dropout."""
+    """The dropout arguments of a call."""
 
     p: float
     seed: Tensor | None
@@ -384,7 +387,7 @@ class _Dropout(NamedTuple):
 def _elementwise(
     kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, dropout: _Dropout
 ) -> None:
-    """Launch a kernel over the tiles of [M, N]. The tensors are contiguous and of one dtype."""
+    """Launch a kernel over the tiles of [M, N]. The tensors are contiguous and have one dtype."""
     x, (p, seed, shard) = tensors[0], dropout
     own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard
     key = *own, *map(alignment, (*tensors, seed))
@@ -409,8 +412,8 @@ def _elementwise(
 
 
 class _First:
-    """How h is computed, and what it looks like. launch: of the first GEMM, None where that is
-    torch's own.
+    """How a call computes h, and the layout of h. launch: the kernel of the first GEMM, or None if
+    that GEMM is torch's own.
     """
 
     def __init__(
@@ -454,7 +457,7 @@ class _First:
         self.launch = Launch(_hidden, grid, arguments, tiles.warps, tiles.stages)
 
     def choose(self, x: Tensor, size: ProductSize, activation: str, case: HiddenCase) -> Any:
-        """Return the tiles of the kernel, or the way without it."""
+        """Return the tiles of the kernel, or the name of a way without it."""
         relu_alone = activation == "relu" and case.bias and not case.dropout
         sizes = named(x.dtype, case.precision, rows=size.M, width=size.N, features=size.K)
         name = f"{sizes} {activation} {flags(case, *_ALWAYS)}"
@@ -470,7 +473,7 @@ class _First:
         activation: str,
         dropout: _Dropout,
     ) -> tuple[Tensor, Tensor]:
-        """Return h and what is saved."""
+        """Return h and the tensor to save: h itself for relu, else z."""
         seed = dropout.seed
         if self.launch is not None:
             hidden = input.new_empty_strided(*self.hidden)
@@ -490,7 +493,8 @@ class _First:
         return hidden, z
 
 
-_ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"  # name no class
+# Fields of `HiddenCase` that the name of a class of calls leaves out.
+_ALWAYS = "group", "kind", "save_z", "even", "precision", "wide", "acc"
 
 
 def _fake(input, w_1, b_1, w_2, *_):
@@ -562,7 +566,7 @@ def _gradients(dy, hidden, dz, input, w_1, needs) -> tuple[Tensor, ...]:
 def backward(
     grad_output, input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard, saved, needs
 ):
-    """Launch the kernel of dz (and h) and call torch's GEMMs, as far as they are needed."""
+    """Launch the kernel of dz (and h) and call torch's GEMMs, for the gradients that are needed."""
     rows, width = input.shape[:-1].numel(), w_1.shape[0]
     dy = grad_output.reshape(rows, -1) if rows else grad_output.reshape(0, w_2.shape[0])
     saved = saved.reshape(rows, width).contiguous()

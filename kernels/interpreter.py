@@ -190,7 +190,7 @@ def _remember_types() -> None:
 
 
 def _philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-    """Compute Triton's Philox in numpy, in a few array operations instead of many interpreted ones."""
+    """Compute Triton's Philox in numpy, in fewer operations than the interpreter would take."""
     assert c0.dtype == tl.uint32, "the repaired interpreter has the 32-bit form only"
     x0, x1, x2, x3, y0, y1 = _wide(c0, c1, c2, c3, k0, k1)
     for _ in range(getattr(n_rounds, "value", n_rounds)):

@@ -123,9 +123,7 @@ class Launch:
                 self._compiled = kernel, *handles, device
 
     def through_triton(self, *pointers: Any) -> Any:
-        """Launch the kernel through Triton, and return the compiled kernel (None in the
-        interpreter).
-        """
+        """Launch the kernel through Triton and return it compiled; None in the interpreter."""
         named = (x if group is None else group(*x) for x, group in zip(pointers, self._groups))
         return self._kernel[self._grid](*named, *self._arguments, **self._options)
 
@@ -179,9 +177,7 @@ def layouts(*tensors: Tensor | None) -> Any:
 
 
 def alignment(x: Tensor | None) -> int | None:
-    """Return the alignment of a tensor: all that a launch depends on if shape, strides and dtype
-    are known.
-    """
+    """Return the alignment of a tensor, which launches depend on besides its layout."""
     return None if x is None else x.data_ptr() & 15
 
 
@@ -211,8 +207,7 @@ compute_capability.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the device's row of the configuration tables: sm_80 .. sm_100, gfx942, interpreter, or
-    other.
+    """Return the device's row in the tables: sm_80 .. sm_100, gfx942, interpreter, or other.
 
     sm_86 is the row of all GPUs with 101376 bytes of shared memory per block: 8.6, 8.9 and 12.x.
     """

@@ -61,7 +61,7 @@ __all__ = ["INTERPRETED", "supports"]
 
 MAX_FEATURES = 65536
 ONE_BLOCK = 8192  # features that one program holds in registers
-PARTIAL_SUMS = 256  # most ranges of rows, with a partial weight gradient each
+PARTIAL_SUMS = 256  # the most ranges of rows, each with a partial weight gradient
 
 
 class Tiles(NamedTuple):
@@ -272,8 +272,8 @@ def _forward(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BM rows. It holds them in registers if they fit. Else it reads them for the
-    mean (not for RMSNorm), for the variance and for y, after the first time from the cache.
+    """One program owns BM rows. It holds them in registers if they fit. If not, it reads them three
+    times, twice from the cache: for the mean (unless RMSNorm), for the variance and for y.
     """
     N = size.N
     i = tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)
@@ -315,8 +315,8 @@ def _forward(
 
 @triton.jit
 def _coefficient(products, r, N, eps, UNBIASED: tl.constexpr):
-    """Return c, from sum(g * xhat). A constant row has std = 0 and xhat = 0, so that c is 0 / 0:
-    the bound makes it 0.
+    """Return c, from sum(g * xhat). For a constant row, std = 0 and xhat = 0 make c = 0 / 0; the
+    lower bound makes it 0.
     """
     if UNBIASED:
         return products / ((N - 1) * tl.maximum(1.0 - eps * r, 1e-30))
@@ -345,9 +345,9 @@ def _read_statistics(statistics, rows, M, RMS: tl.constexpr):
 
 @triton.jit
 def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.constexpr):
-    """Store columns o .. o + BLOCK - 1 of the residual's gradient, dx + ds, and of the input's, Z
-    (dx + ds). dx is [BM, BLOCK]; `stride` is the row stride of ds. Without a residual, dx + ds is
-    the input's gradient.
+    """Store columns o .. o + BLOCK - 1 of dx + ds, the gradient of the residual, and of Z * (dx +
+    ds), the gradient of the input. Without a residual, dx + ds is the gradient of the input. dx is
+    [BM, BLOCK]; `stride` is the row stride of ds.
     """
     columns = o + tl.arange(0, dx.shape[1])
     if case.ds:
@@ -361,7 +361,7 @@ def _store_gradients(gradients, dx, rows, o, stride, size, draw, case: tl.conste
 
 @triton.jit
 def _store_sums(sums, dw, db, columns, N, case: tl.constexpr):
-    """Store a program's partial sums: dw and db, [BM, BLOCK], summed over BM, for columns [BLOCK]."""
+    """Store a program's partial sums for columns [BLOCK]: dw, db [BM, BLOCK] summed over BM."""
     partial = tl.program_id(0).to(tl.int64) * N
     if case.need_weights:
         tl.store(sums.weight + partial + columns, tl.sum(dw, 0), mask=columns < N)
@@ -431,8 +431,8 @@ def _backward_wide_dx(
     tile: tl.constexpr,
     case: tl.constexpr,
 ):
-    """One program owns BM rows that are wider than a block: it reads them for sum(g) and sum(g
-    xhat), then again for dx.
+    """One program owns BM rows that are wider than a block: it reads them for the sums of g and g *
+    xhat, and again for dx.
     """
     N = size.N
     rows = (tl.program_id(0) * tile.rows + tl.arange(0, tile.rows)).to(tl.int64)
@@ -504,9 +504,7 @@ class Options(NamedTuple):
 
 
 def _tiles(kernel: str, x: Tensor, n: int, case: NamedTuple) -> Tiles:
-    """Return the tiles that were measured to be fastest for rows like those in x, or the shipped
-    ones.
-    """
+    """Return the fastest measured tiles for rows like those in x, or else the shipped tiles."""
     shipped = configuration(n, architecture(x.device))
     name = f"{named(x.dtype, rows=x.numel() // n, features=n)} {flags(case, 'one', 'acc')}"
     options = functools.partial(others, shipped, kernel == "backward")
@@ -592,8 +590,8 @@ def _run_forward(
 
 
 class _Given(NamedTuple):
-    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if s is an output
-    that was used.
+    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s as an output, if
+    it has one.
     """
 
     grad: Tensor
@@ -665,7 +663,7 @@ class _Backward:
             )
         if needs.weights:
             wide = WIDE_WEIGHTS
-            case = BackwardCase(*[False] * len(case))._replace(  # other fields are for dx
+            case = BackwardCase(*[False] * len(case))._replace(  # the others are for dx
                 rms=case.rms, need_weights=True, need_bias=case.need_bias, acc=acc
             )
             arguments = dict(
@@ -721,14 +719,12 @@ def _run_backward(given: _Given, options: Options, needs: Needs) -> tuple[Tensor
 
 
 def _or_nothing(needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Make an uninitialised gradient for `like`, or a tensor without elements if it is not needed."""
+    """Make an uninitialised gradient for `like`, without elements if it is not needed."""
     return of.new_empty(0) if not needed or like is None else like.new_empty(like.shape)
 
 
 def _as(sums: Tensor, needed: bool, like: Tensor | None, of: Tensor) -> Tensor:
-    """Return a weight's gradient from its sums [N], or a tensor without elements if it is not
-    needed.
-    """
+    """Return a weight's gradient from its sums [N], without elements if it is not needed."""
     if not needed or like is None:
         return of.new_empty(0)
     return sums.view(like.shape).to(like.dtype, copy=True)
@@ -897,8 +893,8 @@ def add_backward(
     reciprocal,
     needs,
 ):
-    """Launch one pass for the gradients of input and residual and the partial weight gradients, as
-    `backward` does.
+    """Launch one pass for the gradients of input and residual and for the partial weight gradients,
+    and add up the partial sums.
     """
     dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
     options = Options(weight.numel(), eps, unbiased, **dropout)

@@ -61,9 +61,7 @@ def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
 
 
 def flags(case: NamedTuple, *without: str) -> str:
-    """Return the names of a case's fields that are set, except `without`, with values that are not
-    True.
-    """
+    """Return the fields of a case that are set, except `without`, with values other than True."""
     fields = ((name, x) for name, x in case._asdict().items() if x and name not in without)
     return " ".join(name if x is True else f"{name}={x}" for name, x in fields)
 

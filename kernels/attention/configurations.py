@@ -152,7 +152,9 @@ MOST_QUERIES, LEAST_KEYS = 16, 256
 
 
 def splits_keys(queries: int, keys: int, dropout_p: float, packed: bool) -> bool:
-    """Return whether a call uses the split-KV kernels, which have no dropout and no packed batches."""
+    """Return whether a call uses the split-KV kernels: few queries, many keys, no dropout, not
+    packed.
+    """
     few = queries <= MOST_QUERIES and keys >= LEAST_KEYS
     return few and dropout_p == 0 and not packed
 

@@ -81,8 +81,8 @@ def blocks(v: int) -> list[tuple[int, int]]:
 
 
 def group_size(x: Tensor, block: int) -> int:
-    """Choose how many classes make a group: as many as 16 bytes hold, or in the interpreter, where
-    each operation has a fixed cost, a full block.
+    """Choose how many classes make a group: as many as 16 bytes hold. In the interpreter it is a
+    full block, because each operation has a fixed cost.
     """
     return block if INTERPRETED else 16 // x.element_size()
 
@@ -126,10 +126,11 @@ class Case(NamedTuple):
 class Row(NamedTuple):
     """A row cut into groups of classes, each in 16 aligned bytes if the logits are aligned.
 
-    x points to the first complete group, whose first class is `head`. There are `groups` complete
-    groups. If classes are left at an end, two groups follow, so that all are numbered below `end`:
-    the classes after the complete groups, then those before them. The groups below `full` fill
-    blocks. If a group is as large as a block, the first group starts with the row.
+    `x` points to the first of the complete groups, which begins with class `head`, and `groups` is
+    their number. If classes are left at an end, two incomplete groups are added: number `groups`,
+    after the complete ones, and number `groups` + 1, before them. `end` counts all groups. The
+    groups below `full` fill blocks. If a group is as large as a block, the first one starts with
+    the row.
     """
 
     x: Any
@@ -172,14 +173,14 @@ def _row(X, offset, V, case: tl.constexpr):
 
 @triton.jit
 def _offsets(row, o, EDGE: tl.constexpr, case: tl.constexpr):
-    """Return the offsets from row.x of the groups of a block, [groups, 1], or a number if the block
-    is one group. The block's first group has number o.
+    """Return the offsets from row.x of the groups in the block that begins with group o, [groups,
+    1]; a number if a block is one group.
     """
     if case.columns == case.group:
         return o * case.group
     j = o + tl.arange(0, case.columns // case.group)
     offsets = j * case.group
-    if EDGE:  # the last group: the classes before the first complete one
+    if EDGE:  # the last group is before the first complete one
         offsets = tl.where(j == row.groups + 1, -case.group, offsets)
     return offsets[:, None]
 

@@ -8,12 +8,11 @@ Backward: dh = dy w_2           dz = dh * Z * f'(z)   Z = keep / (1 - p)
 Shapes: x [..., d] taken as M rows, w_1 [F, d], w_2 [d_out, F]. Any dtype in and out, sums in
 float32 (float64 for float64). One kernel computes h from x: the GEMM, then bias, activation and
 dropout on the accumulator. One elementwise kernel computes dz. The other five GEMMs have nothing to
-fuse and are torch's own. Saved: x, the weights, and h for relu - h > 0 exactly where z > 0 and the
-element is kept, so that neither z nor the dropout mask is needed - or z for the other activations,
-from which h and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least
-bytes of the epilogue: h (and z) once. If a measurement found it to be faster, the first GEMM is
-torch's own as well, followed by one elementwise kernel for h, or by nothing if torch's epilogue
-computes h.
+fuse and are torch's own. Saved: x, the weights, and for relu h, for other activations z. h > 0
+exactly where z > 0 and the element is kept, so relu needs neither z nor the dropout mask; from z, h
+and dz are recomputed together. FLOPs: 4 M d F forward, twice that backward; least bytes of the
+epilogue: h (and z) once. If a measurement found it to be faster, the first GEMM is torch's own as
+well, followed by one elementwise kernel for h, or by nothing if torch's epilogue computes h.
 
 Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that holds both halves:
     [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
@@ -231,6 +230,7 @@ def _store(pointers, ok, x):
 @triton.jit
 def _keep(SEED, i0, j0, dropout, tile: tl.constexpr):
     """Return which elements [BM, BN] of a tile dropout keeps."""
+    # All rows are one (batch, head), number 0, which must be a tensor.
     stream = dropout_stream(tl.load(SEED), tl.program_id(0) * 0)
     threshold = dropout.threshold
     return dropout_keep(stream, i0, j0, threshold, tile.rows, tile.columns, dropout.shard)

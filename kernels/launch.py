@@ -177,7 +177,7 @@ def layouts(*tensors: Tensor | None) -> Any:
 
 
 def alignment(x: Tensor | None) -> int | None:
-    """Return the alignment of a tensor, which launches depend on besides its layout."""
+    """Return the alignment of a tensor: what a launch depends on once the layout is fixed."""
     return None if x is None else x.data_ptr() & 15
 
 

@@ -8,7 +8,7 @@ Forward, per row:
     r = 1 / sqrt(sum((s - mean)^2) / N + eps)
         unbiased: r = 1 / (std + eps), std = sqrt(sum((s - mean)^2) / (N - 1))
     y = weight * xhat + bias, xhat = (s - mean) * r
-Backward, with g = weight * dy, and ds the gradient of s where s is an output too:
+Backward, with g = weight * dy, and ds the gradient of s, if s is an output too:
     dresidual = ds + r * (g - sum(g) / N - xhat * c)    rms: without sum(g) / N
     c = sum(g * xhat) / N
         unbiased: c = sum(g * xhat) / ((N - 1) * std * r), std * r = 1 - eps * r
@@ -234,8 +234,8 @@ def _reciprocal(squares, N, eps, UNBIASED: tl.constexpr):
 
 @triton.jit
 def _sum(inputs, strides, rows, o, size, draw, tile: tl.constexpr, case: tl.constexpr):
-    """Return columns o .. o + BLOCK - 1 of s, [BM, BLOCK], rounded as s is stored, so that the
-    statistics are those of the s that the backward reads.
+    """Return columns o .. o + BLOCK - 1 of s, [BM, BLOCK], rounded as s is stored: the statistics
+    must be those of the s that the backward reads.
     """
     columns = o + tl.arange(0, tile.columns)
     x = _tile(inputs.x, rows, strides.x, columns, size, case.acc)
@@ -285,6 +285,7 @@ def _forward(
         if case.residual:
             _store_tile(S, rows, N, c, size, x)
         mean = _mean(tl.sum(x, 1), N, case.rms)
+        # Past N, x is 0, and x - mean must not count.
         x = tl.where((c < N)[None, :], x - mean[:, None], 0.0)
         r = _reciprocal(tl.sum(x * x, 1), N, eps, case.unbiased)
         y = _affine(x * r[:, None], W, B, c, N, case)
@@ -583,6 +584,7 @@ def _run_forward(
     reciprocal = x.new_empty_strided(*plan.statistics, dtype=plan.dtype)
     mean = reciprocal if options.rms else torch.empty_like(reciprocal)
     inputs = x, x if residual is None else residual
+    # x stands in for each absent tensor: a kernel compiled without it never reads it.
     w, b = x if weight is None else weight, x if bias is None else bias
     with on_device(x):
         plan.launch(inputs, w, b, y, s, (mean, reciprocal), x if seed is None else seed)

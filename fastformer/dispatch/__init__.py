@@ -1,1 +1,1 @@
-"""How a call of an op runs."""
+"""Choose how a call of an op runs: backend, gradient, measurements and sharding."""

@@ -1,29 +1,30 @@
 """One autograd Function for every kernel: it pairs forward op, backward op and reference.
 
-A kernel file registers `fastformer::<op>` and `fastformer::<op>_backward` with torch.library, and
-their schemas say all there is to know:
+A kernel file registers `fastformer::<op>` and `fastformer::<op>_backward` with torch.library. The
+names in their schemas decide how they are paired:
 
     layer_norm(Tensor input, ..., bool unbiased) -> (Tensor output, Tensor mean, Tensor rstd)
     layer_norm_backward(Tensor grad_output, Tensor input, ..., Tensor mean, Tensor rstd,
         bool[] needs) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)
 
-An output `x` with a `grad_x` argument is differentiable, and is what the caller gets; where the op
-has an argument `return_x`, only if that is true. The other outputs are saved for the backward, and
-so is every other argument that the backward names. An optional `grad_x` is None where nothing
-depends on x. `needs` says, in the order of the returns, which gradients are wanted; an unwanted one
-comes back empty. A forward whose last argument is `needs` takes it as well.
+An output `x` is differentiable if the backward has an argument `grad_x`. The caller gets the
+differentiable outputs; if the op has an argument `return_x`, the caller gets x only if it is True.
+The backward's other arguments are inputs and outputs of the forward by name, and are saved for it.
+An optional `grad_x` is None if nothing depends on x. `needs` has a bool for each gradient that the
+backward returns; a gradient that is not needed is returned as an empty tensor. If the last argument
+of the forward is `needs`, the forward gets it too.
 
-A forward whose last argument is `ahead` computes, where it is true, the gradient of its one input,
-for a `grad_x` of 1, as the last output: empty where it does not. `fastformer::<op>_backward_` makes
-that the gradient for another `grad_x`, in place, and the caller gets it: once, where the graph is
-not retained. Tracing never asks for it.
+If the last argument of a forward is `ahead` and it is True, the forward also returns, as its last
+output, the gradient of its one input for grad_x = 1; if it is False, that output is empty.
+`fastformer::<op>_backward_` turns this gradient in place into the one for the actual `grad_x`. This
+happens only if the graph is not retained, because it works once. `ahead` is False while tracing.
 
-An op without a backward has no gradient: all its outputs are those that the caller gets.
+An op without a backward has no gradient, and the caller gets all of its outputs.
 
-Under create_graph=True the gradient is taken through the reference instead, so that it can be
-differentiated again: through the `reference` of the op's record, given the saved inputs, or, where
-the backward does not take all of them, by its `reference_backward`, given what is saved. The whole
-call goes through the reference where an input carries a forward-mode tangent.
+With create_graph=True, the gradient is computed by the reference instead, so that it can be
+differentiated again: by the `reference` of the op's record, given the saved inputs, or by its
+`reference_backward`, given what is saved, if the backward does not take all inputs. If an input
+carries a forward-mode tangent, the reference computes the call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fastformer.eager import written_out
 
 
 class _Pair:
-    """What the schemas of an op and of its backward say."""
+    """What the schemas of an op and its backward define."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -51,7 +52,7 @@ class _Pair:
         self.arguments = [a.name for a in self.forward._schema.arguments]
         self.extra = self.arguments.pop() if self.arguments[-1] in ("needs", "ahead") else ""
         outputs = [r.name for r in self.forward._schema.returns]
-        # The fields of the description of attention, which a schema has one by one.
+        # The fields of `Attention`, which are separate arguments in a schema.
         described = Attention._fields[0] in self.arguments
         self.fields = [n for n in self.arguments if described and n in Attention._fields]
         self.outputs, self.n_outputs = outputs, len(outputs)
@@ -62,7 +63,7 @@ class _Pair:
             self.read_backward(backward.default, outputs)
 
     def read_backward(self, backward: Any, outputs: list[str]) -> None:
-        """Read what the backward takes and returns, given the outputs of the forward."""
+        """Read the schema of the backward, given the names of the forward's outputs."""
         op = self.op
         self.backward = backward
         wanted = [a.name for a in self.backward._schema.arguments]
@@ -74,7 +75,7 @@ class _Pair:
         assert differentiable == list(range(self.n_outputs)), f"{op}: differentiable outputs first"
         incoming = self.backward._schema.arguments[: self.n_outputs]
         self.optional = [isinstance(a.type, torch._C.OptionalType) for a in incoming]
-        # Where each argument of the backward after the gradients, `needs` apart, comes from.
+        # The source of each argument of the backward between the incoming gradients and `needs`.
         sources = wanted[self.n_outputs : -1]
         self.from_arguments = [self.arguments.index(n) for n in sources if n in self.arguments]
         self.from_outputs = [outputs.index(n) for n in sources if n not in self.arguments]
@@ -95,7 +96,7 @@ _pairs: dict[str, _Pair] = {}
 
 
 def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
-    """Read the schemas of an op, once it is registered. The alternatives may take its place."""
+    """Read the schemas of a registered op, and add a pair for each of its alternatives."""
     _pairs[op] = _Pair(op)
     for name, (forward, backward) in alternatives.items():
         _pairs[_named(op, name)] = other = copy.copy(_pairs[op])
@@ -104,7 +105,7 @@ def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
 
 @contextmanager
 def replaced(op: str, alternative: str) -> Iterator[None]:
-    """A context in which the alternative of that name takes the place of an op's kernels."""
+    """Return a context in which the alternative of that name replaces an op's kernels."""
     before, _pairs[op] = _pairs[op], _pairs[_named(op, alternative)]
     try:
         yield
@@ -117,10 +118,10 @@ def _named(op: str, alternative: str) -> str:
 
 
 class _Context(torch.autograd.function.FunctionCtx):
-    """What the forward of `_Kernel` keeps beside the saved tensors."""
+    """What the forward of `_Kernel` saves for the backward."""
 
     op: str
-    constants: list[tuple[object] | None]  # the saved arguments that are no tensors; None: a tensor
+    constants: list[tuple[object] | None]  # saved values that are no tensors; None for a tensor
     shapes: list[tuple[torch.Size, torch.dtype, torch.device]]  # of the differentiable outputs
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -168,14 +169,14 @@ class _Kernel(torch.autograd.Function):
 
 
 def _is_retained() -> bool:
-    """Return whether the graph that a backward runs through may be run through again."""
+    """Return whether the running backward retains the graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _through_reference(
     pair: _Pair, saved: list[Any], incoming: list[Tensor | None], needs: list[bool]
 ) -> list[Tensor | None]:
-    """Take the gradients by the reference, as a differentiable function of what is saved."""
+    """Return the gradients as a differentiable function of what is saved, by the reference."""
     backward = OPERATIONS[pair.op].reference_backward
     if backward is not None:
         return list(backward(*incoming, *saved, needs))
@@ -185,7 +186,8 @@ def _through_reference(
             arguments["return_" + name] = grad is not None
     missing = [name for name in pair.arguments if name not in arguments]
     assert not missing, f"{pair.op}_backward does not name {missing}: it cannot be recomputed"
-    # Views: an input that is an intermediate of the caller's graph is differentiated here alone.
+    # Views, so that an input that is an intermediate of the caller's graph is differentiated up to
+    # here, and no further.
     names = [pair.arguments[i] for i in pair.grads]
     inputs = [arguments[n].view_as(arguments[n]) if need else None for n, need in zip(names, needs)]
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})
@@ -200,8 +202,8 @@ def _through_reference(
 
 
 def outputs(op: str, arguments: dict[str, Any], alternative: str = "") -> tuple[Tensor, ...]:
-    """Run the forward of a kernel, or in its place the alternative of that name, without gradient.
-    Return all of its outputs, those too that only its backward needs.
+    """Run the forward of a kernel, or of the alternative of that name, without gradient. Return all
+    of its outputs, including those that only the backward needs.
     """
     pair = _pairs[_named(op, alternative) if alternative else op]
     return _as_tuple(pair.forward(*pack(arguments.values())))
@@ -214,14 +216,14 @@ def gradients(
     outputs: Sequence[Tensor],
     needs: list[bool],
 ) -> list[Tensor]:
-    """Run the backward of a kernel, given what its forward returns: all of its outputs."""
+    """Run the backward of a kernel, given all outputs of its forward."""
     pair, values = _pairs[op], pack(arguments.values())
     saved = [values[i] for i in pair.from_arguments] + [outputs[i] for i in pair.from_outputs]
     return list(pair.backward(*grads, *saved, needs))
 
 
 def _has_tangent(values: Sequence[object]) -> bool:
-    """Say whether one of the tensors carries a tangent of forward-mode differentiation."""
+    """Return whether one of the tensors carries a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     tensors = (x for x in values if isinstance(x, Tensor))
@@ -229,9 +231,9 @@ def _has_tangent(values: Sequence[object]) -> bool:
 
 
 def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
-    """Run a kernel with its gradient, or in its place the alternative of that name.
+    """Run a kernel, or the alternative of that name, so that it can be differentiated.
 
-    The arguments have the names and the order of the reference, which are those of the schema.
+    The arguments have the names and the order of the reference, which the schema has as well.
     """
     name = _named(op, alternative) if alternative else op
     pair = _pairs[name]

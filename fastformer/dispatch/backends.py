@@ -1,11 +1,12 @@
-"""The dispatch: which backend runs an op, and why. No other module chooses a backend.
+"""The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
-    auto        Triton on a GPU where the kernel supports the call, else the reference; torch's own
-                op where `fastformer tune` has measured that it is faster and computes the same
-    triton      the kernels; an error where they cannot run. On a CPU: Triton's interpreter
+    auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
+                own op if `fastformer tune` has measured that it computes the same and is faster
+    triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
-The environment variable FASTFORMER_BACKEND sets the default, `use_backend` the choice of a thread.
+The environment variable FASTFORMER_BACKEND sets the default, and `use_backend` sets the backend of
+a thread.
 """
 
 from __future__ import annotations
@@ -30,37 +31,38 @@ from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager
 
 BACKENDS = ("auto", "triton", "reference")
-# GPU models on which a run of the whole suite is committed under benchmarks/results.
+# GPU models for which benchmarks/results has a run of the full test suite.
 VERIFIED_GPUS: tuple[str, ...] = ()
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # which does not import it
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # does not import it
 _log = logging.getLogger("fastformer")
 
 
 class _State(threading.local):
-    def __init__(self) -> None:  # on the instance, where the guards of torch.compile look
+    def __init__(self) -> None:  # torch.compile guards on instance attributes
         self.backend: str | None = None
-        self.first: int | None = None  # of `sequences_from`
-        self.explained: list[Choice] | None = None  # a list within `explain`, which runs nothing
+        self.first: int | None = None  # the argument of `sequences_from`
+        self.explained: list[Choice] | None = None  # a list within `explain`: ops do not run
         self.on_choice: Callable[[Choice], None] | None = None
-        self.on_call: Callable[[str, Arguments], None] | None = None  # beside an on_choice
+        self.on_call: Callable[[str, Arguments], None] | None = None  # only with an on_choice
         self.on_obstacle: Callable[[str, str], None] | None = None
-        # Autograd has such threads: they run the backward of a GPU, and recompute checkpoints.
+        # True in the threads of autograd, which run the backward on a GPU and recompute
+        # checkpoints.
         self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _state = _State()
-_CHOICE = "fastformer: backend"  # the key under which torch hands it to the threads of autograd
+_CHOICE = "fastformer: backend"  # a key of the state that torch copies to autograd's threads
 _default = os.environ.get("FASTFORMER_BACKEND") or "auto"
 
 _TUNED = "fastformer.kernels.tuned"
-_FIRST = "fastformer: first"  # likewise
+_FIRST = "fastformer: first"  # a key like _CHOICE
 _DTENSOR = "torch.distributed.tensor"
 _kernels: dict[str, ModuleType] = {}
-_on_a_cpu: dict[str, Choice] = {}  # what most calls there choose
+_on_a_cpu: dict[str, Choice] = {}  # by op: made once, for speed
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
-# The innermost `context_parallel` of the process, which knows the places of the rows of sequences.
+# The innermost `context_parallel` of the process. It knows the global positions of local rows.
 _context: Any = None
 
 
@@ -71,13 +73,13 @@ def _check(name: str, source: str) -> str:
 
 
 class use_backend:
-    """Choose the backend of this thread, at once; a `with` restores the previous one.
+    """Set the backend of this thread. As a context manager, restore the previous one on exit.
 
         use_backend("reference")
         with use_backend("triton"):
             ...
 
-    The backend of a forward decides that of its backward. Raises ValueError for an unknown name.
+    The backward runs on the backend of its forward. Raises ValueError for an unknown name.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,7 +89,7 @@ class use_backend:
         _choose(name, name)
 
     def __enter__(self) -> None:
-        _choose(self._name, self._name)  # again: a `with` may have ended before
+        _choose(self._name, self._name)  # again, because an earlier `with` may have ended
 
     def __exit__(
         self,
@@ -113,7 +115,7 @@ def current_backend() -> str:
 
 
 def prefers_kernels(x: torch.Tensor) -> bool:
-    """Say whether this thread runs the ops on tensors like x on the kernels, if they can."""
+    """Return whether this thread runs ops on tensors like x by the kernels if they support it."""
     backend = current_backend()
     return backend == "triton" or (backend == "auto" and not x.is_cpu)
 
@@ -126,7 +128,7 @@ def _inherited() -> str | None:
 
 
 class Choice(NamedTuple):
-    """What a call would run on, and why."""
+    """The backend of a call, and the reason for it."""
 
     op: str
     backend: str
@@ -146,9 +148,9 @@ def register(record: Operation) -> None:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
-    """The backend that `fastformer.<op>(*args, **kwargs)` would take, and why, without running it.
+    """Return the backend that `fastformer.<op>(*args, **kwargs)` would run on, without running it.
 
-    Bad arguments raise as they do in the call. Returns an object with `.backend` and `.reason`.
+    Returns an object with `.backend` and `.reason`. Bad arguments raise the errors of the op.
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
@@ -162,7 +164,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
 
 
 def _import(op: str) -> bool:
-    """Import the kernels of an op, once. Dynamo calls this function and does not trace it."""
+    """Import the kernels of an op, once. Dynamo calls this function instead of tracing it."""
     if op not in _kernels:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
@@ -173,18 +175,18 @@ def _import(op: str) -> bool:
 
 
 def _import_all() -> bool:
-    """Import the kernels of every op. Dynamo calls this function as well."""
+    """Import the kernels of every op. Dynamo calls this function instead of tracing it."""
     return all(map(_import, OPERATIONS))
 
 
-# torch.compiler.assume_constant_result sets this too, but it imports dynamo, and triton with it.
+# torch.compiler.assume_constant_result sets the same, but imports dynamo, which imports triton.
 _import.__dict__["_dynamo_marked_constant"] = True
 _import_all.__dict__["_dynamo_marked_constant"] = True
 
 
 def _load(op: str) -> ModuleType:
-    """Return the module of an op's kernels; its first use imports it, and triton with it."""
-    if torch.compiler.is_compiling():  # dynamo reads `_kernels` as it is at the first op of a graph
+    """Return the module of an op's kernels. The first call imports it, which imports triton."""
+    if torch.compiler.is_compiling():  # dynamo reads `_kernels` once, at the first op of a graph
         _import_all()
     else:
         _import(op)
@@ -207,9 +209,9 @@ def _obstacle(op: str, arguments: Arguments, device: torch.device) -> str | None
 
 
 def choose(op: str, arguments: Arguments, backend: str) -> Choice:
-    """Choose where a checked call runs, given what `current_backend` says.
+    """Choose how a checked call runs; `backend` is the `current_backend`.
 
-    Raises RuntimeError where the kernels cannot run an explicit `triton`.
+    Raises RuntimeError if `backend` is "triton" and the kernels cannot run the call.
     """
     if backend == "reference":
         return _explicit[op, backend]
@@ -234,7 +236,7 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
 
 
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
-    """Return torch's own op for this call, where it was measured to be faster than the kernel."""
+    """Return the alternative that was measured to be the fastest for this call, or None."""
     chosen, record = measurements.choices(first.device), OPERATIONS[op]
     if not chosen or not record.alternatives or not eager(first):
         return None
@@ -252,15 +254,15 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
 
 
 def forced(op: str, options: Mapping[str, Any]) -> Any:
-    """Return a context in which the kernels of an op take these options, by the name of the kernel.
-    It gives a list of the questions that are asked in it: see kernels/tuned.py.
+    """Return a context in which the kernels of an op use these options, by the name of the kernel.
+    It yields the list of the `TuningKey`s that are looked up within: see kernels/tuned.py.
     """
     _import(op)
     return sys.modules[_TUNED].forced(options)
 
 
 def label(option: Any) -> str:
-    """Return the name of an option in a file."""
+    """Return the name of an option in a file of measurements."""
     return sys.modules[_TUNED].label(option)
 
 
@@ -269,7 +271,7 @@ _alternatives: dict[Any, str | None] = {}
 
 
 def measure_again() -> None:
-    """Read the measurements again, for the calls to come."""
+    """Forget the measurements: the next call reads them again."""
     measurements.forget()
     _alternatives.clear()
     if _TUNED in sys.modules:
@@ -277,7 +279,7 @@ def measure_again() -> None:
 
 
 def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
-    """Add to the reason what was measured of calls like this one."""
+    """Replace the reason by the measured speed-up of calls like this one, if there is one."""
     first = next(iter(arguments.values()))
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
@@ -297,9 +299,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
 
 
 def _described(choice: Choice, arguments: Arguments) -> Choice:
-    """Add to the reason what was measured, and which kernels a call takes where its shape decides
-    that.
-    """
+    """Add to the reason what was measured, and which kernels run if the arguments decide that."""
     choice = _with_figures(choice, arguments)
     if choice.backend != "triton" or torch.compiler.is_compiling():
         return choice
@@ -324,12 +324,12 @@ class observe:
     """A context in which this thread reports how its ops run.
 
     on_choice: called with the `Choice` of each op that runs.
-    on_call: called with (op, arguments) of each op that runs, the arguments by name as `run` has
-        them.
-    on_obstacle: called with (op, reason) where the kernels cannot run an op. The op then falls back
-        to the reference under an explicit `triton` as well, where it raises otherwise.
+    on_call: called with (op, arguments) for each op that runs; the arguments are those of `run`, by
+        name.
+    on_obstacle: called with (op, reason) if the kernels cannot run an op. The op then falls back to
+        the reference even for the backend "triton", which otherwise raises.
 
-    Of nested contexts the innermost that has a function calls it.
+    In nested contexts, the innermost function of each kind is called.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ def _ignore(choice: Choice) -> None:
 
 
 def report(choice: Choice) -> None:
-    """Report what runs to the function of `observe`, as `run` does for each op."""
+    """Pass a choice to the `on_choice` of `observe`, as `run` does for each op."""
     if _state.on_choice is not None:
         _state.on_choice(choice)
 
@@ -372,10 +372,10 @@ def _report_call(choice: Choice, arguments: Arguments) -> None:
 
 
 def run(op: str, **arguments: Any) -> Any:
-    """Run an op on the backend chosen for it, with torch.autocast off: `functional` applied it.
+    """Run an op on the backend chosen for it. torch.autocast is off: `functional` has applied it.
 
-    The arguments have the names and the order of the reference; the first one is a tensor. Where
-    one of them is a DTensor, or the batch is a part of a larger one, `sharding` runs the shard.
+    The arguments have the names and the order of the reference; the first one is a tensor. If one
+    of them is a DTensor, or the batch or its sequences are a shard, `sharding` runs the op.
     """
     state = _state
     if state.first is not None or state.not_from_python or _context or _DTENSOR in sys.modules:
@@ -391,7 +391,7 @@ def run(op: str, **arguments: Any) -> Any:
     choice = choose(op, arguments, backend)
     if state.explained is not None:
         state.explained.append(_described(choice, arguments))
-        return next(iter(arguments.values()))  # in place of the result, which `explain` drops
+        return next(iter(arguments.values()))  # any value: `explain` drops the result
     if state.on_choice is not None:
         _report_call(choice, arguments)
     if choice.backend == "reference":
@@ -409,12 +409,14 @@ def _attention_arguments(inputs: Sequence[torch.Tensor], attention: Attention) -
 def attention_part(
     inputs: Sequence[torch.Tensor], attention: Attention
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Compute attention to a part of the keys, without gradient: (output, peak, total, unit), with
-    sum_j exp(score_j) = total exp(unit peak). Where a row sees nothing the total is 0 or the
-    peak -inf.
+    """Compute attention to a block of the keys, without gradient.
 
-    Beside a bias or ALiBi the peak is the maximum of the scores, exactly as the backend has it: the
-    kernels have it to base 2, and in another unit it would be rounded.
+    Returns (output, peak, total, unit), with sum_j exp(score_j) = total exp(unit peak). For a row
+    that sees no key, the total is 0 or the peak is -inf.
+
+    With a bias or ALiBi, the peak is the maximum of the scores in the unit of the backend, and is
+    not converted, because that would round it: the kernels have scores to base 2, so that the unit
+    is log(2).
     """
     op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
     with torch.autocast(inputs[0].device.type, enabled=False):
@@ -429,7 +431,7 @@ def attention_part(
             return output, peak, log_sum.exp(), 1.0
         alternative = "" if choice.backend == "triton" else choice.backend
         output, lse, statistics = autograd.outputs(op, arguments, alternative)
-    if statistics.dim() == 1:  # no bias and no ALiBi: lse has the digits that the scores have
+    if statistics.dim() == 1:  # no bias and no ALiBi: lse is as precise as the scores
         return output, lse, torch.ones_like(lse), 1.0
     peak, offset = statistics.unbind(-1)
     return output, peak, torch.exp2(-offset).masked_fill(offset == -math.inf, 0.0), math.log(2)
@@ -441,13 +443,15 @@ def attention_gradients(
     attention: Attention,
     outputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Compute the gradients of query, key, value, bias and sinks, of attention to a part of the
-    keys, from the gradients of output and lse of all keys. Of a bias or sinks that are None, it is
-    None.
+    """Compute the gradients of attention to a block of the keys, from the gradients of the output
+    and the lse of attention to all keys.
 
-    outputs: for all keys (output, lse, statistics [B, H, Sq, 2]): with peak, total and unit as in
-        `attention_part`, the statistics are peak and -log(total) / unit, or -inf in its place for a
-        row that sees nothing.
+    outputs: (output, lse, statistics [B, H, Sq, 2]) of attention to all keys. With the peak, total
+        and unit of `attention_part`, the statistics are the peak and -log(total) / unit; the second
+        is -inf for a row that sees no key.
+
+    Returns the gradients of query, key, value, bias and sinks, with None for a bias or sinks that
+    are None.
     """
     op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
     if choose(op, arguments, current_backend()).backend == "reference":
@@ -461,7 +465,7 @@ def attention_gradients(
 
 
 def _holds_dtensor(arguments: Arguments) -> bool:
-    """Say whether one of the arguments is a DTensor, once that class is imported."""
+    """Return whether one of the arguments is a DTensor. The class must have been imported."""
     dtensor = sys.modules[_DTENSOR].DTensor
     if dtensor in map(type, arguments.values()):
         return True
@@ -470,8 +474,8 @@ def _holds_dtensor(arguments: Arguments) -> bool:
 
 
 def _is_part(arguments: Arguments) -> bool:
-    """Say whether an op needs to know which rows of sequences it has, and does not: attention, and
-    dropout by rows.
+    """Return whether an op depends on the global positions of its rows, and has no `shard` that
+    gives them: attention, and ops with dropout on rows. False within `explain`.
     """
     if _state.explained is not None:
         return False
@@ -482,9 +486,9 @@ def _is_part(arguments: Arguments) -> bool:
 
 
 def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> Any:
-    """Run an op on the shard that this process has of its arguments; part: of its sequences."""
+    """Run an op on the local shard of its arguments. `part`: the sequences are sharded."""
     from fastformer.dispatch.sharding import (
-        local,  # which imports torch.distributed.tensor
+        local,  # imports torch.distributed.tensor
         placements,
     )
 
@@ -497,23 +501,24 @@ def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> 
 
 
 def _first() -> int | None:
-    """Return which sequence of a larger batch is the first here: see `sequences_from`."""
+    """Return the `first` of the innermost `sequences_from`, or None."""
     state = _state
     if not state.not_from_python or state.first is not None or torch.compiler.is_compiling():
         return state.first
-    known = torch._C._is_key_in_tls(_FIRST)  # as `current_backend` finds the backend
+    known = torch._C._is_key_in_tls(_FIRST)  # set by the thread that called backward()
     return torch._C._get_obj_in_tls(_FIRST) if known else None
 
 
 class sequences_from:
-    """A context in which the batches of this thread are part of a larger one: their first sequence
-    is sequence `first` of the whole, whose dropout masks the ops draw.
+    """A context in which the batches of this thread are part of a larger batch.
 
-    Each process of a data-parallel run has such a part: it trains as one process with the whole
-    batch does, if all have drawn the same random numbers before.
+    The first sequence of a batch is sequence `first` of the larger batch, and the ops use the
+    dropout mask of the larger batch. In a data-parallel run, each process has such a part: the
+    processes train as one process with the full batch would, if their generators have the same
+    state.
 
     Args:
-        first: an int, 0 or more; None for a batch that is no part of another.
+        first: an int, 0 or more, or None for a batch that is not part of a larger one.
 
     Raises TypeError and ValueError for another `first`.
     """
@@ -541,39 +546,37 @@ def _begin_at(first: int | None) -> None:
 
 
 def shard_sequences(context: Any) -> Any:
-    """Let a `context_parallel` place the rows of sequences; None: they are not sharded. Return what
-    placed them before.
-    """
+    """Set the `context_parallel` that shards sequences, or None, and return the previous one."""
     global _context
     before, _context = _context, context
     return before
 
 
 def sequences_are_sharded() -> bool:
-    """Return whether each process has a shard of the sequences: it is within `context_parallel`."""
+    """Return whether sequences are sharded: the process is within `context_parallel`."""
     return _context is not None
 
 
 def full_length(length: int) -> int:
-    """Return how many rows the sequences have of which each process has `length`."""
+    """Return the length of the full sequences, of which each process has `length` rows."""
     return length if _context is None else _context.size * length
 
 
 def rows_here(name: str, table: torch.Tensor, length: int) -> torch.Tensor:
     """Return the rows of a table of positions for the `length` tokens of this process, or the table
-    itself where sequences are not sharded.
+    itself if sequences are not sharded.
     """
     return table if _context is None else _context.rows_of(name, table, length)
 
 
 def is_dtensor(x: torch.Tensor | None) -> bool:
-    """Say whether x is a DTensor."""
+    """Return whether x is a DTensor."""
     return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Say whether x is a DTensor, or a part of a larger batch or of its sequences, as
-    `sequences_from` and `context_parallel` say.
+    """Return whether x is a shard: a DTensor, or any tensor within `sequences_from` or
+    `context_parallel`.
     """
     return _first() is not None or _context is not None or is_dtensor(x)
 

@@ -1,8 +1,8 @@
-"""The classes of calls that a measurement serves, and a call to measure for each.
+"""The classes of calls that share a measurement, and a call to measure for each class.
 
-A `Case` says of a call its op, dtype, sizes and options. `of` makes it from the arguments of a call
-and keeps no tensor; `arguments` makes random arguments for it again. Calls share a measurement
-where their keys agree, in which each size is rounded up to a power of two.
+A `Case` describes a call by its op, dtype, sizes and options. `of` makes it from the arguments of a
+call and keeps no tensor; `Case.arguments` makes random arguments from it. Calls share a measurement
+if they have the same key, in which each size is rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DROPOUT, SEED = 0.1, 7
 
 
 class Case(NamedTuple):
-    """An op, and the dtype, sizes and options of its calls. `gradient`: with the backward."""
+    """An op, and the dtype, sizes and options of a call. `gradient`: measure the backward too."""
 
     op: str
     dtype: str
@@ -40,14 +40,14 @@ class Case(NamedTuple):
         return " ".join([self.op, self.dtype, *sizes, *_words(self.options)]) + f", {direction}"
 
     def small(self) -> Case:
-        """Return the same with sizes that the reference in float64 has the memory for."""
+        """Return this case with its sizes limited so that the float64 reference fits in memory."""
         limits = OPERATIONS[self.op].workload.limits
         sizes = ((name, min(n, limits.get(name, n))) for name, n in self.sizes)
         return self._replace(sizes=tuple(sizes))
 
     def arguments(self, device: torch.device, seed: int = 0) -> Arguments:
-        """Return random arguments of the public function; with `gradient` the floating tensors, but
-        those that have none, require gradients.
+        """Return random arguments of the public function. With `gradient`, the floating-point
+        tensors that are differentiable require gradients.
         """
         make = Maker(device, getattr(torch, self.dtype), seed, self.gradient)
         return OPERATIONS[self.op].workload.build(make, dict(self.sizes), dict(self.options))
@@ -58,8 +58,8 @@ def _words(options: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def of(op: str, arguments: Arguments) -> Case | None:
-    """Return the case of a checked call, as `backends.run` has its arguments; None for a call that
-    is not measured.
+    """Return the case of a checked call, given the arguments of `backends.run`, or None for a call
+    that is not measured: it has an empty tensor or is in float64.
     """
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     floating = next(x for x in tensors if x.is_floating_point())
@@ -71,7 +71,7 @@ def of(op: str, arguments: Arguments) -> Case | None:
 
 
 def case(op: str, dtype: str, sizes: Sizes, gradient: bool = False, **options: Any) -> Case:
-    """Make a case. An option that is False is left out."""
+    """Return a case without the options that are False."""
     given = tuple(sorted((name, value) for name, value in options.items() if value))
     return Case(op, dtype, tuple(sizes.items()), given, gradient)
 
@@ -83,7 +83,7 @@ def example(op: str, gradient: bool = False) -> Case:
 
 
 def differentiated(arguments: Arguments) -> bool:
-    """Say whether a call will have a backward."""
+    """Return whether a call will have a backward."""
     tensors = (x for x in arguments.values() if isinstance(x, Tensor))
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
@@ -96,7 +96,7 @@ class Maker:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, gradient: bool = True) -> Tensor:
-        """Return normal numbers; with `gradient` they require gradients where the case has them."""
+        """Return normal numbers; they require gradients if `gradient` and the case's are True."""
         x = torch.randn(*shape, device=self.device, generator=self.generator) * scale
         return x.to(self.dtype).requires_grad_(gradient and self.gradient)
 
@@ -106,5 +106,5 @@ class Maker:
 
 
 def dropout(options: Options) -> Arguments:
-    """Return the arguments of dropout where the options have it."""
+    """Return the arguments of dropout, or none if the options are without dropout."""
     return dict(dropout_p=DROPOUT, dropout_seed=SEED) if "dropout" in options else {}

@@ -1,4 +1,4 @@
-"""The measurements of this machine: the file that `fastformer tune` writes, and what is read of it.
+"""The measurements of this machine: read and write the file of `fastformer tune`.
 
     {"format": 1, "machines": [{
         "gpu": "NVIDIA H200", "driver": ..., "torch": ..., "triton": ..., "fastformer": ...,
@@ -7,11 +7,12 @@
             "us": {"128 64 8 2": 105.2, "128 64 8 3": 97.0},
             "dropped": {"128 128 8 2": "it disagrees with the reference: ..."}}}}}]}
 
-A file may hold several machines; what was measured on another GPU, or with other versions, is not
-read. The measurements in `SHIPPED` are the defaults of their GPUs. No error of a file reaches a
-caller: a file that cannot be used is ignored, and the log says once why.
+A file may hold several machines; measurements of another GPU or of other versions are not used.
+The measurements in `SHIPPED` are the defaults for their GPUs. A file that cannot be used raises
+nothing: it is ignored, and the reason is logged once.
 
-The environment variable FASTFORMER_TUNING names another file than `default_path()`; off reads none.
+The environment variable FASTFORMER_TUNING names a file to use instead of `default_path()`; with
+"off", no measurements are read.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from fastformer.dispatch.operation import OPERATIONS
 FORMAT = 1
 MACHINE = ("gpu", "driver", "torch", "triton", "fastformer")
 _here = Path(__file__).resolve().parents[1]  # the package
-# In a wheel, and in a checkout.
+# The folders of shipped measurements: in a wheel, and in a checkout.
 SHIPPED = (_here / "measurements", _here.parent / "benchmarks" / "results" / "tuning")
 
 _log = logging.getLogger("fastformer")
 
 
 class Entry(NamedTuple):
-    """What was measured of a class: which candidate it takes, the microseconds of each that was
-    timed, and why the others were dropped. No choice where every candidate was.
+    """The measurement of a class of calls.
+
+    choice: the candidate that is used, or None if all of them were dropped.
+    us: the microseconds of each candidate that was timed.
+    dropped: the reason for each candidate that was dropped.
     """
 
     choice: str | None
@@ -50,24 +54,24 @@ class Entry(NamedTuple):
     dropped: Mapping[str, str]
 
 
-Class = tuple[str, str]  # what is decided, of `kinds`, and for which calls
+Class = tuple[str, str]  # one of `kinds()`, and the calls: `Case.key` or `TuningKey.case`
 Entries = Mapping[Class, Entry]
 
 
 def kinds() -> set[str]:
-    """Return what a measurement decides: the tiles of kernels, their ways, and which op runs."""
+    """Return the names of all decisions by measurement: those in `tuned`, and which op runs."""
     return {*OPERATIONS}.union(*(operation.tuned for operation in OPERATIONS.values()))
 
 
 def default_path() -> Path:
-    """Return the file of this user, in the cache directory of the platform."""
+    """Return the file in this user's cache directory."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("fastformer", appauthor=False)) / "tuning.json"
 
 
 def path() -> Path | None:
-    """Return the file that measurements are read from and written to; None where that is off."""
+    """Return the file that measurements are read from and written to, or None for "off"."""
     chosen = os.environ.get("FASTFORMER_TUNING")
     if chosen == "off":
         return None
@@ -75,7 +79,7 @@ def path() -> Path | None:
 
 
 def machine(device: torch.device) -> dict[str, Any] | None:
-    """Return what measurements depend on, by the names in MACHINE; None for a CPU."""
+    """Return the facts that measurements depend on, by the names in MACHINE; None for a CPU."""
     if device.type != "cuda":
         return None
     facts = environment.describe(device)
@@ -90,7 +94,7 @@ class Unusable(Exception):
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the machines of a file. Raises Unusable where it is not one of ours."""
+    """Return the machines of a file. Raises Unusable if `write` has not made it."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -106,7 +110,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def entries(one: Mapping[str, Any]) -> dict[Class, Entry]:
-    """Return the measurements of a machine. Raises Unusable where they are broken."""
+    """Return the measurements of a machine. Raises Unusable if they are malformed."""
     found = {}
     try:
         for kind, cases in one["classes"].items():
@@ -125,20 +129,20 @@ def entries(one: Mapping[str, Any]) -> dict[Class, Entry]:
 
 
 def _difference(wanted: Mapping[str, Any], machines: list[dict[str, Any]], names: Any) -> str:
-    """Say what a file holds in place of the measurements of a machine."""
+    """Return a message that compares the machines of a file with the wanted one."""
     held = {", ".join(f"{n} {one.get(n)}" for n in names) for one in machines}
     here = ", ".join(f"{n} {wanted[n]}" for n in names)
     return f"it was measured on {' and on '.join(sorted(held)) or 'nothing'}; this is {here}"
 
 
 def _of_file(file: Path, here: Mapping[str, Any], shipped: bool) -> dict[Class, Entry]:
-    """Return what a file says of a machine, and log why it says nothing."""
+    """Return the measurements of a machine in a file; log the reason if there are none to use."""
     names = tuple(name for name in MACHINE if not (shipped and name == "driver"))
     try:
         machines = read(file)
         mine = [one for one in machines if all(one.get(n) == here[n] for n in names)]
         if not mine:
-            if not shipped:  # most of these are of other GPUs
+            if not shipped:  # most shipped files are for other GPUs
                 raise Unusable(_difference(here, machines, names))
             return {}
         found = entries(mine[-1])
@@ -157,7 +161,7 @@ _one_reader = threading.Lock()
 
 
 def measurements(device: torch.device) -> Entries:
-    """Return what was measured on this machine, by class. The first call reads the files."""
+    """Return the measurements of this machine, by class. The first call reads the files."""
     known = _known.get(device)
     if known is None:
         with _one_reader:
@@ -184,7 +188,7 @@ def _all(device: torch.device) -> dict[Class, Entry]:
 
 
 def choices(device: torch.device) -> Mapping[Class, str]:
-    """Return the choice of each class that was measured on this machine."""
+    """Return the choice for each class that was measured on this machine."""
     chosen = _chosen.get(device)
     if chosen is None:
         known = measurements(device)
@@ -194,7 +198,7 @@ def choices(device: torch.device) -> Mapping[Class, str]:
 
 
 def forget() -> None:
-    """Read the files again at the next use."""
+    """Forget what was read: the next use reads the files again."""
     with _one_reader:
         _known.clear()
         _chosen.clear()
@@ -204,7 +208,7 @@ def forget() -> None:
 
 
 def measured(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
-    """Return what a file already holds of a machine; nothing where it cannot be used."""
+    """Return the measurements of a machine in a file; empty if the file cannot be used."""
     if not file.is_file():
         return {}
     try:
@@ -215,10 +219,10 @@ def measured(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
 
 
 def write(file: Path, here: Mapping[str, Any], found: Entries) -> None:
-    """Add measurements of a machine to a file, which other processes may do at the same time.
+    """Add measurements of a machine to a file. Other processes may do so at the same time.
 
-    What the file holds of other machines stays; a file that cannot be used is replaced. A reader
-    sees the old file or the new one, and never a part. Raises OSError where it cannot be written.
+    The measurements of other machines are kept; a file that cannot be used is replaced. The update
+    is atomic: a reader sees the old file or the new one. Raises OSError if it cannot be written.
     """
     from filelock import FileLock
 

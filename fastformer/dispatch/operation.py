@@ -1,8 +1,7 @@
-"""One record of each op: all that the dispatch knows of it.
+"""The record of an op, `Operation`: everything that the dispatch knows about it.
 
-The records stand beside the ops, in `records`, and register with the dispatch by
-`backends.register`. So no module below the ops names one of them to find its kernel, its reference,
-how it is sharded or how it is measured.
+The records are defined in `records` and registered by `backends.register`. So no module below the
+ops has to name an op to find its kernel, its reference, its sharding rule or its workload.
 """
 
 from __future__ import annotations
@@ -10,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-Arguments = dict[str, Any]  # of an op, by name
+Arguments = dict[str, Any]  # the arguments of an op, by name
 Sizes = dict[str, int]
-Options = dict[str, Any]  # those that differ from the default: True, a word or a number
+Options = dict[str, Any]  # options that differ from the default: True, a word or a number
 Function = Callable[..., Any]
 
 ROW_DIMS = "0123456789"  # the letters of the leading dimensions
 
 
 class ShardingRule(NamedTuple):
-    """How an op is split over the devices of a mesh. A letter names each dimension, as in einsum.
+    """How an op is sharded over a mesh. A letter names each tensor dimension, as in einsum.
 
-    dims: returns, given the arguments, the letters of those that may be tensors; "." is never
-        split.
-    outputs: returns, given what `dims` does, the letters of each output.
-    sharded: the letters over which the op may be split, the preferred ones first.
-    gathers: by letter, the arguments that are gathered for it if they are sharded otherwise.
-    halves: the arguments whose first dimension has two equal parts, of which a device gets a shard
-        each.
+    dims: a function of the arguments that returns, by name, the letters of the arguments that may
+        be tensors; "." marks a dimension that is never sharded.
+    outputs: a function of the result of `dims` that returns the letters of each output.
+    sharded: the letters over which the op may be sharded, the preferred ones first.
+    gathers: for a letter, the arguments that are gathered if the op is sharded over that letter and
+        they are sharded over another dimension.
+    halves: the arguments whose first dimension has two equal parts; a device gets a shard of each.
     """
 
     dims: Callable[[Arguments], dict[str, str]]
@@ -38,13 +37,13 @@ class ShardingRule(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """How a measurement names a call of an op, and makes one again.
+    """How a measurement describes a call of an op, and makes a similar call.
 
-    describe: returns sizes and options, given the arguments of a checked call.
-    build: returns random arguments of the public function, given a `cases.Maker`, sizes and
-        options.
-    limits: the sizes for which the reference in float64 has the memory.
-    example: sizes and options of a small call.
+    describe: a function of the arguments of a checked call that returns its sizes and options.
+    build: a function of a `cases.Maker`, sizes and options that returns random arguments for the
+        public function.
+    limits: the largest sizes for which the float64 reference fits in memory.
+    example: the sizes and options of a small call.
     """
 
     describe: Callable[..., tuple[Sizes, Options]]
@@ -56,10 +55,11 @@ class Workload(NamedTuple):
 class Alternative(NamedTuple):
     """An op of torch that computes the same as a kernel, and may be measured to be faster.
 
-    forward takes the arguments of the registered op `fastformer::<op>` and returns its outputs, and
-    backward those of `fastformer::<op>_backward`; so either goes with the kernel of the other.
-    Without a backward, that is the kernel's. None may differ by more than rounding: in a query that
-    sees no key, in a dropout mask, in the order of memory, from run to run.
+    `forward` has the arguments and outputs of the registered op `fastformer::<op>`, and `backward`
+    those of `fastformer::<op>_backward`: each works with the other's kernel. If `backward` is None,
+    the backward kernel is used. An alternative may differ from the kernel by rounding alone: it
+    needs the same result for a query that sees no key, the same dropout mask and the same memory
+    layout, and it must be deterministic.
     """
 
     forward: Function
@@ -75,13 +75,16 @@ class Operation(NamedTuple):
 
     kernel: the module of its kernels in `fastformer.kernels`.
     contract: the public function, which checks the arguments and calls `backends.run`.
-    reference: the same in eager PyTorch, given checked arguments.
-    tuned: what a measurement decides, by the names of `tuned.choose`, beside which op runs.
-    alternatives: what may take the place of its kernels, by the name that `explain` prints.
-    signature: returns what the choice among these depends on, given the arguments of a call; None
-        where they do not compute it.
-    reference_backward: the gradients by differentiable primitives, given what the backward of the
-        kernel takes, where that is not all of the arguments.
+    reference: the op in eager PyTorch, given checked arguments.
+    sharding: how the op is sharded over a mesh.
+    workload: how measurements describe and make calls of the op.
+    tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
+        of the op. It also decides whether a kernel or an alternative runs.
+    alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
+    signature: a function of the arguments of a call that returns what the choice of an alternative
+        depends on, or None if no alternative computes the call.
+    reference_backward: the gradients by differentiable primitives, given the arguments of the
+        kernel's backward; for ops whose backward does not take all of the arguments.
     part_gradients: `backends.attention_gradients` by the reference.
     """
 
@@ -97,4 +100,4 @@ class Operation(NamedTuple):
     part_gradients: Function | None = None
 
 
-OPERATIONS: dict[str, Operation] = {}  # by the name of the contract
+OPERATIONS: dict[str, Operation] = {}  # by the name of the public function

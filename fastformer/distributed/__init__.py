@@ -1,1 +1,1 @@
-"""A model, or its sequences, on several devices."""
+"""Shard a model, or its sequences, over several devices."""

@@ -1,17 +1,18 @@
-"""`parallelize`: a model whose weights are shared by several devices, on torch's own engine.
+"""`parallelize`: shard the weights of a model over several devices, by torch's tensor parallelism.
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     fastformer.parallelize(model, mesh)
 
 torch.distributed.tensor.parallel applies the plan, DTensor moves the data, and the ops run on the
-shards, see `fastformer.dispatch.sharding.placements`. docs/parallel.md draws who holds what.
+shards: see `fastformer.dispatch.sharding.placements`. docs/parallel.md shows what each device
+holds.
 
     tokens [B, S], the same on each device
       embedding, by features ............ [B, S, d/n]    all-to-all
     the residual stream and its norms ... [B/n, S, d]    by sequences, or by tokens
       attention, by heads ............... [B, S, d]      all-gather before, reduce-scatter after
-      feed-forward, by hidden units ..... [B, S, d]      likewise
-      generator and loss, by classes .... [B, S, d]      all-gather; two numbers of each token
+      feed-forward, by hidden units ..... [B, S, d]      all-gather before, reduce-scatter after
+      generator and loss, by classes .... [B, S, d]      all-gather; two numbers per token
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
@@ -41,45 +42,47 @@ __all__ = ["parallelize", "require_same_ranks", "sequences_from"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _OURS = EncoderDecoder, LanguageModel, Encoder, Decoder
-# All parameters of these are DTensors; of another module, only those that a style places.
+# In these modules all parameters become DTensors; in others, only those that a style places.
 _WHOLE = (*_OURS, nn.TransformerEncoder, nn.TransformerDecoder)
-_HIDDEN_GROUP, _FEATURE_GROUP = 16, 4  # of the words of dropout: see `sharding`
+_HIDDEN_GROUP, _FEATURE_GROUP = 16, 4  # share random words of dropout: see `require_group`
 
 
 def parallelize(
     model: Model, mesh: Any, plan: Mapping[str, Any] | None = None, *, check: bool = True
 ) -> Model:
-    """Share the weights of a model among the devices of a mesh: tensor parallelism, in place.
+    """Shard the weights of a model over a mesh, in place: tensor parallelism.
 
-    Attention is split by heads, the feed-forward by hidden units, embeddings by features - by
-    tokens, where one weight is the generator's as well -, the generator and its loss by classes.
-    Between them the residual stream, its norms and their dropout are split by sequences where the
-    batch divides, and by the tokens of each where it does not. All ranks take the same tokens and
-    masks, plain tensors, and draw the dropout masks that one device draws, if their generators have
-    the same state. Outputs are DTensors; `SimpleLossCompute` returns a plain loss.
+    Attention is sharded by heads, the feed-forward by hidden units, embeddings by features, the
+    generator and its loss by classes. An embedding that shares its weight with the generator is
+    sharded by tokens of the vocabulary. Between these modules the residual stream, its norms and
+    their dropout are sharded by sequences, or by tokens if the mesh size does not divide the batch.
+    All ranks take the same tokens and masks, as plain tensors. They use the dropout masks of a
+    single device if their generators have the same state. Outputs are DTensors;
+    `SimpleLossCompute` returns a plain loss.
 
-    The parameters become DTensors with the shapes and the names that they had:
+    The parameters become DTensors with unchanged names and global shapes:
     torch.distributed.checkpoint saves and loads them in any layout. `fully_shard` over another
-    dimension of the mesh, activation checkpointing and torch's optimizers compose with it.
+    dimension of the mesh, activation checkpointing and torch's optimizers work with them.
 
     Args:
-        model: of `make_model` or `make_decoder`, or a module with stacks of their layers, or with
-            nn.Transformer, its encoder or its decoder after `accelerate`. Modules around a stack of
-            torch's keep their plain parameters, and give it and get plain tensors.
+        model: a model of `make_model` or `make_decoder`, or a module that contains stacks of their
+            layers; or a module that contains nn.Transformer, its encoder or its decoder, after
+            `accelerate`. Modules around a stack of torch's keep their plain parameters, and
+            exchange plain tensors with it.
         mesh: a DeviceMesh of one dimension, such as init_device_mesh("cuda", (8,)) or mesh["tp"].
-        plan: by the name of a module a torch.distributed.tensor.parallel.ParallelStyle that takes
-            the place of the one that it has here, or None for none. Parameters that no style
-            distributes are replicated.
-        check: whether to compare the ranks first, which is one collective of a few hundred bytes:
-            see `require_same_ranks`.
+        plan: by module name, a torch.distributed.tensor.parallel.ParallelStyle that replaces the
+            default style of that module, or None to remove it. Parameters that no style distributes
+            are replicated.
+        check: whether to compare the ranks first, with one collective of a few hundred bytes: see
+            `require_same_ranks`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: a mesh of several dimensions; heads, hidden units or features that do not divide
-            by its size; ranks that differ.
-        TypeError: model is no module, mesh no DeviceMesh, plan no mapping.
+        ValueError: the mesh has several dimensions; its size does not divide the heads, hidden
+            units or features; the ranks differ.
+        TypeError: model is not a module, mesh is not a DeviceMesh, or plan is not a mapping.
         RuntimeError: there is no process group.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
@@ -109,13 +112,13 @@ def parallelize(
 
 
 def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the style of each module that has one, by its name."""
+    """Yield (name, style) for each module that has a style."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from fastformer.distributed.styles import Gathered, Rows
 
-    made: dict[int, Any] = {}  # parameters by the id of what they replace: some are shared
+    made: dict[int, Any] = {}  # parameters by the id of those they replace: some are shared
     shared = {id(m.proj.weight) for m in model.modules() if isinstance(m, Generator)}
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
@@ -201,15 +204,15 @@ def _require_mesh(mesh: Any) -> None:
 def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more: Any) -> None:
     """Require that the processes of a group have the same versions, random state and model.
 
-    Each process raises the same error where they differ, and none waits for another.
+    If they differ, all processes raise the same error, so that none is left waiting.
 
     Args:
-        model: whose names, shapes and dtypes of parameters are compared; None for none.
-        group: of torch.distributed; None for all processes.
-        more: anything else that has to be equal, by its name.
+        model: the model whose parameters are compared by name, shape and dtype, or None.
+        group: the process group; None for all processes.
+        more: other values that must be equal, by name.
 
     Raises:
-        ValueError: what differs, between which two ranks.
+        ValueError: two ranks differ; the message names them and the value.
         RuntimeError: there is no process group.
     """
     _require_process_group()
@@ -238,7 +241,7 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
 
 
 def _next_random_number(module: Any, device: str) -> int:
-    """Return what a generator draws next, without a change of its state."""
+    """Return the next random number of a generator without changing its state."""
     generator = torch.Generator(device)
     generator.set_state(module.get_rng_state())
     return int(torch.randint(2**62, (), generator=generator, device=device))

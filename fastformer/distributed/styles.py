@@ -1,4 +1,4 @@
-"""How the inputs and outputs of a module are placed on a mesh."""
+"""Parallel styles: how the parameters, inputs and outputs of a module are placed on a mesh."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fastformer.dispatch.sharding.call import Placement, as_replicated
 
 
 class Placed(ParallelStyle):
-    """Hold the parameters of a module under the placements of their names, and do nothing else.
+    """Distribute the parameters of a module, given a placement for each name, and add no hooks.
 
-    The ops take DTensors as they are, and a module without hooks is fused with others. made: the
-    parameters that are distributed already, by the id of what they replace.
+    Hooks are not needed, because the ops take DTensors, and a module without hooks can be fused
+    with others. made: the distributed parameters by the id of the parameter that they replace, so
+    that shared parameters stay shared.
     """
 
     def __init__(self, made: dict[int, tuple[Any, Any]], **placements: Placement) -> None:
@@ -27,7 +28,7 @@ class Placed(ParallelStyle):
             old = module._parameters.get(name)
             if old is None:
                 continue
-            if id(old) not in self._made:  # which keeps the old one, or another takes its id
+            if id(old) not in self._made:  # keep the old one, so that its id is not reused
                 self._made[id(old)] = old, _distributed(old, device_mesh, placement)
             module._parameters[name] = self._made[id(old)][1]
         return module
@@ -38,7 +39,7 @@ def _distributed(old: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> n
 
 
 def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Distribute the parameters that are none yet, whole to each device."""
+    """Replicate the parameters that are not DTensors yet."""
     made: dict[int, tuple[Any, Any]] = {}
     for module in model.modules():
         own = module._parameters.items()
@@ -47,7 +48,7 @@ def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class Gathered(ParallelStyle):
-    """Gather the tokens that a module is called with, each tensor once."""
+    """Gather the DTensors that a module is called with, each of them once."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(self._gather, with_kwargs=True)
@@ -64,9 +65,11 @@ class Gathered(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Split the first tensor [B, S, d] that a module is called with, the start of its residual
-    stream, by sequences, or by tokens where the batch does not divide; gather the second, the
-    memory. A plain tensor is the same on all devices; with `plain`, the output is one as well.
+    """Shard the first input [B, S, d] of a module, the start of its residual stream, and replicate
+    the second, the memory.
+
+    The first is sharded by sequences, or by tokens if the mesh size does not divide the batch.
+    Plain tensors must be the same on all devices. plain: whether to return a plain, full tensor.
     """
 
     def __init__(self, plain: bool = False) -> None:

@@ -1,24 +1,25 @@
-"""How the ops run on DTensors: each device computes its shard by the same op, and draws there the
-dropout masks of the whole.
+"""Run the ops on DTensors: each device runs the same op on its shard, with the dropout mask of the
+unsharded call.
 
-`backends.run` calls `run` where an argument is a DTensor. The rule in the record of an op names the
-dimensions of each tensor by letters, as in an einsum, and the letters over which the op may be
+`backends.run` calls `placements.run` if an argument is a DTensor. The sharding rule of an op names
+each tensor dimension by a letter, as in an einsum, and lists the letters over which the op may be
 split:
 
     scaled_dot_product_attention    query bhqd, key bhkd, value bhke -> bhqe    over b, h and q
     layer_norm                      input 012.., weight .. -> 012..             over the rows 0 1 2
     feed_forward                    input 012d, w_1 fd, w_2 of -> 012o          over f and the rows
 
-For each dimension of the mesh the arguments' placements choose one letter. A tensor that has the
-letter is then sharded there, and the others are replicated; what is split over a letter that the
-output lacks is a partial sum. DTensor redistributes the arguments to these placements: it reduces
-partial sums, and exchanges one sharded dimension for another. It gathers an argument in full only
-where the rule says so - the tokens that enter a layer whose weights are sharded - and every other
-such argument is refused by name. The gradients are those of DTensor: that of a sharded argument is
-sharded, and that of a replicated one is summed over the devices.
+For each mesh dimension, the placements of the arguments choose one letter. Tensors that have the
+letter are sharded in that dimension, and the other tensors are replicated. If the output lacks the
+letter, it is a partial sum. DTensor redistributes the arguments to these placements: it reduces
+partial sums, and exchanges one sharded dimension for another. An argument is gathered in full only
+if the rule says so, such as the tokens that enter a layer with sharded weights; any other argument
+that would have to be gathered raises an error with its name. Gradients are placed as DTensor does:
+the gradient of a sharded argument is sharded, the gradient of a replicated one is summed over the
+devices.
 
-The rules stand in front of both backends. torch's `register_sharding` would know the registered ops
-of the kernels alone, and gives an op no way to learn where its shard begins.
+The rules apply before the choice of the backend. torch's `register_sharding` would cover only the
+registered ops of the kernels, and gives an op no way to learn the offset of its shard.
 
 Source: the placements: Shoeybi et al. 2019, "Megatron-LM", section 3; the split of the tokens:
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section

@@ -1,4 +1,4 @@
-"""A call of an op on DTensors, and what its parts share."""
+"""`Call`, which describes a sharded call of an op, and helpers of the sharding modules."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fastformer.description import Attention
 from fastformer.dispatch.operation import OPERATIONS, Arguments
 
 Run = Callable[..., Any]  # `backends.run`
-Placement = Any  # torch's, of which only some kinds have a `dim`
+Placement = Any  # torch's Placement: only some subclasses have a `dim`
 
 
 def holds_dtensor(values: Iterable[Any]) -> bool:
-    """Say whether one of the arguments of an op is a DTensor."""
+    """Return whether one of the arguments of an op is a DTensor."""
     return any(isinstance(x, DTensor) for x in flat(values))
 
 
 def flat(values: Iterable[Any]) -> Iterable[Any]:
-    """Yield the arguments of an op, and the fields of a description of attention among them."""
+    """Yield the arguments of an op, with an `Attention` expanded to its fields."""
     for x in values:
         if isinstance(x, Attention):
             yield from x
@@ -33,11 +33,13 @@ def flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 class Call(NamedTuple):
-    """A call of an op, and how it is split.
+    """A call of an op, and how it is sharded.
 
-    arguments: by name, the fields of a description of attention among them.
-    ways: for each dimension of the mesh the letter that it splits, or "".
-    sizes, offsets: of each letter the size of the whole, and the first index of this shard.
+    arguments: the local arguments by name, with an `Attention` expanded to its fields.
+    letters: for each tensor argument, one letter per dimension, as in `ShardingRule`.
+    ways: for each mesh dimension, the letter that is sharded over it, or "".
+    sizes: for each letter, the global size.
+    offsets: for each sharded letter, the first global index of this shard.
     """
 
     op: str
@@ -49,14 +51,14 @@ class Call(NamedTuple):
     offsets: dict[str, int]
 
     def groups(self, letter: str) -> list[dist.ProcessGroup]:
-        """Return the groups of processes over which a letter is split."""
+        """Return the process groups over which a letter is sharded."""
         assert self.mesh is not None
         return [self.mesh.get_group(i) for i, way in enumerate(self.ways) if way == letter]
 
 
 def require_group(call: Call, letter: str, group: int, what: str) -> None:
-    """Require, on each device alike, that the shards of a letter begin at multiples of what shares
-    the words of dropout.
+    """Require that every shard of a letter begins at a multiple of `group`, the number of elements
+    that share the random words of dropout. All devices raise the same error.
     """
     size, mesh = call.sizes.get(letter, 0), call.mesh
     if letter == "f" and OPERATIONS[call.op].sharding.halves:
@@ -73,8 +75,10 @@ def require_group(call: Call, letter: str, group: int, what: str) -> None:
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
-    """Return this device's share of each of the equal parts of a tensor, given its shard of the
-    first dimension, which holds the parts one after the other: z and v, or q, k and v.
+    """Return this device's shard of each of the equal parts of a tensor, concatenated.
+
+    x is this device's shard of the first dimension of that tensor, in which the parts follow each
+    other: z and v, or q, k and v.
 
         two devices, of z and v    z0 z1 | v0 v1  ->  z0 v0 | z1 v1
 
@@ -85,7 +89,9 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Chunk c of the parts * n chunks of the whole is with device c // parts, and goes to c % n."""
+    """All-to-all of the parts * n chunks of the full tensor: chunk c is on device c // parts, and
+    goes to device c % n.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, parts: int, back: bool) -> Tensor:
@@ -93,7 +99,7 @@ class _Exchange(torch.autograd.Function):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         held = range(rank * parts, (rank + 1) * parts)
         wanted = range(rank, parts * size, size)
-        order = sorted(held, key=lambda c: (c % size, c))  # as it is sent
+        order = sorted(held, key=lambda c: (c % size, c))  # by destination
         sent = [sum(c % size == other for c in held) for other in range(size)]
         taken = [sum(c // parts == other for c in wanted) for other in range(size)]
         chunks = x.contiguous().unflatten(0, (parts, -1))
@@ -114,7 +120,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return x whole on each device, as a plain tensor is already."""
+    """Return x as a replicated DTensor. A plain tensor must be the same on all devices."""
     whole = [Replicate()] * mesh.ndim
     if isinstance(x, DTensor):
         return x.redistribute(mesh, whole)

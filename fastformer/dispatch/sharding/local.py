@@ -1,4 +1,4 @@
-"""The op on the shard of a device, or on rows of a larger call."""
+"""Run an op on the shard of this device, or on some rows of a larger call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastformer.dispatch.operation import ROW_DIMS, Arguments
 from fastformer.dispatch.sharding.call import Call, Run, holds_dtensor, require_group
 from fastformer.dispatch.sharding.losses import sharded_loss
 
-_PLANE_GROUP = 16  # rows, and columns, that share the words of dropout in the feed-forward
+_PLANE_GROUP = 16  # so many rows, and columns, share random words in feed-forward dropout
 
 
 def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
-    """Run the shard of this device."""
+    """Run the op on the shard of this device."""
     if call.op in ("cross_entropy", "linear_cross_entropy"):
         return sharded_loss(inner, call)
     if "block_table" in call.arguments or "is_causal" in call.arguments:
@@ -31,7 +31,7 @@ def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
     own = dict(call.arguments)
     if call.op == "embed":
         own = _positions(call)
-    if "f" in call.ways and own["b_2"] is not None:  # one device adds it
+    if "f" in call.ways and own["b_2"] is not None:  # a partial sum: only one device adds it
         own["b_2"] = own["b_2"] * float(_is_first(call, "f"))
     return _by_rows(inner, call, own, first)
 
@@ -51,17 +51,17 @@ def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
         )
     if attention.shard is None and (attention.dropout_p > 0 or "q" in at):
         whole, batch = call.sizes, at.get("b", 0) + first
-        sizes = whole["h"], whole.get("q", 0), whole.get("k", 0)  # 0 where tokens are packed
+        sizes = whole["h"], whole.get("q", 0), whole.get("k", 0)  # 0 if the batch is packed
         shard = AttentionShard(batch, at.get("h", 0), at.get("q", 0), 0, *sizes)
         if attention.dropout_p > 0:
             require_group(call, "q", _PLANE_GROUP, "queries")
         attention = attention._replace(shard=shard)
-    own = {name: given.get(name, attention) for name in arguments}  # in the order of the op
+    own = {name: given.get(name, attention) for name in arguments}  # in the op's order
     return inner(call.op, **own)
 
 
 def _positions(call: Call) -> Arguments:
-    """Return the arguments of an embedding with the positions of its tokens first."""
+    """Return the arguments of an embedding, with `positional` from the first local token on."""
     own, last = dict(call.arguments), ROW_DIMS[call.arguments["tokens"].dim() - 1]
     if own["positional"] is not None and last in call.offsets:
         own["positional"] = own["positional"][call.offsets[last] :]
@@ -69,7 +69,7 @@ def _positions(call: Call) -> Arguments:
 
 
 def _vocabulary(inner: Run, call: Call, first: int) -> Tensor:
-    """Return the embedding of the tokens whose rows are here, and zeros for the others."""
+    """Return the embeddings of the tokens whose weight rows are local, and zeros for the others."""
     own, begin = _positions(call), call.offsets["v"]
     tokens, here = own["tokens"] - begin, own["weight"].shape[0]
     inside = (tokens >= 0) & (tokens < here)
@@ -81,7 +81,7 @@ def _vocabulary(inner: Run, call: Call, first: int) -> Tensor:
 
 
 def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
-    """Run an op on rows, with the dropout of the rows and columns of the whole."""
+    """Run an op on rows, with the dropout mask that they have in the full tensor."""
     if not own.get("dropout_p") or (first == 0 and not call.offsets):
         return inner(call.op, **own)
     x = own["tokens" if call.op == "embed" else "input"]
@@ -102,7 +102,7 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
             f"{call.op} with dropout of rows split over dimensions {', '.join(call.ways)}; "
             "expected the first one, and one other"
         )
-    if not math.prod(x.shape[: len(rows)]):  # no row is here
+    if not math.prod(x.shape[: len(rows)]):  # there are no local rows
         return inner(call.op, **own)
     if cut == 0 or math.prod(x.shape[:cut]) == 1:
         return _aligned(inner, call.op, own, RowShard(begin, column))
@@ -111,9 +111,13 @@ def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
 
 
 def _in_runs(inner: Run, op: str, own: Arguments, shard: RowShard, cut: int) -> Any:
-    """Run an op on some rows of each sequence; cut: the first of the dimensions of a run."""
+    """Run an op on a run of rows of each sequence.
+
+    cut: the number of leading dimensions that count sequences; the rows of a run follow them.
+    """
     begin, column, _, run, sequence = shard
-    # Words of dropout serve groups of rows in the feed-forward: else sequence after sequence.
+    # In the feed-forward, groups of 16 rows share random words. Runs that are not aligned with the
+    # groups run one sequence at a time.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
         return inner(op, **{**own, "shard": shard})
     x = own["input"]
@@ -125,8 +129,8 @@ def _in_runs(inner: Run, op: str, own: Arguments, shard: RowShard, cut: int) -> 
 
 
 def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) -> Any:
-    """Run an op with dropout on rows of sequences that are sharded, chunk after chunk, as
-    `context_parallel` has them. Sequence 0 here is sequence `first` of the whole.
+    """Run an op with dropout on sharded sequences, one chunk of `context_parallel` at a time. The
+    first local sequence is sequence `first` of the full batch.
     """
     tokens = op == "embed"
     x = own["tokens" if tokens else "input"]
@@ -139,7 +143,7 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
     places = {name: dim for name, dim in places.items() if own.get(name) is not None}
     sequence, several = context.whole(x.shape[cut]), math.prod(x.shape[:cut]) != 1
     outputs = []
-    if not math.prod(x.shape[: cut + 1]):  # no row is here
+    if not math.prod(x.shape[: cut + 1]):  # there are no local rows
         return inner(op, **{**own, "shard": RowShard()})
     for here, whole, length in context.chunks(x.shape[cut]):
         part = {name: own[name].narrow(dim, here, length) for name, dim in places.items()}
@@ -154,9 +158,10 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
 
 
 def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
-    """Run an op on rows that follow each other in the whole.
+    """Run an op on rows that are consecutive in the full tensor.
 
-    Words of dropout serve groups of rows in the feed-forward: rows of zeros fill the first group.
+    In the feed-forward, groups of 16 rows share random words: if the first row is not the first of
+    its group, rows of zeros go before it.
     """
     before = shard.row % _PLANE_GROUP if "w_2" in own else 0
     if not before:

@@ -1,4 +1,4 @@
-"""Losses whose rows, or whose vocabulary, several devices share."""
+"""Losses whose rows or whose vocabulary are sharded over several devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from fastformer.dispatch.sharding.call import Call, Run
 
 
 def sharded_loss(inner: Run, call: Call) -> Tensor:
-    """Return the loss: of rows [...], or their sum; for a mean its share of it."""
+    """Return the loss of each local row, or the sum of the local losses; for "mean", divide it by
+    the number of rows on all devices: the results of the row shards add up to the mean.
+    """
     own, reduction = dict(call.arguments), call.arguments["reduction"]
     if "v" in call.ways:
         rows = _over_the_vocabulary(call)
@@ -43,13 +45,13 @@ def _over_the_vocabulary(call: Call) -> Tensor:
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """The loss of each row, of logits whose classes are shared by several devices:
+    """The loss of each row, of logits whose classes are sharded over several devices:
 
         loss = constant + lse - sum_c q_c x_c
         dx_c = exp(x_c - lse) - q_c
 
-    Each device has the lse and the sum over its own classes; two reductions merge the first, and
-    one the second. The logits of a chunk of rows are computed again in the backward.
+    Each device computes the lse and the sum over its own classes. Two all-reduces merge the lse,
+    and one the sum. The backward recomputes the logits, one chunk of rows at a time.
     """
 
     @staticmethod
@@ -111,7 +113,7 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.
 
 
 class _Labels(NamedTuple):
-    """The smoothed targets q of the classes first .. of `classes` that are here."""
+    """The smoothed targets q of the local classes: `first` is the first of them, of `classes`."""
 
     ignore_index: int
     label_smoothing: float
@@ -120,19 +122,19 @@ class _Labels(NamedTuple):
     classes: int
 
     def chunks(self, x: Tensor, weight: Tensor | None) -> list[slice]:
-        """Return slices of rows whose logits take some 64 MB."""
+        """Return slices of rows whose float32 logits take about 64 MB."""
         step = max(1, 2**24 // max(1, (x if weight is None else weight.t()).shape[1]))
         return [slice(first, first + step) for first in range(0, len(x), step)]
 
     def probabilities(self) -> tuple[float, float]:
-        """Return q at most classes, and what q has more at the target."""
+        """Return q of a class that is not the target, and by how much q of the target is larger."""
         e = self.label_smoothing
         if self.smoothing == "uniform":
             return e / self.classes, 1 - e
         return e / (self.classes - 2), 1 - e - e / (self.classes - 2)
 
     def constant(self) -> float:
-        """Return what the loss has beside the cross entropy: of "kl" less the entropy of q."""
+        """Return what "kl" adds to the cross entropy, minus the entropy of q; 0 for "uniform"."""
         if self.smoothing == "uniform":
             return 0.0
         off, more = self.probabilities()
@@ -140,18 +142,18 @@ class _Labels(NamedTuple):
         return sum(n * p * math.log(p) for n, p in terms if p > 0)
 
     def _of_target(self, target: Tensor, here: int) -> tuple[Tensor, Tensor]:
-        """Return the column of each target [M, 1], and whether it is here."""
+        """Return the local column of each target, [M, 1], and whether the target is local."""
         at = (target - self.first).view(-1, 1)
         inside = (at >= 0) & (at < here)
         return at.where(inside, 0), inside
 
     def _padding(self, here: int) -> int | None:
-        """Return the column of the padding class, to which "kl" gives nothing; None elsewhere."""
+        """Return the local column of the padding class, whose q is 0 for "kl"; else None."""
         at = self.ignore_index - self.first
         return at if self.smoothing == "kl" and 0 <= at < here else None
 
     def dot(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return sum_c q_c x_c over the classes here, [M]."""
+        """Return sum_c q_c x_c over the local classes, [M]."""
         off, more = self.probabilities()
         here = logits.shape[1]
         if here == 0:
@@ -166,7 +168,7 @@ class _Labels(NamedTuple):
         return total
 
     def gradient(self, logits: Tensor, target: Tensor, lse: Tensor) -> Tensor:
-        """Return exp(x_c - lse) - q_c, [M, classes here]."""
+        """Return exp(x_c - lse) - q_c, [M, local classes]."""
         off, more = self.probabilities()
         d = (logits - lse.view(-1, 1)).exp_()
         if off > 0:

@@ -1,4 +1,4 @@
-"""The placements of the arguments and outputs of an op on DTensors."""
+"""Choose the placements of the DTensors that an op takes and returns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fastformer.dispatch.sharding.local import run_local
 
 
 def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
-    """Run an op of which an argument is a DTensor, or whose first sequence is sequence `first` of a
-    larger batch: `inner` runs the shard.
+    """Run an op on DTensors, or on a batch whose first sequence is sequence `first` of a larger
+    batch. `inner` runs the op on the local shard.
 
-    Raises ValueError for an argument on another mesh, or sharded as the op cannot take it.
+    Raises ValueError for arguments on different meshes, and for a placement that the op does not
+    support.
     """
     flattened = dict(arguments)
     described = flattened.pop("attention", None)
@@ -46,13 +47,13 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
         placements = _wanted(which, ways)
         if not isinstance(x, DTensor):
             if not x.requires_grad and not any(way in which for way in ways if way):
-                continue  # the same everywhere
+                continue  # it stays a plain tensor, the same on all devices
             x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         _require(op, rule, name, x, placements, ways)
         _, start = compute_local_shape_and_global_offset(x.shape, mesh, placements)
         for letter, at in zip(which, start):
             if letter in ways and name not in rule.halves:
-                offsets.setdefault(letter, at)  # of heads, those of the query
+                offsets.setdefault(letter, at)  # the query is first: h counts query heads
         gradients = [
             Partial() if way and placed == Replicate() else placed
             for way, placed in zip(ways, placements)
@@ -74,7 +75,10 @@ def run(inner: Run, op: str, arguments: Arguments, first: int = 0) -> Any:
 
 
 def _mesh_of(op: str, arguments: Arguments) -> DeviceMesh | None:
-    """Return the one mesh of the DTensors, beside which there is no parameter that is none."""
+    """Return the mesh of the DTensors, or None if there are none.
+
+    Raises ValueError for DTensors on different meshes, and for plain parameters among DTensors.
+    """
     mesh, first = None, ""
     for name, x in arguments.items():
         if isinstance(x, DTensor):
@@ -97,7 +101,7 @@ def _sizes(arguments: Arguments, letters: dict[str, str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, which in letters.items():
         for letter, size in zip(which, arguments[name].shape):
-            sizes[letter] = max(size, sizes.get(letter, 0))  # of heads, those of the query
+            sizes[letter] = max(size, sizes.get(letter, 0))  # h: key and value may have fewer
     return sizes
 
 
@@ -109,8 +113,8 @@ def _way(
     i: int,
     mesh: DeviceMesh,
 ) -> str:
-    """Return the letter that dimension i of the mesh splits, "" for none."""
-    split: dict[str, str] = {}  # the letters that are split there, and an argument for each
+    """Return the letter that is sharded over mesh dimension i, or "" for none."""
+    split: dict[str, str] = {}  # the letters sharded over i, with one such argument each
     for name, which in letters.items():
         x = arguments[name]
         placement: Placement = x.placements[i] if isinstance(x, DTensor) else Replicate()
@@ -122,7 +126,7 @@ def _way(
     for letter in rule.sharded:
         if letter in split:
             return letter
-    for letter in rule.sharded:  # another dimension takes its place
+    for letter in rule.sharded:  # else one to redistribute to, which divides evenly
         sizes = [
             size
             for name, which in letters.items()
@@ -139,13 +143,13 @@ def _way(
 
 
 def _wanted(which: str, ways: tuple[str, ...]) -> list[Placement]:
-    """Return the placements of an argument, given the way of each dimension of the mesh."""
+    """Return the placements of an argument whose dimensions have the letters `which`."""
     return [Shard(which.index(way)) if way and way in which else Replicate() for way in ways]
 
 
 def _shards_of_halves(x: Tensor, mesh: DeviceMesh, ways: tuple[str, ...]) -> Tensor:
-    """Return the rows of z and of v that belong to the hidden units of this device, from its shard
-    of [2 d_ff, ..].
+    """Return the rows of z and of v for the hidden units of this device, given its shard of
+    [2 d_ff, ..], in which all rows of z come before those of v.
     """
     over = [i for i, way in enumerate(ways) if way == "f"]
     if len(over) > 1:
@@ -161,7 +165,7 @@ def _require(
     wanted: list[Placement],
     ways: tuple[str, ...],
 ) -> None:
-    """Require that x can be redistributed without being gathered, and that heads divide."""
+    """Require that x is gathered only if the rule allows it, and that heads divide evenly."""
     for i, (have, want, way) in enumerate(zip(x.placements, wanted, ways)):
         split = not isinstance(have, (Replicate, Partial))
         if split and want == Replicate() and name not in rule.gathers.get(way, ()):
@@ -185,7 +189,7 @@ def _spelled(way: str) -> str:
 
 
 def _whole(x: Tensor, call: Call, which: str) -> DTensor:
-    """Return the DTensor of which x, a tensor with these letters, is the shard of this device."""
+    """Return the DTensor whose local shard is x; `which` has the letters of its dimensions."""
     mesh = call.mesh
     assert mesh is not None
     placements: list[Placement] = []
@@ -193,10 +197,10 @@ def _whole(x: Tensor, call: Call, which: str) -> DTensor:
         if way in which and way:
             placements.append(Shard(which.index(way)))
         elif way == "v" and call.op != "embed":
-            placements.append(Replicate())  # the logarithm of the sum is merged
+            placements.append(Replicate())  # `_VocabularyLoss` has reduced it
         else:
             placements.append(Partial() if way else Replicate())
-    if x.dim() == 0:  # a loss
+    if x.dim() == 0:  # a reduced loss
         placements = [Partial() if isinstance(p, Shard) else p for p in placements]
         whole = DTensor.from_local(x, mesh, placements, run_check=False)
         return whole.redistribute(mesh, [Replicate()] * mesh.ndim)

@@ -1,4 +1,4 @@
-"""The projections of attention, split by heads."""
+"""The projections of attention, sharded by heads."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def projected(
     bias: Any,
     dim: int,
 ) -> list[Tensor]:
-    """Return the heads [.., H, dim] of query, key and value [.., d], split over the mesh as the
-    DTensors of the weights are: one with the rows of all three, or three. The bias has those of all
-    three, or is None. The projections of one input are one GEMM.
+    """Project query, key and value [.., d] to DTensors [.., H, dim] that are sharded by heads.
+
+    inputs: query, key and value. Neighbors that are the same tensor share one GEMM.
+    weights: DTensors; one with the rows for query, key and value, or one for each of them.
+    bias: one DTensor with the rows for query, key and value, or None.
     """
     mesh = weights[0].device_mesh
     rows = [_share(w, 3 // len(weights)) for w in weights]
     if len(rows) == 1:
         rows = list(rows[0].chunk(3))
     shifts = None if bias is None else _share(bias, 3).chunk(3)
-    local: dict[int, Tensor] = {}  # of each input, once
+    local: dict[int, Tensor] = {}  # each distinct input once
     for x in inputs:
         if id(x) not in local:
             local[id(x)] = as_replicated(x, mesh).to_local(grad_placements=[Partial()])
@@ -46,8 +48,8 @@ def projected(
 
 
 def _share(x: DTensor, parts: int) -> Tensor:
-    """Return this device's share of each of the parts of a parameter whose first dimension is
-    sharded.
+    """Return this device's shard of each of the equal parts of a parameter, concatenated. The parts
+    follow each other in its first dimension.
     """
     mesh = x.device_mesh
     local = x.redistribute(mesh, [Shard(0)]).to_local(grad_placements=[Shard(0)])

@@ -59,7 +59,7 @@ _TUNED = "fastformer.kernels.tuned"
 _FIRST = "fastformer: first"  # a key like _CHOICE
 _DTENSOR = "torch.distributed.tensor"
 _kernels: dict[str, ModuleType] = {}
-_on_a_cpu: dict[str, Choice] = {}  # by op: made once, for speed
+_on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on a CPU
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
 # The innermost `context_parallel` of the process. It knows the global positions of local rows.

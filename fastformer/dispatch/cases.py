@@ -96,7 +96,7 @@ class Maker:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, gradient: bool = True) -> Tensor:
-        """Return normal numbers; they require gradients if `gradient` and the case's are True."""
+        """Return normal numbers, which require gradients if `gradient` and `self.gradient`."""
         x = torch.randn(*shape, device=self.device, generator=self.generator) * scale
         return x.to(self.dtype).requires_grad_(gradient and self.gradient)
 

@@ -1,20 +1,20 @@
-"""Sequences that are sharded across the processes of a mesh: attention, and the places of rows.
+"""Context parallelism: attention over sequences that are sharded over the processes of a mesh.
 
-    all-to-all    Each process is given some heads of the whole sequence, computes their attention,
-                  and gives the rows back (Jacobs et al. 2023, "DeepSpeed Ulysses"). It moves the
-                  rows of query, key, value and output once.
-    ring          Keys and values pass from process to process; each computes what its own queries
-                  see of them, and merges that (Liu et al. 2023, "Ring Attention with Blockwise
-                  Transformers"). The next keys are on their way while these are computed.
+    all-to-all    Each process gets some heads of the full sequences, computes their attention, and
+                  returns the rows to their processes (Jacobs et al. 2023, "DeepSpeed Ulysses"). The
+                  rows of query, key, value and output are sent once.
+    ring          Keys and values pass from process to process. Each process computes the attention
+                  of its own queries to them, and merges the results (Liu et al. 2023, "Ring
+                  Attention with Blockwise Transformers"). The next keys arrive during this.
 
-Each part is a call of the op with its `shard`, so that causality, windows, lengths, ALiBi and
-dropout are those of one process. The part s of the keys has the output o_s, the largest score m_s
-and l_s = sum_j exp(score_j - m_s). m_s and log l_s stay apart: their sum, the lse, is rounded, and
-beside a large m_s it has no digits left for l_s.
+Each block is a call of the op with a `Shard`, which has the block's global offsets: so causality,
+windows, lengths, ALiBi and dropout are the same as in one process. Block s of the keys has the
+output o_s, the largest score m_s and l_s = sum_j exp(score_j - m_s). m_s and log l_s are kept
+separate, because their sum, the lse, is rounded: if m_s is large, l_s would be lost.
     m = max_s m_s      w_s = l_s exp(m_s - m)      l = sum_s w_s      o = sum_s w_s o_s / l
-The ring saves the rows of its own process alone, with o, m and l. Its backward passes keys and
-values round again, with the sums of their gradients behind them: that of a part is the backward of
-the op, given o, m and l of the whole, which no forward of the part has to be computed for.
+For the backward, the ring saves only the rows of its own process, with o, m and l. The backward
+passes keys and values around again, followed by the sums of their gradients. The gradient of a
+block is the backward of the op, given the o, m and l of all keys: no forward is recomputed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ METHODS = ("auto", "all-to-all", "ring")
 
 
 class Chunk(NamedTuple):
-    """Rows that follow each other: the first of them here and in the whole, and how many."""
+    """Consecutive rows of a sequence.
+
+    here: the local index of the first row.
+    whole: the global index of the first row.
+    length: the number of rows.
+    """
 
     here: int
     whole: int
@@ -54,47 +59,49 @@ class Chunk(NamedTuple):
 
 
 class context_parallel:
-    """A context in which the ops, and the models of this package, are given shards of sequences.
+    """A context in which the ops, and the models of this package, run on shards of sequences.
 
         with ff.context_parallel(mesh) as context:
-            tokens = context.shard(tokens, 1)           # those of this process
-            y = model(tokens, mask)                     # and what the model returns for them
+            tokens = context.shard(tokens, 1)           # the tokens of this process
+            y = model(tokens, mask)                     # and the model's output for them
             y = context.gather(y, 1)
 
-    Attention sees the keys of all processes, embeddings have the positions of the whole, and
-    dropout is that of the whole: of [.., S, features] the ops take the last dimension but one for
-    that of the sequences. What works on each token alone is left as it is. The sum of a loss is
-    that of the tokens of the process.
+    Attention sees the keys of all processes, embeddings use global positions, and dropout uses the
+    mask of the full sequences. In a tensor [.., S, features], the second-to-last dimension is the
+    sequence dimension. Ops on single tokens run unchanged. A summed loss is the sum over the tokens
+    of the process.
 
-    Each process calls the op with its rows of query, key and value, [B, H, Sq / n, D] and
-    [B, G, Sk / n, D], and gets those of the output. `attn_mask` and `bias` have the rows of the
-    process and the keys of the whole, in their order; `key_lengths` are those of the whole; the
-    other arguments are the same in each process. Attention takes the dropout seed of the first
-    process; the other ops draw theirs in each, so that all generators need the same state. A call
-    with a `shard` is computed as it is.
+    Each process calls attention with its rows of query, key and value, [B, H, Sq / n, D] and
+    [B, G, Sk / n, D], and gets its rows of the output. `attn_mask` and `bias` have the rows of the
+    process and the keys of the full sequences, in global order; `key_lengths` are the lengths of
+    the full sequences; the other arguments are the same in each process. Attention uses the dropout
+    seed of the first process. The other ops draw the seed in each process, and therefore all
+    generators must have the same state. A call that already has a `shard` runs unchanged.
 
-    Gradients of what the processes share - a bias of keys, sinks - are the share of the process:
-    sum them over the mesh, as those of parameters. The ring has no second derivative. All processes
-    run the same calls, forward and backward: one that leaves a call out leaves the others waiting.
+    For tensors that the processes share, such as sinks or a bias over keys, each process gets its
+    part of the gradient: sum it over the mesh, as for parameters. The ring has no second
+    derivative. All processes must run the same calls, forward and backward: if one leaves out a
+    call, the others wait for it.
 
-    The context is that of the process: its other threads are in it as well, as those of autograd
-    have to be. Run the backward inside of it where activations are checkpointed, and inside of
-    `of_length`: it runs the ops again.
+    The context applies to all threads of the process, because the threads of autograd need it. If
+    activations are checkpointed, the backward runs the ops again: run it within the context, and
+    within the same `of_length`.
 
     Args:
-        mesh: a `DeviceMesh` of one dimension, which has the n processes.
-        balanced: cut sequences into 2 n chunks, of which process r has r and 2 n - 1 - r, so that
-            each has as much to do under causality; otherwise n, of which it has r.
-        method: "all-to-all", which needs numbers of heads H and G that n divides, and a mask or a
-            bias without rows; "ring"; or "auto", the first where that is possible.
-        shard: which sequences and heads of a whole this mesh has, `Shard(batch, head, heads=H)`,
-            where batch or heads are sharded over other dimensions of a mesh.
+        mesh: a `DeviceMesh` of one dimension, with n processes.
+        balanced: if True, cut sequences into 2 n chunks, and give process r the chunks r and
+            2 n - 1 - r, so that all processes have the same work with causal attention; if False,
+            cut them into n chunks, and give process r chunk r.
+        method: "all-to-all", which requires that n divides the numbers of heads H and G, and that
+            a mask or bias has no rows; "ring"; or "auto", which is all-to-all if possible.
+        shard: the sequences and heads of this mesh, `Shard(batch, head, heads=H)`, if the batch or
+            the heads are sharded over other dimensions of a larger mesh.
 
     Raises:
-        ValueError: a mesh of several dimensions, a length that does not divide, beside dropout
-            chunks that are no multiples of 16, heads that do not divide where all-to-all is asked
-            for, an unknown method.
-        RuntimeError: no process group.
+        ValueError: the mesh has several dimensions; a length does not divide into chunks; with
+            dropout, chunks are not multiples of 16; method="all-to-all" and n does not divide the
+            heads, or a mask or bias has rows; the method is unknown.
+        RuntimeError: there is no process group.
 
     Source: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Liu et al. 2023, "Ring Attention
     with Blockwise Transformers"; the balance: Brandon et al. 2023, "Striped Attention", after
@@ -134,7 +141,7 @@ class context_parallel:
     # ------------------------------------------------------------------------------ the layout
 
     def chunks(self, length: int, rank: int | None = None) -> list[Chunk]:
-        """Return where `length` rows of a process, by default of this one, lie in the whole."""
+        """Return the chunks of a process, by default this one, that has `length` rows."""
         r, n = self.rank if rank is None else rank, self.size
         if not self.balanced:
             return [Chunk(0, r * length, length)]
@@ -142,7 +149,7 @@ class context_parallel:
         return [Chunk(0, r * half, half), Chunk(half, (2 * n - 1 - r) * half, half)]
 
     def positions(self, length: int, device: Any = None) -> Tensor:
-        """Return the indices in the whole of the `length` rows of this process."""
+        """Return the global indices of the `length` rows of this process."""
         parts = [
             torch.arange(chunk.whole, chunk.whole + chunk.length, device=device)
             for chunk in self.chunks(length)
@@ -151,10 +158,10 @@ class context_parallel:
 
     @contextmanager
     def of_length(self, length: int) -> Iterator[None]:
-        """A context in which the sequences have `length` tokens, and what follows is padding.
+        """Return a context in which sequences have `length` tokens, and the rest is padding.
 
-        The rows of a batch are counted by it: dropout is that of [B, length, features], not that of
-        the padded tensor. Raises ValueError and TypeError for a length that is none.
+        Dropout then uses the mask of [B, length, features] instead of the padded tensor's mask.
+        Raises ValueError and TypeError for an invalid length.
         """
         require_size(length=length)
         before, self._length = self._length, length
@@ -164,7 +171,10 @@ class context_parallel:
             self._length = before
 
     def whole(self, length: int) -> int:
-        """Return how many tokens the sequences have of which `length` are in each process."""
+        """Return the number of tokens of the full sequences, given the `length` per process.
+
+        Within `of_length`, padding is not counted.
+        """
         if self._length is None:
             return self.size * length
         if self._length > self.size * length:
@@ -175,8 +185,8 @@ class context_parallel:
         return self._length
 
     def rows_of(self, name: str, table: Tensor, length: int) -> Tensor:
-        """Return the rows of a table [positions, N] for the `length` tokens of this process; those
-        of padding are any.
+        """Return the rows of a table [positions, N] for the `length` tokens of this process. The
+        rows for padding are arbitrary.
         """
         whole = self.whole(length)
         if whole > table.shape[0]:
@@ -186,8 +196,8 @@ class context_parallel:
         return table.index_select(0, self.positions(length, table.device).clamp(max=whole - 1))
 
     def pad(self, x: Tensor, dim: int, value: float) -> Tensor:
-        """Return x with values behind its end in dimension `dim`, so that its length divides into
-        chunks of multiples of 16, of which dropout draws its words.
+        """Return x padded with `value` at the end of dimension `dim`, so that each chunk is a
+        multiple of 16 rows, which share random words of dropout.
         """
         require_tensor("x", x)
         more = -x.shape[dim] % (16 * self.size * (1 + self.balanced))
@@ -195,7 +205,7 @@ class context_parallel:
         return torch.cat([x, x.new_full(shape, value)], dim) if more else x
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """Return the rows of this process of x, whose dimension `dim` is the whole sequence."""
+        """Return the rows of x for this process; dimension `dim` of x is the full sequence."""
         require_tensor("x", x)
         parts = self.size * (1 + self.balanced)
         if x.shape[dim] % parts:
@@ -206,14 +216,14 @@ class context_parallel:
         return x.index_select(dim, self.positions(x.shape[dim] // self.size, x.device))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return the whole sequence of what each process has a shard of; without gradient."""
+        """Return the full sequence, given the shard x of each process, without gradient."""
         require_tensor("x", x)
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
         dist.all_gather(parts, x.detach().contiguous(), group=self.group)
         return self._in_order(torch.cat(parts, dim), dim)
 
     def _in_order(self, x: Tensor, dim: int, back: bool = False) -> Tensor:
-        """Put rows that stand process after process into their order in the whole, or back."""
+        """Reorder rows from the order of the processes to the global order, or back."""
         if not self.balanced:
             return x
         length = x.shape[dim] // self.size
@@ -237,8 +247,8 @@ class context_parallel:
         return_lse: bool,
         first: int | None = None,
     ) -> Any:
-        """Compute what a checked `scaled_dot_product_attention` of the whole is for the queries of
-        this process; first: of `sequences_from`.
+        """Compute a checked `scaled_dot_product_attention` over the full sequences for the queries
+        of this process. `first` is the argument of `sequences_from`.
         """
         self._require(query, key, value, attention.dropout_p)
         if attention.dropout_seed is not None:
@@ -269,7 +279,10 @@ class context_parallel:
                 )
 
     def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
-        """Begin to send tensors to the next process, and to receive those of the one before."""
+        """Start to send tensors to the next process and to receive those of the previous process.
+
+        Returns the tensors that are received, and the works to wait for.
+        """
         received = [torch.empty_like(x) for x in tensors]
         after, before = (self._ranks[(self.rank + step) % self.size] for step in (1, -1))
         works = [dist.P2POp(dist.isend, x, after, self.group) for x in tensors]
@@ -278,7 +291,7 @@ class context_parallel:
 
 
 class _Plan:
-    """What a call of attention is, beside the rows of its tensors."""
+    """The properties of a call of attention that all its blocks share."""
 
     def __init__(
         self,
@@ -292,10 +305,13 @@ class _Plan:
         self.heads, self.groups = query.shape[1], key.shape[1]
         self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
         bias, within = attention.bias, context.within
-        if bias is not None and bias.shape[-1:] in ((), (1,)):  # else each block has its gradient
+        # The kernels compute the gradient of a bias that is the same for all keys from dlse, so
+        # that each block would return the full gradient. Expanded, each returns that of its own
+        # keys.
+        if bias is not None and bias.shape[-1:] in ((), (1,)):
             attention = attention._replace(bias=bias.expand(*bias.shape[:-1], self.keys))
         self.attention = attention
-        if attention.dropout_p == 0:  # which alone asks for sequence and head
+        if attention.dropout_p == 0:  # only dropout depends on sequence and head
             within, first = Shard(), 0
         batch, heads = within.batch if first is None else first, within.heads or self.heads
         self.whole = Shard(batch, within.head, 0, 0, heads, self.queries, self.keys)
@@ -314,7 +330,7 @@ class _Plan:
 
     @staticmethod
     def op(inputs: Sequence[Tensor], attention: Attention) -> tuple[Tensor, Tensor]:
-        """Call the op on query, key and value, a part of the whole: (output, lse)."""
+        """Call the op on some heads or rows of query, key and value: (output, lse)."""
         arguments = dict(zip(("query", "key", "value"), inputs))
         return backends.run(
             "scaled_dot_product_attention", **arguments, attention=attention, return_lse=True
@@ -323,7 +339,7 @@ class _Plan:
     # ------------------------------------------------------------------------------ all-to-all
 
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute some heads of the whole sequence in each process."""
+        """Compute the attention by all-to-all: each process has some heads of all rows."""
         context, heads = self.context, self.heads // self.context.size
         first = context.rank * heads
         own: dict[str, Any] = {}
@@ -347,8 +363,8 @@ class _Plan:
     # ------------------------------------------------------------------------------------ ring
 
     def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
-        """Return the chunks of queries, and of the owner's keys, that may see each other; all in
-        one where it makes no difference which they are.
+        """Return the pairs of a local query chunk and a key chunk of process `owner` that may see
+        each other; one pair with all rows if attention does not depend on positions.
         """
         if self._is_plain():
             return [(Chunk(0, 0, query.shape[2]), Chunk(0, 0, key.shape[2]))]
@@ -364,7 +380,7 @@ class _Plan:
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         a = self.attention
-        if a.sinks is not None and k.whole == 0:  # which takes the sinks
+        if a.sinks is not None and k.whole == 0:  # the first keys take the sinks
             return True
         shift = 0
         if a.causal_alignment == "bottom_right":
@@ -379,7 +395,7 @@ class _Plan:
         return left < 0 or k.whole + k.length - 1 >= q.whole + shift - left
 
     def of_block(self, q: Chunk, k: Chunk) -> Attention:
-        """Describe the attention of a chunk of queries to a chunk of keys."""
+        """Return the `Attention` of a chunk of queries to a chunk of keys."""
         a = self.attention
         return a._replace(
             attn_mask=self.part(a.attn_mask, q, k),
@@ -389,7 +405,7 @@ class _Plan:
         )
 
     def part(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
-        """Return the block of a mask or a bias with rows of this process and keys of the whole."""
+        """Return the block of a mask or bias, whose rows are local and whose keys are global."""
         if x is None:
             return None
         if x.dim() > 1 and x.shape[-2] > 1:
@@ -398,8 +414,8 @@ class _Plan:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [B, H, S / n, D] of all heads to heads [B, H / n, S, D] of all rows, process after
-    process; or back, which is its gradient.
+    """All-to-all from the local rows of all heads, [B, H, S / n, D], to all rows of the local
+    heads, [B, H / n, S, D], in the order of the processes; or back, which is the gradient.
     """
 
     @staticmethod
@@ -417,7 +433,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Merged:
-    """Attention of rows of queries to parts of the keys, which are added one after another."""
+    """Merge the attention of queries to blocks of keys, which are added one by one."""
 
     def __init__(self, query: Tensor, width: int) -> None:
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -427,10 +443,10 @@ class Merged:
         self.peak = query.new_full(rows, torch.finfo(wide).min, dtype=wide)
 
     def add(self, rows: slice, output: Tensor, peak: Tensor, total: Tensor, unit: float) -> None:
-        """Add a part, as `backends.attention_part` returns it, of some of the rows."""
+        """Add the results of `backends.attention_part` for a block of keys to these rows."""
         self.unit = unit
         sums, totals, peaks = (x[:, :, rows] for x in (self.sums, self.total, self.peak))
-        peak = peak.where(total != 0, -torch.inf)  # of nothing, it may be any
+        peak = peak.where(total != 0, -torch.inf)  # for no keys, it may be any number
         highest = torch.maximum(peaks, peak)
         kept, weight = ((peaks - highest) * unit).exp(), total * ((peak - highest) * unit).exp()
         sums.mul_(kept.unsqueeze(-1)).add_(output * weight.unsqueeze(-1))
@@ -438,8 +454,8 @@ class Merged:
         peaks.copy_(highest)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs that `backends.attention_gradients` takes; the first is not rounded to
-        the dtype of the query.
+        """Return the `outputs` of `backends.attention_gradients`. The first is not rounded to the
+        dtype of the query.
         """
         log_sum, empty = self.total.log(), self.total == 0
         output = self.sums / self.total.masked_fill(empty, 1.0).unsqueeze(-1)
@@ -449,7 +465,7 @@ class Merged:
 
 
 class _Ring(torch.autograd.Function):
-    """Attention by the ring: (output [B, H, Sq / n, Dv], lse [B, H, Sq / n])."""
+    """Ring attention: (output [B, H, Sq / n, Dv], lse [B, H, Sq / n])."""
 
     @staticmethod
     def forward(
@@ -493,7 +509,7 @@ class _Ring(torch.autograd.Function):
         )
         now: list[Tensor] = [key.contiguous(), value.contiguous()]
         mine: list[Tensor] = []  # the gradients of the keys and values of this process
-        arriving: list[Tensor] = []  # and what the processes before have summed of the others
+        arriving: list[Tensor] = []  # gradients of other keys, summed over previous processes
         back: list[Any] = []
         for step in range(context.size):
             owner = (context.rank - step) % context.size

@@ -17,7 +17,7 @@ from fastformer.dispatch.operation import ROW_DIMS, Arguments
 from fastformer.dispatch.sharding.call import Call, Run, holds_dtensor, require_group
 from fastformer.dispatch.sharding.losses import sharded_loss
 
-_PLANE_GROUP = 16  # so many rows, and columns, share random words in feed-forward dropout
+_PLANE_GROUP = 16  # attention and feed-forward: so many rows share random words of dropout
 
 
 def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:

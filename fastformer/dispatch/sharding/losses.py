@@ -113,7 +113,11 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.
 
 
 class _Labels(NamedTuple):
-    """The smoothed targets q of the local classes: `first` is the first of them, of `classes`."""
+    """The smoothed targets q of the local classes.
+
+    first: the global index of the first local class.
+    classes: the global number of classes.
+    """
 
     ignore_index: int
     label_smoothing: float

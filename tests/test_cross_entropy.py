@@ -453,8 +453,8 @@ def test_same_bits_every_time(backend, device):
 
 @pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
 def test_a_gradient_without_strides(backend, device, in_bounds, op):
-    """The gradient of a sum is one number, which an expanded tensor repeats. The reference multiplies
-    it by BLAS, which sums in another order for a stride of 0.
+    """The gradient of a sum is one number, which an expanded tensor repeats. The reference gives it
+    to BLAS, which sums in another order for a stride of 0.
     """
     given = logits(3, 5, 37, device=device)
     if op is functional.linear_cross_entropy:

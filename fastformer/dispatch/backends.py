@@ -427,7 +427,9 @@ def attention_part(
         if choice.backend == "reference":
             if backend == "auto":
                 _log_once(choice)
-            output, peak, log_sum = OPERATIONS[op].reference(**arguments, apart=True)
+            by_reference = OPERATIONS[op].part
+            assert by_reference is not None
+            output, peak, log_sum = by_reference(*inputs, attention)
             return output, peak, log_sum.exp(), 1.0
         alternative = "" if choice.backend == "triton" else choice.backend
         output, lse, statistics = autograd.outputs(op, arguments, alternative)

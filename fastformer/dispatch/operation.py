@@ -85,6 +85,7 @@ class Operation(NamedTuple):
         depends on, or None if no alternative computes the call.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
+    part: `backends.attention_part` by the reference.
     part_gradients: `backends.attention_gradients` by the reference.
     """
 
@@ -97,6 +98,7 @@ class Operation(NamedTuple):
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = _nothing
     reference_backward: Function | None = None
+    part: Function | None = None
     part_gradients: Function | None = None
 
 

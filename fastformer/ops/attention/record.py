@@ -225,6 +225,7 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
+        part=reference.attention_part,
         part_gradients=reference.attention_gradients,
     )
 )

@@ -82,13 +82,27 @@ def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention: Attention,
-    return_lse: bool = False,
-    apart: bool = False,  # return lse as its two terms, as `_log_sum_exp` does
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
 ) -> Any:
+    if not return_lse:
+        return _attend(query, key, value, attention, False)
+    out, peak, log_sum = _attend(query, key, value, attention, True)
+    return out, peak + log_sum
+
+
+def attention_part(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
+    log_sum: their sum has no digits left for log_sum if peak is large.
+    """
+    return _attend(query, key, value, attention, True)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
+) -> Any:
+    """Return the output, or (output, peak, log_sum) as `attention_part` does."""
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
@@ -125,7 +139,7 @@ def scaled_dot_product_attention(
         sinks = attention.sinks
         nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
         log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
-    return (out, peak, log_sum) if apart else (out, peak + log_sum)
+    return out, peak, log_sum
 
 
 def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:

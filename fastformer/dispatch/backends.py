@@ -73,7 +73,7 @@ def _check(name: str, source: str) -> str:
 
 
 class use_backend:
-    """Set the backend of this thread. As a context manager, restore the previous one on exit.
+    """Set the backend of this thread at once. As a context manager, restore the old one on exit.
 
         use_backend("reference")
         with use_backend("triton"):
@@ -148,7 +148,7 @@ def register(record: Operation) -> None:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
-    """Return the backend that `fastformer.<op>(*args, **kwargs)` would run on, without running it.
+    """Return the backend of `fastformer.<op>(*args, **kwargs)` and the reason, without running it.
 
     Returns an object with `.backend` and `.reason`. Bad arguments raise the errors of the op.
     """

@@ -305,9 +305,9 @@ class _Plan:
         self.heads, self.groups = query.shape[1], key.shape[1]
         self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
         bias, within = attention.bias, context.within
-        # The kernels compute the gradient of a bias that is the same for all keys from dlse, so
-        # that each block would return the full gradient. Expanded, each returns that of its own
-        # keys.
+        # The kernels compute the gradient of a bias that is the same for all keys from dlse: each
+        # block would return the full gradient. With an expanded bias, each block returns the
+        # gradient for its own keys.
         if bias is not None and bias.shape[-1:] in ((), (1,)):
             attention = attention._replace(bias=bias.expand(*bias.shape[:-1], self.keys))
         self.attention = attention

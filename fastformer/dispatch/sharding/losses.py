@@ -138,7 +138,7 @@ class _Labels(NamedTuple):
         return e / (self.classes - 2), 1 - e - e / (self.classes - 2)
 
     def constant(self) -> float:
-        """Return what "kl" adds to the cross entropy, minus the entropy of q; 0 for "uniform"."""
+        """Return what "kl" adds to the cross entropy: -entropy(q). It is 0 for "uniform"."""
         if self.smoothing == "uniform":
             return 0.0
         off, more = self.probabilities()

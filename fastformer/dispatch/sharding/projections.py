@@ -22,7 +22,7 @@ def projected(
 ) -> list[Tensor]:
     """Project query, key and value [.., d] to DTensors [.., H, dim] that are sharded by heads.
 
-    inputs: query, key and value. Neighbors that are the same tensor share one GEMM.
+    inputs: query, key and value. Adjacent inputs that are the same tensor share one GEMM.
     weights: DTensors; one with the rows for query, key and value, or one for each of them.
     bias: one DTensor with the rows for query, key and value, or None.
     """

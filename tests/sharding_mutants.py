@@ -111,7 +111,7 @@ BROKEN = [
     ("refusals", "if mesh is not None and type(x) is torch.nn.Parameter:", "if False:"),
     ("refusals", "elif x.device_mesh != mesh:", "elif False:"),
     ("refusals", "if mesh.size(i) > 1 and shard % group:", "if False:"),
-    ("refusals", '_require_group(call, "q", _PLANE_GROUP', '_require_group(call, "q", 1'),
+    ("refusals", 'require_group(call, "q", _PLANE_GROUP', 'require_group(call, "q", 1'),
     ("refusals", "        size //= 2\n", "        pass\n"),
     ("refusals", "            size = shard\n", ""),
     ("refusals", "if any(letter in call.ways for letter in rows[1:cut]):", "if False:"),

@@ -88,7 +88,7 @@ class Part:
 def tests(
     name: str, seconds: float, paths: str, matching: str = "", *options: str, **more: Any
 ) -> Part:
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "benchmarks.journal"]
+    command = [sys.executable, "-m", "pytest", "--all", "-v", "-p", "benchmarks.journal"]
     command += ["-p", "no:cacheprovider", "--matching", matching, *options, *paths.split()]
     return Part(name, command, seconds, journal=True, **more)
 

@@ -80,6 +80,7 @@ from mutants import (
     NOT_DRAWN,
     PLANTED,
     SEEN_BY,
+    SEEN_WITH_ALL,
 )
 
 SHARED = ("common", "launch")
@@ -526,6 +527,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     for v in verdicts:
         test = f"`{v.test.removeprefix('tests/').replace('|', ' ')}`" if v.test else "-"
+        test += " (--all)" * (v.test in SEEN_WITH_ALL)
         verdict = "equivalent" if _same(v) else v.verdict
         cells = [v.kernel, f"`{v.function}`" if v.function else "-", v.name, verdict, test]
         lines.append("| " + " | ".join(cells) + f" | {v.seconds:.0f} |")
@@ -626,7 +628,8 @@ class Draw:
         ]
         for v in self.verdicts:
             name, test = v.name.replace("|", "\\|"), v.test.removeprefix("tests/").replace("|", " ")
-            cells = [v.kernel, f"`{v.function}`", v.operator, name, v.verdict, f"`{test or '-'}`"]
+            test = f"`{test or '-'}`" + " (--all)" * (v.test in SEEN_WITH_ALL)
+            cells = [v.kernel, f"`{v.function}`", v.operator, name, v.verdict, test]
             lines.append("| " + " | ".join(cells) + f" | {v.seconds:.0f} |")
         return "\n".join(lines) + "\n"
 

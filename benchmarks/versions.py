@@ -18,7 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ["attention", "padding", "dropout", "layer_norm"]
 TESTS += ["feed_forward", "embedding", "cross_entropy", "gpu_path", "decode_attention"]
 GATE = [sys.executable, "-m", "benchmarks.compile_gate", "--all"]
-PYTEST = [sys.executable, "-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in TESTS)]
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "--all",
+    "-q",
+    *(f"tests/test_{name}.py" for name in TESTS),
+]
 
 
 def install(version: str) -> Path:

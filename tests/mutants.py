@@ -1493,3 +1493,16 @@ FUZZED = {
     "backends": (),
     "padding": (),
 }
+
+# Tests that are recorded as the first to see a mutant, and that only `pytest --all` runs.
+SEEN_WITH_ALL = {
+    "tests/test_attention.py::test_a_large_bias_of_all_keys[reference-torch.bfloat16-alibi-output]",
+    "tests/test_cache.py::test_a_failed_append_leaves_the_cache_as_it_was"
+    "[new11-TypeError-key is a NoneType-False]",
+    "tests/test_context_parallel.py::test_models_are_the_whole[4]",
+    "tests/test_parallel.py::test_death_and_resumption",
+    "tests/test_parallel.py::test_models",
+    "tests/test_parallel.py::test_torchrun[tensor]",
+    "tests/test_patch.py::test_transformer_with_padding[reference-both paddings]",
+    "tests/test_wrong_calls.py::test_ops[reference-attention_weights]",
+}

@@ -16,6 +16,8 @@ setup(
         "fastformer.drop_in.replacements",
         "fastformer.kernels",
         "fastformer.kernels.attention",
+        "fastformer.kernels.cross_entropy",
+        "fastformer.kernels.layer_norm",
         "fastformer.measurements",
         "fastformer.nn",
         "fastformer.ops",
@@ -31,6 +33,8 @@ setup(
         "fastformer": "fastformer",
         "fastformer.kernels": "kernels",
         "fastformer.kernels.attention": "kernels/attention",
+        "fastformer.kernels.cross_entropy": "kernels/cross_entropy",
+        "fastformer.kernels.layer_norm": "kernels/layer_norm",
         "fastformer.measurements": "benchmarks/results/tuning",
     },
 )

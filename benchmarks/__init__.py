@@ -1,10 +1,14 @@
-"""`pytest --benchmark-only` measures, benchmarks.report tabulates, benchmarks.gpu runs on a GPU."""
+"""`pytest --benchmark-only` measures, benchmarks.report tabulates, benchmarks.gpu runs on a GPU,
+and benchmarks.proof checks without one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 
 
 def folder(word: str) -> Path:

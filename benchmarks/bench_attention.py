@@ -1,8 +1,11 @@
 """scaled_dot_product_attention beside torch's own op and the tutorials' formula.
 
 The headline is `padding+dropout`, which training a standard Transformer needs, and the same with a
-learned bias, which no fused peer supports. `packed` runs without the padding, and so does
-flash-attn where there is padding: the time includes removing the padding and restoring it.
+learned bias, which no fused peer supports. `tgt_mask` is the mask of padding and causality that a
+decoder is trained with, given as a tensor [B, 1, S, S]; compare it with `causal`, and with
+FlexAttention, which is given the same as a function and builds its blocks in each call. `packed`
+runs without the padding, and so does flash-attn where there is padding: the time includes removing
+the padding and restoring it.
 
 FLOPs: 4 B H Sq Sk D forward (two products), 2.5 times that backward (five products); half of it
 when causal, the pairs inside of a window; with padding only the valid keys, whatever the provider
@@ -30,6 +33,7 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     bias: bool = False  # [H, S, S], with its gradient
     window: int = 0  # causal, with so many keys to the left
+    tensor: bool = False  # whether the mask is one tensor with a row for each query
     dims: tuple[int, ...] = (64,)
 
     def __str__(self):
@@ -44,7 +48,11 @@ CASES = [
     Case("bias", bias=True),
     Case("padding+dropout+bias", padded=True, dropout_p=0.1, bias=True),
     Case("window", causal=True, window=128),
+    Case("tgt_mask", causal=True, padded=True, tensor=True),
 ]
+if GPU:
+    CASES.append(Case("causal as a tensor", causal=True, tensor=True))
+    CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
 SHORT = 256  # on a CPU without --slow the cases after the headline end here
 # Each backend of torch's is forced: its default has not been the fastest one on every GPU.
 FORCED = {
@@ -65,9 +73,9 @@ def test_attention(
     measure, differentiated, request, device, dtype, batch, length, case, dim, mode, provider
 ):
     slow = request.config.getoption("slow")
-    if not (GPU or slow) and (case.bias or case.window) and length > SHORT:
+    if not (GPU or slow) and (case.bias or case.window or case.tensor) and length > SHORT:
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
-    if provider == "packed" and (case.bias or not case.padded):
+    if provider == "packed" and (case.bias or case.causal or not case.padded):
         pytest.skip("nothing to pack, or a bias, which packed_attention does not take")
     if provider.startswith("flash-attn") and case.bias:
         pytest.skip("flash-attn takes no bias")
@@ -93,7 +101,10 @@ def test_attention(
     forward = functools.partial(_forward(provider, case, lengths, length), *inputs)
 
     valid = int(lengths.sum()) if case.padded else batch * length
-    flops = 4 * HEADS * length * valid * dim * _part(case, length)
+    flops = 4 * HEADS * dim * length * valid * _part(case, length)
+    if case.causal and case.padded:  # the triangle of each sequence, and its valid keys below
+        n = lengths.double()
+        flops = 4 * HEADS * dim * float((n * length - n * n / 2).sum())
     queries, keys = (2 * HEADS * dim * n * dtype.itemsize for n in (batch * length, valid))
     nbytes = queries + keys
     if mode == "forward+backward":
@@ -132,21 +143,20 @@ def _forward(provider, case, lengths, length):
         options = {"key_lengths": lengths} if case.padded else {}
         if case.window:
             options["window"] = (case.window, None)
+        if case.tensor:
+            options = {"attn_mask": _mask(case, lengths, length)}
 
         def forward(q, k, v, bias=None):
             with ff.use_backend(provider):
                 return ff.scaled_dot_product_attention(
-                    q, k, v, None, p, causal, bias=bias, **options
+                    q, k, v, dropout_p=p, is_causal=causal and not case.tensor, bias=bias, **options
                 )
 
         return forward
 
-    positions = torch.arange(length, device=lengths.device)
-    mask = (positions < lengths[:, None])[:, None, None] if case.padded else None  # [B,1,1,S]
-    if causal and (case.window or provider == "tutorial"):
-        mask = positions <= positions[:, None]
-        if case.window:
-            mask &= positions >= positions[:, None] - case.window
+    mask = None
+    if case.padded or case.window or case.tensor or (causal and provider == "tutorial"):
+        mask = _mask(case, lengths, length)
     if provider == "tutorial":
         return lambda q, k, v, bias=None: _tutorial(q, k, v, mask, p, bias)
     if provider == "flex":
@@ -170,6 +180,19 @@ def _forward(provider, case, lengths, length):
             return sdpa(q, k, v, bias)
 
     return forced
+
+
+def _mask(case, lengths, length):
+    """Return the boolean mask of the case, [B or 1, 1, S or 1, S]."""
+    positions = torch.arange(length, device=lengths.device)
+    mask = torch.ones(1, 1, 1, length, dtype=torch.bool, device=lengths.device)
+    if case.padded:
+        mask = (positions < lengths[:, None])[:, None, None]
+    if case.causal:
+        mask = mask & (positions <= positions[:, None])
+    if case.window:
+        mask = mask & (positions >= positions[:, None] - case.window)
+    return mask
 
 
 def _packed(p, lengths):
@@ -234,9 +257,10 @@ def _flex(case, lengths, length):
     build = torch.compile(flex.create_block_mask, dynamic=False)
 
     def visible(b, h, i, j):
+        seen = j <= i if case.causal else j >= 0
         if case.window:
-            return (j <= i) & (j >= i - case.window)
-        return j < lengths[b] if case.padded else j <= i
+            seen = seen & (j >= i - case.window)
+        return seen & (j < lengths[b]) if case.padded else seen
 
     def forward(q, k, v, bias=None):
         if bias is not None:

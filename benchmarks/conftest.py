@@ -27,7 +27,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import journal, peers, report
+from benchmarks import peers, report
+from benchmarks.gpu import journal
 from benchmarks.memory import peak_bytes
 from benchmarks.report import CAPTURED
 from fastformer.environment import describe

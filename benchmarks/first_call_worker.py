@@ -79,7 +79,7 @@ def compilations() -> dict[str, float]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from benchmarks import compile_gate, compile_worker
+    from benchmarks.proof import compile_gate, compile_worker
 
     stand_in, run = compile_worker.Driver(), JITFunction.run
     stand_in.target, row, _ = compile_worker.TARGETS["sm_90"]

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import folder, journal
+from benchmarks import ROOT, folder
+from benchmarks.gpu import journal
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 OURS = ("auto", "reference", "triton", "packed", "paged", "unsplit", "read")  # and what is no peer
@@ -57,7 +57,7 @@ UNMEASURED = (
     "an H100 or H200 and ten minutes, "
     "[docs/first_run.md](docs/first_run.md) says how to measure it."
 )
-STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.stand_in's: its times mean nothing
+STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.gpu.stand_in's: its times mean nothing
 
 Row = dict[str, Any]
 
@@ -376,7 +376,7 @@ def accuracy_table() -> list[str]:
     lines = [
         "**Accuracy.** Each cell holds the largest relative error against float64, over the output "
         "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
-        "eager PyTorch overflows. `python -m benchmarks.accuracy --print` lists "
+        "eager PyTorch overflows. `python -m benchmarks.proof.accuracy --print` lists "
         "every case.",
         "",
         "| op | " + " | ".join(dtypes) + " |",
@@ -409,7 +409,7 @@ def compile_table() -> list[str]:
         "fourth column is the largest spill of a kernel, in bytes per thread, loads and stores "
         "together. The tensor-core instructions of Hopper (wgmma) do not overlap where the "
         "compiler serialises them. `other` stands for GPUs without a configuration of their own. "
-        "`python -m benchmarks.compile_gate` lists every kernel.",
+        "`python -m benchmarks.proof.compile_gate` lists every kernel.",
         "",
         "| architecture | kernels | kernels that spill | largest spill | kernels with serialised "
         "wgmma |",
@@ -425,7 +425,7 @@ def compile_table() -> list[str]:
 
 def mutation_line() -> str:
     """State how many of the planted bugs the tests see."""
-    from benchmarks import mutation
+    from benchmarks.proof import mutation
 
     verdicts = mutation.load(RESULTS / "mutation")
     killed = sum(verdict.verdict == "killed" for verdict in verdicts)
@@ -434,7 +434,7 @@ def mutation_line() -> str:
         f"**Planted bugs.** Of {len(mutation.MUTANTS)} bugs that were planted in the kernels by "
         f"hand, {len(verdicts)} were tried: the tests see {killed}, "
         f"{len(verdicts) - killed - left} change no result and {left} go unseen "
-        "(`python -m benchmarks.mutation --print` lists them)."
+        "(`python -m benchmarks.proof.mutation --print` lists them)."
     )
     for name in mutation.REPORTS.values():
         drawn = mutation.Draw.load(RESULTS / name)

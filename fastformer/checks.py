@@ -7,7 +7,6 @@ only if `may_read` allows it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastformer.eager import eager
+from fastformer.eager import may_read
 
-_CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STRIDED, autocasts = torch.strided, torch._C._is_any_autocast_enabled
@@ -113,15 +111,6 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
     return x
-
-
-def may_read(x: Tensor) -> bool:
-    """Return whether checks may read the values of x.
-
-    They may for an eager tensor on a CPU, and elsewhere only with FASTFORMER_CHECK=1, because
-    reading them waits for the GPU.
-    """
-    return (x.device.type == "cpu" or _CHECK_ON_GPU) and eager(x)
 
 
 def seed_tensor(

@@ -27,7 +27,7 @@ import torch
 
 from fastformer import environment
 from fastformer._version import __version__
-from fastformer.dispatch import backends, cases, measurements
+from fastformer.dispatch import backends, measurements, workloads
 from fastformer.dispatch.operation import OPERATIONS
 from fastformer.training import copy_task, parallel_copy_task, plots
 from fastformer.tuning import tuner
@@ -354,7 +354,7 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     if not arguments.minutes > 0:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
     only = arguments.only or re.compile("")
-    wanted = [case for case in tuner.standard() if only.search(str(case))]
+    wanted = [workload for workload in tuner.standard() if only.search(str(workload))]
     if not wanted:
         parser.error(f"--only {only.pattern!r} finds no call")
     if arguments.dry_run:
@@ -366,7 +366,7 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     try:
         device = tuner.gpu()
         file = arguments.out or tuner.writable()
-        result = tuner.run(wanted, device, file, arguments.minutes)
+        result = tuner.measure(wanted, device, file, arguments.minutes)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
@@ -405,6 +405,6 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
 
 def _explanation(op: str, device: torch.device) -> str:
     try:
-        return str(backends.explain(op, **cases.example(op).arguments(device)))
+        return str(backends.explain(op, **workloads.example(op).arguments(device)))
     except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
         return str(error)

@@ -1,6 +1,6 @@
 """One description of attention, from the public function to the launcher of the kernels.
 
-`functional` makes an `Attention` from the checked arguments; `reference` and the launcher read it.
+The contract makes an `Attention` of the checked arguments; the reference and the launcher read it.
 The registered ops take its fields one by one, because torch.library accepts only tensors, numbers
 and strings: `SCHEMA` and `PACKED_SCHEMA` are the schemas of these fields, `pack` flattens a
 description into its fields, and `unpack` rebuilds it.
@@ -125,7 +125,7 @@ class Option(NamedTuple):
         return {self.name: _is_given(x)} if self.words is None else self.words(x)
 
     def dims_of(self, x: Tensor) -> str:
-        """Return the letter of each dimension of x, "." for one that broadcasts."""
+        """Return the name of each dimension of x, "." for one that broadcasts."""
         dims = self.dims[-x.dim() :] if x.dim() else ""
         if not self.broadcasts:
             return dims
@@ -140,7 +140,7 @@ def _no_words(x: Any) -> Words:
     return {}
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """Return the smallest power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -159,7 +159,7 @@ def _varies_over(x: Tensor | None) -> str | bool:
 
 def _sides(window: tuple[int, int] | None) -> Words:
     sides = zip(("left", "right"), window or (-1, -1))
-    return {side: power_of_2(n) if n >= 0 else False for side, n in sides}
+    return {side: next_power_of_2(n) if n >= 0 else False for side, n in sides}
 
 
 OPTIONS = (
@@ -206,7 +206,7 @@ def words(attention: Attention) -> Words:
 
 
 def dims(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dimension letters of each option that is a tensor, given the fields by name."""
+    """Return the dimensions of each option that is a tensor, given the fields by name."""
     return {
         o.name: o.dims_of(fields[o.name]) for o in OPTIONS if isinstance(fields[o.name], Tensor)
     }

@@ -1,13 +1,16 @@
-"""Whether the values of a tensor can be read, and whether ops compute by their formulas alone."""
+"""Whether the values of a tensor may be read, and whether ops compute by their formulas alone."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+_CHECK_ON_GPU = os.environ.get("FASTFORMER_CHECK", "0") == "1"
 
 
 class _Formula(threading.local):
@@ -18,7 +21,7 @@ formula = _Formula()
 
 
 @contextmanager
-def written_out() -> Iterator[None]:
+def use_formula() -> Iterator[None]:
     """Make every op compute its formula from differentiable primitives, within this context.
 
     It does so in every dtype. A double backward needs these primitives.
@@ -37,6 +40,10 @@ def eager(x: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def readable(x: Tensor) -> bool:
-    """Return whether the values of x can be read for free: it is an eager tensor on the CPU."""
-    return x.is_cpu and eager(x)
+def may_read(x: Tensor) -> bool:
+    """Return whether the values of x may be read on the host.
+
+    They may for an eager tensor on a CPU, and elsewhere only with FASTFORMER_CHECK=1, because
+    reading them waits for the GPU.
+    """
+    return (x.is_cpu or _CHECK_ON_GPU) and eager(x)

@@ -76,8 +76,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# By architecture: tiles for 16-bit inputs and for float32. benchmarks/compile_gate.py prints the
-# registers and spills of each.
+# By architecture: tiles for 16-bit inputs and for float32. benchmarks/proof/compile_gate.py prints
+# the registers and spills of each.
 CONFIGURATIONS: dict[str, tuple[Tiles, Tiles]] = {
     "sm_90": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),
     "sm_100": (Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 32, 4, 3)),

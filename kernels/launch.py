@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastformer.description import next_power_of_2 as next_power_of_2
+
 from .common import INTERPRETED
 
 Group = TypeVar("Group", bound="tuple[Any, ...]")  # a NamedTuple
@@ -34,10 +36,6 @@ def as_rows(x: Tensor, n: int) -> Tensor:
 def row_stride(x: Tensor, n: int) -> int:
     """Return the stride between the rows [n] of a tensor that `as_rows` returned."""
     return x.view(-1, n).stride(0)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def constants(group: Group) -> Group:

@@ -1,6 +1,7 @@
 """The numerics policy and the planting of bugs, as fixtures."""
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import linecache
@@ -29,15 +30,15 @@ sys.path.pop(0)
 os.environ.setdefault("FASTFORMER_TUNING", "off")
 
 
-def _run(function, tensors, constants, backend, cotangent, written_out):
+def _run(function, tensors, constants, backend, cotangent, use_formula):
     leaves = {
         name: x.detach().requires_grad_()
         for name, x in tensors.items()
         if cotangent is not None and x is not None and x.is_floating_point()
     }
     with use_backend(backend):
-        if written_out:
-            with fastformer_eager.written_out():
+        if use_formula:
+            with fastformer_eager.use_formula():
                 output = function(**{**tensors, **leaves}, **constants)
         else:
             output = function(**{**tensors, **leaves}, **constants)
@@ -73,7 +74,7 @@ def check_against_oracle(function, tensors, small=False, gradients=True, **const
     oracle = _run(function, _wide(tensors), constants, "reference", cotangent, True)
     peers = []
     if small or dtype in (torch.float16, torch.bfloat16):
-        peers.append(_eager_errors(function, tensors, constants, cotangent))
+        peers.append(_eager_errors(function, tensors, constants, cotangent, oracle))
     for _ in range(4 * small):
         near = {n: x * (1 + torch.randn_like(x) / 100) for n, x in floating.items()}
         peers.append(_eager_errors(function, {**tensors, **near}, constants, cotangent))
@@ -104,10 +105,11 @@ def _largest(x):
     return x.abs().max() if x.numel() else torch.tensor(0.0)
 
 
-def _eager_errors(function, tensors, constants, cotangent):
-    """The largest error of each result of eager PyTorch."""
+def _eager_errors(function, tensors, constants, cotangent, oracle=None):
+    """The largest error of each result of eager PyTorch, against `oracle`, if it is known."""
     eager = _run(function, tensors, constants, "reference", cotangent, True)
-    oracle = _run(function, _wide(tensors), constants, "reference", cotangent, True)
+    if oracle is None:
+        oracle = _run(function, _wide(tensors), constants, "reference", cotangent, True)
     return {name: _largest(eager[name].double() - want) for name, want in oracle.items()}
 
 
@@ -129,6 +131,24 @@ def pytest_itemcollected(item):
     """Plant bugs with --all alone: benchmarks/results has on record that the tests see them."""
     if hasattr(item, "callspec") and item.callspec.params.get("bug") is not None:
         item.add_marker(pytest.mark.with_all)
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """compiled(name): what the compile gate's worker answers to a case, with its loops where the
+    cost ledger has them.
+    """
+    from benchmarks.proof import compile_gate, cost
+
+    worker = compile_gate.Worker()
+
+    @functools.cache
+    def answer(name):
+        case = compile_gate.CASES[name]
+        return worker.ask({**case, "loops": case["arch"] in cost.CHIPS})
+
+    yield answer
+    worker.close()
 
 
 @pytest.fixture
@@ -208,11 +228,11 @@ def spread():
 @pytest.fixture
 def tiles(monkeypatch):
     """tiles(BM, BN): the tiles of every attention kernel, for the rest of the test."""
-    attention = pytest.importorskip("fastformer.kernels.attention.launchers")
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
     from fastformer.kernels import launch
 
     def tiles(*blocks):
-        monkeypatch.setattr(attention, "configuration", lambda *_: attention.Tiles(*blocks, 4, 1))
+        monkeypatch.setattr(plan, "configuration", lambda *_: plan.Tiles(*blocks, 4, 1))
         launch.plans.clear()
 
     yield tiles
@@ -227,13 +247,14 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import cross_entropy, embedding, launch
+        from fastformer.kernels import embedding, launch
         from fastformer.kernels import feed_forward as fed
-        from fastformer.kernels import layer_norm as norm
-        from fastformer.kernels.attention import launchers as attention
+        from fastformer.kernels.attention import plan
+        from fastformer.kernels.cross_entropy import launchers as cross_entropy
+        from fastformer.kernels.layer_norm import launchers as norm
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "configuration", lambda *_: attention.Tiles(BM, BN, 4, 1))
+            patch.setattr(plan, "configuration", lambda *_: plan.Tiles(BM, BN, 4, 1))
             patch.setitem(fed.CONFIGURATIONS, "interpreter", (fed.Tiles(16, 16, 16, 4, 1),) * 2)
             patch.setattr(fed, "GROUP_ROWS", 2)  # three row blocks fill one and a half
             patch.setattr(fed, "ELEMENTWISE", fed.Tile(16, 16))

@@ -3,8 +3,8 @@
 By kernel: name: (function, what stands there, what is planted). The function may stand in
 kernels/common.py or launch.py. `PLANTED` are caught by a quick check beside the
 kernel's tests, which compiles the function anew in this process; `MORE`, in the launchers and where
-it takes a test of its own, by `python -m benchmarks.mutation`, which runs the tests on a copy with
-all of both, one at a time.
+it takes a test of its own, by `python -m benchmarks.proof.mutation`, which runs the tests on a copy
+with all of both, one at a time.
 """
 
 PLANTED = {
@@ -104,7 +104,7 @@ PLANTED = {
             "tl.where(keep, dp, 0.0) * inv_keep",
             "tl.where(keep, dp, 0.0)",
         ),
-        "dropout of another plane": (
+        "dropout of another head": (
             "locate_head",
             "dropout_stream(call.seed, batch_head)",
             "dropout_stream(call.seed, batch_head + 1)",
@@ -170,8 +170,8 @@ PLANTED = {
             "base = base",
         ),
         "bias gradient outside the band": (
-            "backward_dbias_kernel",
-            "tl.where((n0 >= lo) & (n0 < hi), members, 0)",
+            "_members_of_tile",
+            "tl.where((n0 >= lo) & (n0 < hi), end, 0)",
             "1",
         ),
         "key bias gradient overwritten": ("_dkdv_tiles", "dbias += tl.sum", "dbias = tl.sum"),
@@ -208,11 +208,15 @@ PLANTED = {
         ),
         "eps left out": ("_reciprocal", "squares / N + eps", "squares / N"),
         "wrong c": ("_coefficient", "((N - 1) *", "(N *"),
-        "no mean of g": ("_backward", "g - _mean(tl.sum(g, 1), N, case.rms)[:, None] -", "g -"),
-        "no c": ("_backward_wide_dx", "- xhat * coefficient", "- 0.0 * coefficient"),
-        "a run of rows lost": ("_backward", "dw += dy * xhat", "dw = dy * xhat"),
-        "bias gradient not summed": ("_backward", "db += dy", "db = dy"),
-        "wide weights not summed": ("_backward_wide_weights", "dw += dy", "dw = dy"),
+        "no mean of g": (
+            "backward_kernel",
+            "g - _mean(tl.sum(g, 1), N, case.rms)[:, None] -",
+            "g -",
+        ),
+        "no c": ("backward_wide_dx_kernel", "- xhat * coefficient", "- 0.0 * coefficient"),
+        "a run of rows lost": ("backward_kernel", "dw += dy * xhat", "dw = dy * xhat"),
+        "bias gradient not summed": ("backward_kernel", "db += dy", "db = dy"),
+        "wide weights not summed": ("backward_wide_weights_kernel", "dw += dy", "dw = dy"),
         "stale mean": (
             "_read_statistics",
             "tl.load(statistics.mean + rows,",
@@ -314,27 +318,31 @@ PLANTED = {
     },
     "cross_entropy": {
         "no rescaling": ("_add", "l = l * tl.math.exp2((m - seen) * LOG2E)", "l = l * 1.0"),
-        "target of another row": ("_loss", "X + i * strides.x + t,", "X + t,"),
+        "target of another row": ("loss_kernel", "X + i * strides.x + t,", "X + t,"),
         "padding column counts": (
             "_add",
             "tl.where(k == labels.pad - (row.head + offsets), 0.0, part)",
             "part",
         ),
-        "constant forgotten": ("_loss", "loss = constant + log_sum", "loss = log_sum"),
-        "smoothing at the target": ("_loss", "(labels.on - labels.off) * (x_t", "labels.on * (x_t"),
+        "constant forgotten": ("loss_kernel", "loss = constant + log_sum", "loss = log_sum"),
+        "smoothing at the target": (
+            "loss_kernel",
+            "(labels.on - labels.off) * (x_t",
+            "labels.on * (x_t",
+        ),
         "ignored rows count": (
-            "_loss",
+            "loss_kernel",
             "tl.where(t != labels.ignore_index, loss, 0.0)",
             "loss",
         ),
-        "lse in base 2": ("_loss", "tl.math.log(tl.sum", "tl.math.log2(tl.sum"),
+        "lse in base 2": ("loss_kernel", "tl.math.log(tl.sum", "tl.math.log2(tl.sum"),
         "gradient of ignored rows": (
             "_target",
             "tl.where(t != labels.ignore_index, g, 0.0)",
             "g",
         ),
         "gradient not scaled": ("_store_block", "y * target.g", "y"),
-        "gradient of one row's g": ("_gradient", "G + i * strides.g", "G"),
+        "gradient of one row's g": ("gradient_kernel", "G + i * strides.g", "G"),
         "gradient of the padding column": (
             "_store_block",
             "tl.where(k == labels.pad - first, 0.0, labels.off)",
@@ -368,7 +376,7 @@ MORE = {
             "h = batch_head % sizes.heads",
         ),
         "int32 gradient rows": (
-            "_Backward.__init__",
+            "BackwardPlan.__init__",
             "self.tile.wide or _spans_int32(grad_output, output)",
             "self.tile.wide",
         ),
@@ -378,14 +386,14 @@ MORE = {
             'float("-inf"), 1.0, 1.0)',
         ),
         "gradient of a sink beside a bias": (
-            "_Backward.moved",
+            "BackwardPlan.moved",
             "sink * LOG2E.value - peak + offset",
             "sink - peak + offset",
         ),
-        "bias of rows beside a sink": ("_Backward.run", "else dbias + moved", "else dbias"),
-        "sign of the sinks' gradient": ("_Backward.run", "-moved.sum(", "moved.sum("),
+        "bias of rows beside a sink": ("BackwardPlan.run", "else dbias + moved", "else dbias"),
+        "sign of the sinks' gradient": ("BackwardPlan.run", "-moved.sum(", "moved.sum("),
         "dtype of the sinks left out of a plan": (
-            "_signature",
+            "signature_of",
             "else (sinks.dtype, sinks.data_ptr() & 15)",
             "else sinks.data_ptr() & 15",
         ),
@@ -485,8 +493,8 @@ MORE = {
             "inputs.table + b * paging.blocks",
             "inputs.table",
         ),
-        "heads told apart by a mask": ("_Decode.__init__", "mask_head != 0", "mask_head < 0"),
-        "heads told apart by a bias": ("_Decode.__init__", "bias_head != 0", "bias_head < 0"),
+        "heads told apart by a mask": ("DecodePlan.__init__", "mask_head != 0", "mask_head < 0"),
+        "heads told apart by a bias": ("DecodePlan.__init__", "bias_head != 0", "bias_head < 0"),
         "plan of another table": ("_run_paged", "block_table.shape, block_table", "block_table"),
         "dropout in parts": ("splits_keys", "few and dropout_p == 0 and", "few and"),
         "packed sequences in parts": ("splits_keys", " and not packed", ""),
@@ -614,12 +622,12 @@ MORE = {
             "h * output_strides.row",
         ),
         "specialised: the mask where the keys fill whole tiles": (
-            "_Plan.add",
+            "Plan.add",
             "has.right or has.lengths or self.k_length % tiles.BN != 0",
             "has.right or has.lengths",
         ),
         "specialised: the mask of lengths": (
-            "_Plan.add",
+            "Plan.add",
             "has.right or has.lengths or",
             "has.right or",
         ),
@@ -656,7 +664,7 @@ MORE = {
         ),
         "maximum without the factor": ("forward_kernel", "m = m * call.scale", "m = m"),
         "sink times the factor": ("forward_kernel", "m = m / call.scale", "m = m"),
-        "a negative factor folded": ("_Plan", "attention.scale > 2.0**-100", "True"),
+        "a negative factor folded": ("Plan", "attention.scale > 2.0**-100", "True"),
         "rows past the end in dk": (
             "_row_statistics",
             "tl.load(pointers.delta + i, mask=ok, other=0.0)",
@@ -705,71 +713,71 @@ MORE = {
             "h = g + member * groups",
         ),
         "group size": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "group = self.heads // max(1, self.groups)",
             "group = self.groups",
         ),
         "stride of the key for the value": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "*self.strides(key), *self.strides(value)",
             "*self.strides(key), *self.strides(key)",
         ),
         "strides of mask and bias swapped": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "*strides[0], *strides[1],",
             "*strides[1], *strides[0],",
         ),
         "slopes of one batch": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "attention.alibi_slopes.expand(batch, self.heads).stride()",
             "(0, attention.alibi_slopes.stride(-1))",
         ),
         "mask of one query for all": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "x.stride(2) == 0 or",
             "x.stride(2) < 2 or",
         ),
-        "mask of a single query": ("_Plan.__init__", " or q_rows == 1 else 2)", " else 2)"),
-        "an unbounded window": ("_Plan.__init__", "min(n, UNBOUNDED)", "n"),
+        "mask of a single query": ("Plan.__init__", " or q_rows == 1 else 2)", " else 2)"),
+        "an unbounded window": ("Plan.__init__", "min(n, UNBOUNDED)", "n"),
         "causal forgets its window": (
-            "_Plan.__init__",
+            "Plan.__init__",
             "            right = 0\n",
             "            left, right = UNBOUNDED, 0\n",
         ),
         "grid a block short": (
-            "_Plan.rows",
+            "Plan.rows",
             "triton.cdiv(self.q_length, tiles.BM)",
             "max(1, self.q_length // tiles.BM)",
         ),
         "grid a key block short": (
-            "_Plan.columns",
+            "Plan.columns",
             "triton.cdiv(self.k_length, tiles.BN)",
             "max(1, self.k_length // tiles.BN)",
         ),
         "a bias gradient alone": (
-            "_Backward.__init__",
+            "BackwardPlan.__init__",
             "needs[1] or needs[2] or key_grad",
             "needs[1] or needs[2]",
         ),
-        "strided dlse": ("_Backward.run", "grad_lse.contiguous()", "grad_lse"),
+        "strided dlse": ("BackwardPlan.run", "grad_lse.contiguous()", "grad_lse"),
         "dlse of a hidden row": (
-            "_Backward.run",
+            "BackwardPlan.run",
             'dbias.masked_fill(lse == float("-inf"), 0.0)',
             "dbias",
         ),
         "bias gradient of all heads": (
-            "_Backward.add_dbias",
+            "BackwardPlan.add_dbias",
             "query.shape[1] // max(1, h))",
             "query.shape[1])",
         ),
         "bias gradient in float16": (
-            "_Backward.run",
+            "BackwardPlan.run",
             "dbias = lse.new_empty(self.batch",
             "dbias = bias.new_empty(self.batch",
         ),
-        "strides left out of the key of a plan": ("_signature", "        key.stride(),\n", ""),
+        "strides left out of the key of a plan": ("signature_of", "        key.stride(),\n", ""),
         "options left out of the key of a plan": (
-            "_signature",
+            "signature_of",
             "        scale,\n        window,\n        alignment,\n        softcap,\n",
             "",
         ),
@@ -818,39 +826,227 @@ MORE = {
             "k1 = clamp(tl.load(optional.lengths + b + 1).to(tl.int32), k0, sizes.key_rows)",
             "k1 = sizes.key_rows",
         ),
-        "packed batch stride": ("_Plan.strides", "0 if self.packed else batch", "batch"),
+        "packed batch stride": ("Plan.strides", "0 if self.packed else batch", "batch"),
+        "bounds: one tile too late": (
+            "split_at_run",
+            "bounds.first // width * width",
+            "bounds.first // width * width + width",
+        ),
+        "bounds: the last tile lost": (
+            "split_at_run",
+            "tl.minimum(hi, bounds.last)",
+            "tl.minimum(hi, bounds.last - width)",
+        ),
+        "bounds: the last key lost": (
+            "bounds_kernel",
+            "tl.where(seen > 0, index + 1, last)",
+            "tl.where(seen > 0, index, last)",
+        ),
+        "bounds: first and last exchanged": (
+            "load_bounds",
+            "Bounds(tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3))",
+            "Bounds(tl.load(place + 3), tl.load(place + 1), tl.load(place + 2), tl.load(place))",
+        ),
+        "bounds: a row past the end is read": (
+            "bounds_kernel",
+            "ok = (i < sizes.queries) & (j < sizes.keys // W)",
+            "ok = j < sizes.keys // W",
+        ),
+        "bounds: the last tile counts as a whole one": (
+            "bounds_kernel",
+            "owned = tl.minimum(own_size - own, OWN)",
+            "owned = OWN",
+        ),
+        "bounds: what is past the end cuts": (
+            "bounds_kernel",
+            "((free < owned) & (index < size))",
+            "(free < owned)",
+        ),
+        "bounds: a run begins at its cut": (
+            "bounds_kernel",
+            "tl.where(cut, start + STEP, begin)",
+            "tl.where(cut, start, begin)",
+        ),
+        "bounds: the last run": (
+            "bounds_kernel",
+            "start + STEP - begin > run_end - run_begin",
+            "start + STEP > begin",
+        ),
+        "bounds: another head": (
+            "bounds_kernel",
+            "(owner % sizes.heads).to(tl.int64) * strides.head",
+            "(owner % sizes.heads // 2).to(tl.int64) * strides.head",
+        ),
+        "bounds: another batch stride": (
+            "bounds_kernel",
+            "(owner // sizes.heads).to(tl.int64) * strides.batch",
+            "(owner // sizes.heads).to(tl.int64) * strides.head",
+        ),
+        "bounds: int32 rows": ("bounds_kernel", "if reading.wide:", "if False:"),
+        "bounds: int32 batches": (
+            "bounds_kernel",
+            "(owner // sizes.heads).to(tl.int64)",
+            "(owner // sizes.heads)",
+        ),
+        "bounds: int32 heads": (
+            "bounds_kernel",
+            "(owner % sizes.heads).to(tl.int64)",
+            "(owner % sizes.heads)",
+        ),
+        "bounds: read of another sequence": (
+            "load_bounds",
+            "b * strides.bounds_batch",
+            "0 * strides.bounds_batch",
+        ),
+        "bounds: read of another head": (
+            "load_bounds",
+            "h * strides.bounds_head",
+            "0 * strides.bounds_head",
+        ),
+        "bounds: read of the tile before": (
+            "load_bounds",
+            "index * strides.bounds_tile",
+            "tl.maximum(index - 1, 0) * strides.bounds_tile",
+        ),
+        "bounds: strides along a size of 1": ("BoundedLaunch.strides", "step * (n > 1)", "step"),
+        "bounds: the bytes of a word in reverse": (
+            "_count",
+            "shifts = tl.arange(0, 4) * 8",
+            "shifts = 24 - tl.arange(0, 4) * 8",
+        ),
+        "bounds: a byte of 128 is lost": (
+            "_count",
+            "((x | ((x & 0x7F7F7F7F) + 0x7F7F7F7F)) >> 7)",
+            "(((x & 0x7F7F7F7F) + 0x7F7F7F7F) >> 7)",
+        ),
+        "bounds: a byte of 1 alone": (
+            "_count",
+            "((x | ((x & 0x7F7F7F7F) + 0x7F7F7F7F)) >> 7) & 0x01010101",
+            "x & 0x01010101",
+        ),
+        "bounds: words that are not aligned": (
+            "bounds_source",
+            "(*strides[:3], keys, x.data_ptr())",
+            "(*strides[:3], keys)",
+        ),
+        "bounds: words of another width": (
+            "bounds_source",
+            "(*strides[:3], keys, x.data_ptr())",
+            "(*strides[:3], x.data_ptr())",
+        ),
+        "bounds: any bias is free": ("_count", "(x == 0)", "(x == x)"),
+        "bounds: the jump not taken": (
+            "forward_tiles",
+            "n0 = tl.where(n0 < jump, n0, n0 + gap)",
+            "n0 = n0 + 0",
+        ),
+        "bounds: the jump of dq not taken": (
+            "_dq_tiles",
+            "n0 = tl.where(n0 < jump, n0, n0 + gap)",
+            "n0 = n0 + 0",
+        ),
+        "bounds: the jump of dk not taken": (
+            "_dkdv_tiles",
+            "i0 = tl.where(i0 < jump, i0, i0 + gap)",
+            "i0 = i0 + 0",
+        ),
+        "bounds: the gap a tile too long": (
+            "split_at_run",
+            "gap = end - begin",
+            "gap = end - begin + width",
+        ),
+        "bounds: no run": (
+            "split_at_run",
+            "end = tl.maximum(tl.minimum(end, hi), begin)",
+            "end = begin",
+        ),
+        "bounds: a run begins before a tile that the band cuts": (
+            "split_at_run",
+            "tl.cdiv(tl.minimum(tl.maximum(begin, lo), hi), width) * width",
+            "tl.minimum(tl.maximum(begin, lo), hi) // width * width",
+        ),
+        "bounds: a run beside a bias reads no mask": (
+            "inside_run",
+            "return has._replace(bounds=0)",
+            "return has._replace(mask=0, bounds=0)",
+        ),
+        "bounds: queries behind the run lost": (
+            "_dkdv_of_head",
+            "lo, hi + gap, jump, 0",
+            "lo, hi, jump, 0",
+        ),
+        "bounds: a key that one of the queries sees is free": (
+            "load_bounds_of_keys",
+            "bounds.run_end > 0, queries, 0",
+            "bounds.last > 0, queries, 0",
+        ),
+        "bounds: the last member lost": (
+            "members_that_see",
+            "tl.where(seen, member + 1, 0)",
+            "tl.where(seen, member, 0)",
+        ),
+        "bounds: members of a tile beside it": (
+            "members_that_see",
+            "n0 + tile.columns > tl.load(",
+            "n0 > tl.load(",
+        ),
+        "bounds: members past 128 lost": (
+            "members_that_see",
+            "tl.range(0, shared.members, 128)",
+            "tl.range(0, tl.minimum(shared.members, 128), 128)",
+        ),
+        "bounds: members of another head": (
+            "members_that_see",
+            "(shared.head + member % shared.heads) * strides.bounds_head",
+            "shared.head * strides.bounds_head",
+        ),
+        "bounds: not read by few queries": ("split_kernel", "if has.bounds:", "if False:"),
+        "bounds: the last tile of few queries lost": (
+            "split_kernel",
+            "tl.minimum(hi, bounds.last)",
+            "tl.minimum(hi, bounds.last - tile.columns)",
+        ),
+        "bounds: more queries than a byte counts": (
+            "DecodePlan.may_read",
+            " and source.sizes.queries <= 128",
+            "",
+        ),
     },
     "layer_norm": {
-        "int32 rows": ("_forward", "rows = i.to(tl.int64)", "rows = i"),
+        "int32 rows": ("forward_kernel", "rows = i.to(tl.int64)", "rows = i"),
         "int32 rows in the backward": (
-            "_backward",
+            "backward_kernel",
             "(first + o + tl.arange(0, tile.rows)).to(tl.int64)",
             "first + o + tl.arange(0, tile.rows)",
         ),
-        "a mean not written": ("_forward", "mean, mask=i < size.M)", "mean, mask=i < size.M - 1)"),
+        "a mean not written": (
+            "forward_kernel",
+            "mean, mask=i < size.M)",
+            "mean, mask=i < size.M - 1)",
+        ),
         "stale r": (
-            "_forward",
+            "forward_kernel",
             "tl.store(statistics.reciprocal + i, r,",
             "tl.store(statistics.reciprocal + i, mean,",
         ),
         "padding in the variance": (
-            "_forward",
+            "forward_kernel",
             "tl.where((c < N)[None, :], x - mean[:, None], 0.0)",
             "x - mean[:, None]",
         ),
         "padding in a wide variance": (
-            "_forward",
+            "forward_kernel",
             "tl.where((o + c < N)[None, :], x - mean[:, None], 0.0)",
             "x - mean[:, None]",
         ),
         "sum not rounded": ("_sum", "x.to(inputs.residual.dtype.element_ty).to(case.acc)", "x"),
         "weight gradient in bfloat16": (
-            "_backward",
+            "backward_kernel",
             "dw += dy * xhat",
             "dw = (dw + dy * xhat).to(tl.bfloat16).to(case.acc)",
         ),
         "wide sums in float16": (
-            "_forward",
+            "forward_kernel",
             "total += x * x",
             "total = (total + x * x).to(tl.float16).to(case.acc)",
         ),
@@ -1031,14 +1227,14 @@ MORE = {
             "groups, groups + 1)",
         ),
         "share of every row": ("_part_of_mean", "1.0 / tl.load(COUNT)", "1.0"),
-        "int32 rows": ("_loss", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
+        "int32 rows": ("loss_kernel", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
         "int32 rows of the gradient": (
-            "_gradient",
+            "gradient_kernel",
             "tl.program_id(0).to(tl.int64)",
             "tl.program_id(0)",
         ),
         "stale log-sum": (
-            "_loss",
+            "loss_kernel",
             "tl.store(LSE + 2 * i + 1, log_sum)",
             "tl.store(LSE + 2 * i + 1, shift)",
         ),
@@ -1081,7 +1277,7 @@ MORE = {
             "lse[part], None, dx)",
             "lse[part], count if reduction == 'mean' else None, dx)",
         ),
-        "a gradient of 1 for another": ("_gradient", "g == 1.0", "g != 0.0"),
+        "a gradient of 1 for another": ("gradient_kernel", "g == 1.0", "g != 0.0"),
         "a gradient ahead of a sum": ("_may_write_ahead", 'reduction == "mean" and ', ""),
         "one g for all rows": (
             "Smoothing.gradient",
@@ -1122,12 +1318,12 @@ MORE = {
         "one half of a word for two columns": ("dropout_keep", "w0 << 16, w1 << 16", "w0, w1"),
         "the same key in all rounds": ("philox", "tl.add(key, PHILOX_STEP", "tl.add(key, 0"),
         "low words alone": ("philox", "high ^ key ^ c1", "high ^ key"),
-        "number of a plane": (
+        "number of a head": (
             "dropout_stream",
             "batch_head.to(tl.uint64) + 1",
             "batch_head.to(tl.uint64)",
         ),
-        "bits of the plane not mixed": ("dropout_stream", "z ^ (z >> 27)", "z"),
+        "bits of the head not mixed": ("dropout_stream", "z ^ (z >> 27)", "z"),
         "dropout inverted": (
             "dropout_keep",
             ">= threshold.to(tl.uint32, bitcast=True)",
@@ -1156,7 +1352,6 @@ MORE = {
     },
     "launch": {
         "a last stride of 2": ("unit_stride", "x.stride(-1) == 1 or", "x.stride(-1) < 3 or"),
-        "larger blocks": ("next_power_of_2", "max(0, n - 1)", "n"),
         "alignment left out of a plan": ("layout", ", x.data_ptr() & 15)", ")"),
         "dtype left out of a plan": ("layout", "x.dtype, ", ""),
         "plans without end": ("remembered", "len(plans) >= MOST_PLANS", "False"),
@@ -1177,7 +1372,7 @@ MORE = {
     },
 }
 
-# Of shards: tests/test_shard.py plants them.
+# Of shards: tests/ops/test_shard.py plants them.
 SHARDED = {
     "queries of a shard not moved": (
         "moved",
@@ -1201,17 +1396,17 @@ SHARDED = {
     ),
     "lengths of the shard": ("locate_sequence", "length - shard.key, 0,", "length, 0,"),
     "lengths cut to the shard": ("locate_sequence", "length = shard.keys", "length = length"),
-    "planes of the shard's first sequence": (
+    "first sequence of the shard": (
         "locate_head",
         "(shard.batch + b)",
         "(b)",
     ),
-    "planes of the shard's first head": ("locate_head", "shard.head + h", "h"),
-    "planes of the shard's heads": ("locate_head", "* shard.heads +", "* call.sizes.heads +"),
+    "first head of the shard": ("locate_head", "shard.head + h", "h"),
+    "heads of the shard": ("locate_head", "* shard.heads +", "* call.sizes.heads +"),
     "dropout of the first queries": ("kept", "i0 += shard.query", "i0 += 0"),
     "dropout of the first keys": ("kept", "n0 += shard.key", "n0 += 0"),
     "the band of a bias gradient not moved": (
-        "backward_dbias_kernel",
+        "_members_of_tile",
         "shift = moved(sizes, has)",
         "shift = 0",
     ),
@@ -1231,41 +1426,61 @@ EQUIVALENT = {
     ("common", "threshold signed"): "Triton compares uint32 with int32 as unsigned",
     ("attention", "the same order of causal rows"): "the order of the programs alone: on a GPU the "
     "longest rows start last",
-    ("launch", "larger blocks"): "twice the padding, which is masked: on a GPU it costs time",
 }
 
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
     "attention": (
-        "test_decode_attention.py",
-        "test_shard.py",
-        "test_attention.py",
-        "test_padding.py",
-        "test_sizes.py",
+        "ops/test_bounds.py",
+        "ops/test_decode_attention.py",
+        "ops/test_shard.py",
+        "ops/test_attention.py",
+        "ops/test_padding.py",
+        "ops/test_sizes.py",
     ),
-    "layer_norm": ("test_layer_norm.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
-    "feed_forward": ("test_feed_forward.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
-    "embedding": ("test_embedding.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
-    "cross_entropy": ("test_cross_entropy.py", "test_nan.py", "test_sizes.py", "test_plans.py"),
+    "layer_norm": (
+        "ops/test_layer_norm.py",
+        "ops/test_nan.py",
+        "ops/test_sizes.py",
+        "dispatch/test_plans.py",
+    ),
+    "feed_forward": (
+        "ops/test_feed_forward.py",
+        "ops/test_nan.py",
+        "ops/test_sizes.py",
+        "dispatch/test_plans.py",
+    ),
+    "embedding": (
+        "ops/test_embedding.py",
+        "ops/test_nan.py",
+        "ops/test_sizes.py",
+        "dispatch/test_plans.py",
+    ),
+    "cross_entropy": (
+        "ops/test_cross_entropy.py",
+        "ops/test_nan.py",
+        "ops/test_sizes.py",
+        "dispatch/test_plans.py",
+    ),
     "common": (
-        "test_dropout.py",
-        "test_shard.py",
-        "test_embedding.py",
-        "test_layer_norm.py",
-        "test_attention.py",
+        "ops/test_dropout.py",
+        "ops/test_shard.py",
+        "ops/test_embedding.py",
+        "ops/test_layer_norm.py",
+        "ops/test_attention.py",
     ),
     "launch": (
-        "test_plans.py",
-        "test_load.py",
-        "test_layer_norm.py",
-        "test_attention.py",
-        "test_backends.py",
+        "dispatch/test_plans.py",
+        "dispatch/test_load.py",
+        "ops/test_layer_norm.py",
+        "ops/test_attention.py",
+        "dispatch/test_backends.py",
     ),
-    "registration": ("test_load.py", "test_autograd.py"),
-    "tuned": ("test_tuning.py",),
-    "autograd": ("test_autograd.py",),
-    "backends": ("test_backends.py", "test_autograd.py", "test_tuning.py"),
-    "padding": ("test_padding.py",),
+    "registration": ("dispatch/test_load.py", "dispatch/test_autograd.py"),
+    "tuned": ("tuning/test_tuning.py",),
+    "autograd": ("dispatch/test_autograd.py",),
+    "backends": ("dispatch/test_backends.py", "dispatch/test_autograd.py", "tuning/test_tuning.py"),
+    "padding": ("ops/test_padding.py",),
 }
 
 # ----------------------------------------------------------------------------- mutants by operators
@@ -1273,18 +1488,22 @@ COVERED_BY = {
 DRAWN_FROM = {
     "kernels": (
         "kernels/attention/backward.py",
+        "kernels/attention/bounds.py",
         "kernels/attention/configurations.py",
         "kernels/attention/decode.py",
         "kernels/attention/forward.py",
         "kernels/attention/launchers.py",
+        "kernels/attention/plan.py",
         "kernels/attention/scores.py",
         "kernels/attention/warp_specialised.py",
         "kernels/common.py",
-        "kernels/cross_entropy.py",
+        "kernels/cross_entropy/kernels.py",
+        "kernels/cross_entropy/launchers.py",
         "kernels/embedding.py",
         "kernels/feed_forward.py",
         "kernels/launch.py",
-        "kernels/layer_norm.py",
+        "kernels/layer_norm/kernels.py",
+        "kernels/layer_norm/launchers.py",
         "kernels/registration.py",
         "kernels/tuned.py",
         "fastformer/dispatch/autograd.py",
@@ -1332,57 +1551,57 @@ DRAWN_FROM = {
     ),
 }
 
-# The tests whose lines `python -m benchmarks.mutation --of api` records.
+# The tests whose lines `python -m benchmarks.proof.mutation --of api` records.
 EXECUTED_BY = (
-    "test_wrong_calls.py",
-    "test_modules.py",
-    "test_transformer.py",
-    "test_cache.py",
-    "test_decoding.py",
-    "test_language_model.py",
-    "test_patch.py",
-    "test_integrations.py",
-    "test_tuning.py",
-    "test_attention.py",
-    "test_decode_attention.py",
-    "test_padding.py",
-    "test_layer_norm.py",
-    "test_cross_entropy.py",
-    "test_feed_forward.py",
-    "test_embedding.py",
-    "test_dropout.py",
-    "test_shard.py",
-    "test_autograd.py",
-    "test_backends.py",
-    "test_nan.py",
-    "test_torch_databases.py",
-    "test_whole_model.py",
-    "test_copy_task.py",
-    "test_training.py",
-    "test_context_parallel.py",
-    "test_parallel.py",
+    "ops/test_wrong_calls.py",
+    "nn/test_modules.py",
+    "nn/test_transformer.py",
+    "decoding/test_cache.py",
+    "decoding/test_decoding.py",
+    "nn/test_language_model.py",
+    "drop_in/test_patch.py",
+    "drop_in/test_integrations.py",
+    "tuning/test_tuning.py",
+    "ops/test_attention.py",
+    "ops/test_decode_attention.py",
+    "ops/test_padding.py",
+    "ops/test_layer_norm.py",
+    "ops/test_cross_entropy.py",
+    "ops/test_feed_forward.py",
+    "ops/test_embedding.py",
+    "ops/test_dropout.py",
+    "ops/test_shard.py",
+    "dispatch/test_autograd.py",
+    "dispatch/test_backends.py",
+    "ops/test_nan.py",
+    "drop_in/test_torch_databases.py",
+    "nn/test_whole_model.py",
+    "training/test_copy_task.py",
+    "training/test_training.py",
+    "distributed/test_context_parallel.py",
+    "distributed/test_parallel.py",
 )
 
-# Functions that `python -m benchmarks.mutation --draw` leaves alone, because what they decide is no
-# result: it is the time that a GPU takes, or what a GPU is called.
-_TILES = "the tiles alone: benchmarks/compile_gate.py compiles those that are shipped"
+# Functions that `python -m benchmarks.proof.mutation --draw` leaves alone, because what they decide
+# is no result: it is the time that a GPU takes, or what a GPU is called.
+_TILES = "the tiles alone: benchmarks/proof/compile_gate.py compiles those that are shipped"
 NOT_DRAWN = {
     "kernels/attention/configurations.py": {"configuration": _TILES, "rows": _TILES},
-    "kernels/attention/launchers.py": {"_Plan.tiles": _TILES, "_Plan.case": _TILES},
-    "kernels/cross_entropy.py": {
+    "kernels/attention/plan.py": {"Plan.tiles": _TILES, "Plan.case": _TILES},
+    "kernels/cross_entropy/launchers.py": {
         "configuration": _TILES,
         "blocks": _TILES,
         "group_size": _TILES,
     },
     "kernels/embedding.py": {"configuration": _TILES},
     "kernels/feed_forward.py": {"configuration": _TILES, "ways": _TILES},
-    "kernels/layer_norm.py": {"configuration": _TILES, "others": _TILES},
+    "kernels/layer_norm/launchers.py": {"configuration": _TILES, "others": _TILES},
     "kernels/registration.py": {
         "_spare_cache": "a folder for compiled kernels, which the interpreter has none of",
     },
     "kernels/launch.py": {
         "architecture": "reads a GPU",
-        "dot_precision": "the interpreter has one: benchmarks/compile_gate.py checks the others",
+        "dot_precision": "the interpreter has one: the compile gate checks the others",
     },
 }
 
@@ -1458,22 +1677,22 @@ DRAWN_EQUIVALENT = {
 # Tests that see most of what an operator changes.
 SEEN_BY = {
     "int64 dropped": (
-        "test_sizes.py",
-        "test_attention.py::test_tiles_past_int32",
+        "ops/test_sizes.py",
+        "ops/test_attention.py::test_tiles_past_int32",
         *(
-            f"test_{kernel}.py::test_offsets_past_int32"
+            f"ops/test_{kernel}.py::test_offsets_past_int32"
             for kernel in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm")
         ),
     ),
     "a field left out of a key": (
-        "test_attention.py::test_plans_are_told_apart",
-        "test_attention.py::test_every_field_of_a_key",
-        "test_attention.py::test_every_field_of_a_key_of_the_backward",
-        "test_plans.py",
+        "ops/test_attention.py::test_plans_are_told_apart",
+        "ops/test_attention.py::test_every_field_of_a_key",
+        "ops/test_attention.py::test_every_field_of_a_key_of_the_backward",
+        "dispatch/test_plans.py",
     ),
 }
 
-# The ops of tests/test_fuzz.py that run through a kernel file.
+# The ops of tests/ops/test_fuzz.py that run through a kernel file.
 FUZZED = {
     "attention": ("scaled_dot_product_attention", "packed_attention", "paged_attention"),
     "layer_norm": (
@@ -1496,13 +1715,13 @@ FUZZED = {
 
 # Tests that are recorded as the first to see a mutant, and that only `pytest --all` runs.
 SEEN_WITH_ALL = {
-    "tests/test_attention.py::test_a_large_bias_of_all_keys[reference-torch.bfloat16-alibi-output]",
-    "tests/test_cache.py::test_a_failed_append_leaves_the_cache_as_it_was"
+    "tests/ops/test_attention.py::test_a_large_bias_of_all_keys[reference-torch.bfloat16-alibi-output]",
+    "tests/decoding/test_cache.py::test_a_failed_append_leaves_the_cache_as_it_was"
     "[new11-TypeError-key is a NoneType-False]",
-    "tests/test_context_parallel.py::test_models_are_the_whole[4]",
-    "tests/test_parallel.py::test_death_and_resumption",
-    "tests/test_parallel.py::test_models",
-    "tests/test_parallel.py::test_torchrun[tensor]",
-    "tests/test_patch.py::test_transformer_with_padding[reference-both paddings]",
-    "tests/test_wrong_calls.py::test_ops[reference-attention_weights]",
+    "tests/distributed/test_context_parallel.py::test_models_are_the_whole[4]",
+    "tests/distributed/test_parallel.py::test_death_and_resumption",
+    "tests/distributed/test_parallel.py::test_models",
+    "tests/distributed/test_parallel.py::test_torchrun[tensor]",
+    "tests/drop_in/test_patch.py::test_transformer_with_padding[reference-both paddings]",
+    "tests/ops/test_wrong_calls.py::test_ops[reference-attention_weights]",
 }

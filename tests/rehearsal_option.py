@@ -81,7 +81,7 @@ CHANGE = {
             '        s = tl.where(ok, s, float("-inf"))\n',
         ),
     ],
-    "kernels/attention/launchers.py": [
+    "kernels/attention/plan.py": [
         ("sinks, seed, shard, starts, ends,", "sinks, seed, shard, parity, starts, ends,"),
         ("        shard,\n        max_q,\n", "        shard,\n        parity,\n        max_q,\n"),
         (
@@ -226,18 +226,23 @@ def check_records(ff):
     for name in names:
         assert "bool parity" in str(getattr(torch.ops.fastformer, name).default._schema)
     inputs = made(QUERIES, KEYS)
-    description, cases, operation = (
+    description, workloads, operation = (
         importlib.import_module(f"fastformer.{name}")
-        for name in ("description", "dispatch.cases", "dispatch.operation")
+        for name in ("description", "dispatch.workloads", "dispatch.operation")
     )
-    classes, signatures = [], []
+    found, signatures = [], []
     for parity in (False, True):
         attention = description.Attention(None, 0.0, False, 0.25, parity=parity)
         call = dict(zip(("query", "key", "value"), inputs), attention=attention, return_lse=False)
-        classes.append(cases.of(names[0], call).key)
+        found.append(workloads.of(names[0], call))
         signatures.append(operation.OPERATIONS[names[0]].signature(call))
-    assert classes[1] == classes[0] + " parity"
+    assert found[1].key == found[0].key + " parity"
     assert signatures[0] is not None and signatures[1] is None
+    packed = found[1]._replace(op=names[1])
+    for with_parity in (found[1], packed):  # a measurement makes its call from these words
+        cpu = torch.device("cpu")
+        assert with_parity.arguments(cpu)["parity"] is True
+        assert "parity" not in with_parity._replace(options=()).arguments(cpu)
     assert ff.dispatch.backends.explain(names[0], *inputs, parity=True).backend == "reference"
 
 

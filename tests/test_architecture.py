@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer.dispatch.operation import OPERATIONS
 from fastformer.ops import functional
 
-ROOT = Path(__file__).resolve().parents[1]
 # A module may import those of the layers after its own.
 LAYERS = [
     {"__main__"},
@@ -130,7 +130,7 @@ def test_benchmarks_import_nothing_of_the_tests(path):
             found |= {a.name.split(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module.split(".")[0])
-    tests = {"tests", *(p.stem for p in (ROOT / "tests").glob("*.py"))}
+    tests = {"tests", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
     assert found & tests <= ({"mutants"} if path.stem.startswith("mutation") else set())
 
 
@@ -194,7 +194,7 @@ def test_every_op_has_its_files():
     for op in OPERATIONS:
         stem = OPERATIONS[op].kernel
         assert (ROOT / f"kernels/{stem}.py").is_file() or (ROOT / f"kernels/{stem}").is_dir(), stem
-        for place in ("tests/test_{}.py", "benchmarks/bench_{}.py"):
+        for place in ("tests/ops/test_{}.py", "benchmarks/bench_{}.py"):
             assert (ROOT / place.format(stem)).is_file(), place.format(stem)
 
 

@@ -249,7 +249,7 @@ def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path
             file.touch()
         return tuner.Tuning(rows, file, done)
 
-    monkeypatch.setattr(tuner, "run", run)
+    monkeypatch.setattr(tuner, "measure", run)
     monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
     assert cli.main([*ONE, "--minutes", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr().out.splitlines()

@@ -2,14 +2,13 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from test_architecture import LAYERS
 
 import fastformer as ff
+from benchmarks import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = [name for name in ff.__all__ if name != "__version__"]
 
 
@@ -32,18 +31,31 @@ def test_documented_arguments_are_parameters(name):
 # -------------------------------------------------------------------------------------------- paths
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("benchmarks", "examples", "fastformer", "kernels", "tests")
+WRITTEN = ("gpu.json", "headline.png", "test_a.py", "test_new.py")
 PATH = re.compile(
-    r"(?<![\w./-])((?:\.ci|\.github|benchmarks|docs|examples|fastformer|kernels|tests)/[\w./<>-]+)"
+    r"(?<![\w./-])((?:\.ci|\.github|benchmarks|docs|examples|fastformer|kernels|tests)/[\w./<>{*-]+)"
 )
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_named_paths_exist(page):
-    """`kernels/<stem>.py` and `gpu-NAME.json` stand for several files."""
-    for path in PATH.findall(page.read_text()):
-        if not re.search("[<>]|NAME", path):
-            assert (ROOT / path.rstrip(".")).exists(), path
+def test_named_paths_exist():
+    """In text, in comments and in strings; and what `python -m` runs. `kernels/<stem>.py`,
+    `gpu-NAME.json` and `test_{name}.py` stand for several files; WRITTEN are made by what names
+    them.
+    """
+    code = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    missing = {}
+    for page in [*PAGES, *code, ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]:
+        text = page.read_text()
+        named = [path.rstrip(".") for path in PATH.findall(text)]
+        modules = re.findall(r"-[mp] (benchmarks\.[\w.]*\w)", text)
+        named += [module.replace(".", "/") for module in modules]
+        for path in named:
+            other = re.search(r"[<>{*]|NAME|_$", path) or path.endswith(WRITTEN)
+            if not other and not any((ROOT / f"{path}{end}").exists() for end in ("", ".py")):
+                missing.setdefault(path, page.name)
+    assert missing == {}
 
 
 @pytest.mark.parametrize("folder", ["fastformer", "kernels"])

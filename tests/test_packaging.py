@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 SHOW = (
     "import fastformer, fastformer.kernels as k; print(fastformer.__version__);"
     "print(fastformer.__file__); print(k.__file__);"

@@ -3,11 +3,11 @@ with two commands, and every link has a target.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 SNIPPETS = [

@@ -19,7 +19,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 ABOUT = "about.json"  # the member that says what the archive is
 
 
@@ -91,7 +92,9 @@ def kind(environment: dict[str, str]) -> dict[str, Any]:
     """Describe the cache that processes with this environment can use. Raises Refused if there is
     none.
     """
-    script = "import json; from benchmarks import archives; print(json.dumps(archives.kernels()))"
+    script = (
+        "import json; from benchmarks.gpu import archives; print(json.dumps(archives.kernels()))"
+    )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -1,7 +1,7 @@
 """A pytest plugin that records the outcome of each test as soon as it ends, so that an interrupted
 run keeps its outcomes, and the next run continues there.
 
-    python -m pytest -p benchmarks.journal --journal FILE [--matching REGEX] [--shard 0/8] ...
+    python -m pytest -p benchmarks.gpu.journal --journal FILE [--matching REGEX] [--shard 0/8] ...
 
 It writes one JSON line for each event: the start of a test, then its outcome and the figures of a
 benchmark. A test that has already started in FILE is deselected: if the same command runs again

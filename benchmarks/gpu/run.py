@@ -16,7 +16,7 @@ tuning.json, what `fastformer tune` found. They are rewritten after each part an
 so an interrupted run loses little, and the same command resumes it. The exit status is 1 if a part
 or a test failed. Without a GPU a small run of the same kind is made.
 
---prepare runs the same parts over benchmarks/stand_in, which launches nothing, and saves what
+--prepare runs the same parts over benchmarks/gpu/stand_in, which launches nothing, and saves what
 Triton has compiled. Such a cache fits one version of Triton, one version of Python and one
 architecture; others are refused.
 """
@@ -38,12 +38,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import archives, folder, journal, report, stand_in, versions
-from benchmarks.archives import Refused
-from benchmarks.journal import DEVICE_LOST
-from benchmarks.stand_in import device
+from benchmarks import ROOT, folder, report
+from benchmarks.gpu import archives, journal, stand_in
+from benchmarks.gpu.archives import Refused
+from benchmarks.gpu.journal import DEVICE_LOST
+from benchmarks.gpu.stand_in import device
+from benchmarks.proof import versions
 
-ROOT = Path(__file__).resolve().parents[1]
 LEAST_SECONDS = 5.0  # a part is not started with less
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 15.0  # a run that is killed loses at most this
@@ -88,7 +89,7 @@ class Part:
 def tests(
     name: str, seconds: float, paths: str, matching: str = "", *options: str, **more: Any
 ) -> Part:
-    command = [sys.executable, "-m", "pytest", "--all", "-v", "-p", "benchmarks.journal"]
+    command = [sys.executable, "-m", "pytest", "--all", "-v", "-p", "benchmarks.gpu.journal"]
     command += ["-p", "no:cacheprovider", "--matching", matching, *options, *paths.split()]
     return Part(name, command, seconds, journal=True, **more)
 
@@ -117,13 +118,13 @@ SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 def on_gpu() -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes."""
-    kernel_tests = " ".join(f"tests/test_{name}.py" for name in KERNELS.split())
+    kernel_tests = " ".join(f"tests/ops/test_{name}.py" for name in KERNELS.split())
     widths, copy_task = "(add_layer|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
     first = [
         Part("machine", [*COMMAND, "info"], 40),
-        tests("small-heads", 60, "tests/test_sizes.py", SMALL),
-        tests("correctness", 130, "tests/test_sizes.py", f"^(?!.*{SMALL})"),
+        tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL),
+        tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})"),
         figures("attention", 90, "attention", having("4096", CASES, PEERS)),
         figures(
             "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
@@ -171,7 +172,7 @@ def on_gpu() -> dict[str, list[Part]]:
 def on_cpu() -> dict[str, list[Part]]:
     parts = [
         Part("machine", [*COMMAND, "info"], 40),
-        tests("correctness", 60, "tests/test_sizes.py", "norms|plain"),
+        tests("correctness", 60, "tests/ops/test_sizes.py", "norms|plain"),
         figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
         figures("decode", 60, "decode", "one_query.*" + having("B1", "torch|reference")),
         figures("sequence-layers", 60, "sequence_layers", having("forward", "128|256|512")),
@@ -454,7 +455,9 @@ def _status(data: dict[str, Any]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--out", type=folder, metavar="FOLDER", help="the folder for the results")
@@ -504,7 +507,3 @@ def _measure(options: argparse.Namespace) -> int:
     print("\n".join(summary(data)))
     print(f"Wrote {options.out / 'results.json'}")
     return _status(data)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

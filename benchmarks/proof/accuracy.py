@@ -1,11 +1,11 @@
 """The accuracy ledger: the error of each op against float64, forward and gradients, beside that of
 eager PyTorch in the same dtype.
 
-    python -m benchmarks.accuracy                            writes benchmarks/results/accuracy.csv
+    python -m benchmarks.proof.accuracy                      writes benchmarks/results/accuracy.csv
                                                              in a minute or two on a CPU
-    python -m benchmarks.accuracy --print                    prints the tables of these data
-    python -m benchmarks.accuracy --op layer_norm --dtype float32        computes and prints a part
-    python -m benchmarks.accuracy --out FOLDER               writes it to another folder
+    python -m benchmarks.proof.accuracy --print              prints the tables of these data
+    python -m benchmarks.proof.accuracy --op layer_norm --dtype float32  computes and prints a part
+    python -m benchmarks.proof.accuracy --out FOLDER         writes it to another folder
 
 The oracle is the written-out reference in float64, from the same inputs rounded to the dtype.
 The providers are `eager`, torch's own ops in their usual composition; `reference`; `triton`, which
@@ -17,7 +17,7 @@ a file with the GPU's name. Each row has its own seed: a part gives the same fig
     ratio        error divided by that of eager, which counts as at least eps / 8 of the dtype
     of limit     the share of the error that the numerics policy allows, see `_of_limit`
 
-tests/test_accuracy.py recomputes a sample and compares it to the policy and to the ledger.
+tests/proof/test_accuracy.py recomputes a sample and compares it to the policy and to the ledger.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import folder
+from benchmarks import ROOT, folder
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONDITIONS = {
     "benign": "the tests' usual inputs, whose softmax is not flat",
@@ -273,16 +273,16 @@ CASES = [
 # ------------------------------------------------------------------------------------------ peers
 
 
-def _drop(x: Tensor, p: float, seed: int, planes: int = 0) -> Tensor:
-    """Apply dropout with the masks of this package, of planes or of rows, for p as it rounds it."""
+def _drop(x: Tensor, p: float, seed: int, batch_heads: int = 0) -> Tensor:
+    """Apply dropout with the masks of this package, of heads or of rows, for p as it rounds it."""
     from fastformer.checks import require_dropout
     from fastformer.ops import dropout
 
     p = require_dropout("p", p)
     at = torch.tensor([seed], device=x.device)
     rows, columns = x.shape[-2:]
-    if planes:
-        gone = dropout.dropped(at, planes, rows, columns, p).view(x.shape)
+    if batch_heads:
+        gone = dropout.dropped(at, batch_heads, rows, columns, p).view(x.shape)
     else:
         gone = dropout.dropped_rows(at, x.numel() // columns, columns, p).view(x.shape)
     return x.masked_fill(gone, 0.0) / (1 - p)
@@ -479,7 +479,7 @@ def measure(case: Case, condition: str, dtype: str, device: torch.device) -> lis
     tensors = {name: x.to(device) for name, x in case.make(condition == "ill", kind).items()}
     tensors = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
-    with use_backend("reference"), fastformer_eager.written_out():
+    with use_backend("reference"), fastformer_eager.use_formula():
         oracle = results(_ours(case.op), case, wide, kind)
 
     rows: dict[tuple[str, str], Row] = {}
@@ -672,7 +672,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit with status 1 if a result exceeds the policy."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
+        prog="python -m benchmarks.proof.accuracy",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

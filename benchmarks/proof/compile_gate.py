@@ -1,11 +1,12 @@
 """The compile gate: every shipped configuration, compiled for GPUs that need not be there.
 
-    python -m benchmarks.compile_gate            prints the table: compiles the cases whose sources
-                                                 have changed and reads the others from the data
-    python -m benchmarks.compile_gate --all      compiles all cases
-    python -m benchmarks.compile_gate --write    also writes benchmarks/results/compile.json
+    python -m benchmarks.proof.compile_gate            prints the table: compiles the cases whose
+                                                       sources have changed and reads the others
+                                                       from the data
+    python -m benchmarks.proof.compile_gate --all      compiles all cases
+    python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json
 
-tests/test_compile.py asserts on the same facts. Speed is not among them.
+tests/proof/test_compile.py asserts on the same facts. Speed is not among them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import ROOT
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 DATA = ROOT / "benchmarks" / "results" / "compile.json"
 WORKERS = 2
 SECONDS = 300  # a case that takes longer is killed
@@ -66,6 +68,7 @@ MASKS: dict[str, dict[str, Any]] = {
     },
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
+    "2-D mask of numbers": {"bias": "mask bf16"},
     "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
 }  # fmt: skip
 NOTHING = dict(
@@ -142,6 +145,7 @@ _EVERY = "2-D mask, 2-D bias, causal, lengths"
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
 _attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
+_attention("sm_90", "bf16", (64,), ["2-D mask of numbers"], [False])
 _attention("sm_90", "bf16", (64, 128), ["sinks, window"], [False])
 _attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
 _attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
@@ -210,6 +214,12 @@ for _d in (64, 128):
                 "choices": {"attention forward": _row},
             }
 
+for _drop in ("", ", dropout"):
+    CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
+        **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],
+        "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
+    }
+
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
 #   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
@@ -225,6 +235,7 @@ KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
     ("attention fp32 D=64", "backward_dkdv", 32),
     ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 44),
     ("other attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 12),
+    ("other attention bf16 D=64 key mask, dropout", "backward_dq", 8),
     ("gfx942 attention bf16 D=256", "backward_dq", 20),
     ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
     ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
@@ -314,7 +325,10 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say("float64 arithmetic")
         if case.get("activation") == "relu" and kernel.startswith("hidden") and record["drops_nan"]:
             say("NaN is dropped, by a maximum or a comparison")
-        if not record["vectors"]:
+        # A small tile of a mask, or bytes one by one: not 16 bytes for each thread.
+        small = record["blocks"].get("rows", 1) * record["blocks"].get("columns", 1) < 1024
+        few = kernel == "bounds" and (small or unaligned)
+        if not record["vectors"] and not few:
             say("no load of 16 bytes")
         of_sequence = case.get("packed") and kernel != "delta"  # which may be shorter than others
         of_attention = case["op"] in ("attention", "decode")
@@ -422,7 +436,7 @@ def digest(case: Case, model: str = "") -> str:
     the code of a model that is made of them.
     """
     (own,) = (family for family, ops in FAMILIES.items() if case["op"] in ops)
-    files = [ROOT / "fastformer" / "description.py", ROOT / "benchmarks" / "sass.py"]
+    files = [ROOT / "fastformer" / "description.py", HERE / "sass.py"]
     files.append(HERE / "compile_worker.py")
     for path in sorted((ROOT / "kernels").rglob("*.py")):
         family = path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py")

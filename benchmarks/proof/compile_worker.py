@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "triton"
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
@@ -32,13 +32,15 @@ sys.path.insert(0, str(ROOT))
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels import cross_entropy, embedding, feed_forward, launch, layer_norm, tuned
+from fastformer.kernels import embedding, feed_forward, launch, tuned
 from fastformer.kernels.attention import launchers as attention
+from fastformer.kernels.cross_entropy import launchers as cross_entropy
+from fastformer.kernels.layer_norm import launchers as layer_norm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks import sass
+from benchmarks.proof import sass
 from fastformer.description import Attention, Shard, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
@@ -93,7 +95,7 @@ def read_nvidia(kernel: Any, log: str) -> dict[str, Any]:
 
 
 def read_loops(kernel: Any) -> dict[str, Any]:
-    """What benchmarks/cost.py weighs: the instructions of each innermost loop and of the kernel."""
+    """What cost.py weighs: the instructions of each innermost loop and of the kernel."""
     code, warps = sass.disassemble(kernel.asm["cubin"]), kernel.metadata.num_warps
     loops = [code.instructions[a : b + 1] for a, b in code.loops()]
     specialised = "ttg.warp_specialize" in kernel.asm["ttgir"]
@@ -155,7 +157,8 @@ class Recorder:
     def __init__(self) -> None:
         self.driver = Driver()
         self.records: list[dict[str, Any]] = []
-        self.facts: dict[str, dict[str, Any]] = {}
+        self.facts: dict[str, dict[str, Any]] = {}  # by the hash of a kernel
+        self.loops_of: dict[str, dict[str, Any]] = {}  # the same, which takes a disassembler
         self.loops = False
         driver.set_active(self.driver)
         self.run_jit, self.compile = JITFunction.run, triton.compiler.compile
@@ -192,6 +195,8 @@ class Recorder:
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
+        if self.loops and kernel.hash not in self.loops_of:
+            self.loops_of[kernel.hash] = read_loops(kernel)
         sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
         blocks = {side: given[name] for name, side in sides.items() if given.get(name)}
         self.records.append(
@@ -206,7 +211,7 @@ class Recorder:
                 tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
                 largest=self.largest_argument(args),
                 **self.facts[kernel.hash],
-                **(read_loops(kernel) if self.loops else {}),
+                **(self.loops_of[kernel.hash] if self.loops else {}),
             )
         )
 
@@ -237,7 +242,8 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     bias = None
     if case["bias"]:
         shape, kind = case["bias"].split()
-        bias = empty(*(n if n == length else 1 for n in shapes[shape]), dtype=DTYPES[kind])
+        biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": shapes["2d"]}
+        bias = empty(*biases[shape], dtype=DTYPES[kind])
     recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
     dropout_p, seed = 0.0, None
     if case["dropout"]:
@@ -267,7 +273,8 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     )  # fmt: skip
     arguments = pack([query, key, value, described])
     saved = attention.forward(*arguments, False)
-    needs = [True, True, True, bias is not None, case["sinks"]]
+    learned = bias is not None and not case["bias"].startswith("mask")
+    needs = [True, True, True, learned, case["sinks"]]
     gradient = empty(*saved[0].shape, dtype=dtype)
     attention.backward(gradient, None, *arguments, *saved, needs)
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of peers for sm_90, so that benchmarks/cost.py can weigh them beside ours:
+"""Compiles the kernels of peers for sm_90, so that cost.py can weigh them beside ours:
 FlexAttention, from the templates of the installed torch, and Liger's norms and cross-entropy, if it
 is installed. It needs no GPU.
 
@@ -19,7 +19,7 @@ import jinja2
 import torch
 from torch._inductor.kernel import flex
 
-from benchmarks import compile_gate
+from benchmarks.proof import compile_gate
 
 Records = list[dict[str, Any]]
 LENGTH = 4096
@@ -193,7 +193,7 @@ def _of_rows(recorder: Any, n: int) -> Records:
 
 def compiled() -> Iterator[tuple[str, Records]]:
     """Yield the name of each case, which is entered in compile_gate.CASES, and its records."""
-    from benchmarks.compile_worker import TARGETS, Recorder
+    from benchmarks.proof.compile_worker import TARGETS, Recorder
 
     recorder = Recorder()
     recorder.largest_argument = lambda args: 0  # type: ignore[method-assign]  # no gate asks

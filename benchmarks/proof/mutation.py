@@ -1,10 +1,10 @@
 """Measures the mutation score: the share of the bugs planted in the kernels that the tests see.
 
-    python -m benchmarks.mutation                        all mutants of tests/mutants.py, 2 workers
-    python -m benchmarks.mutation --only '^attention.*int32'        only these; keeps the others
-    python -m benchmarks.mutation --resume               keeps the good verdicts
-    python -m benchmarks.mutation --draw 300 --seed 7    draws 300; the same command resumes
-    python -m benchmarks.mutation --draw 200 --seed 7 --of api      from the modules that users call
+    python -m benchmarks.proof.mutation                  all mutants of tests/mutants.py, 2 workers
+    python -m benchmarks.proof.mutation --only '^attention.*int32'      only these; keeps the others
+    python -m benchmarks.proof.mutation --resume         keeps the good verdicts
+    python -m benchmarks.proof.mutation --draw 300 --seed 7      draws 300; the same command resumes
+    python -m benchmarks.proof.mutation --draw 200 --seed 7 --of api  from modules that users call
 
 A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
 tests that cover the file, quick ones first, and stops at the first failure. A test kills a mutant
@@ -54,11 +54,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import folder
-from benchmarks.mutation_lines import Executed, code_lines, statement_lines
-from benchmarks.mutation_operators import Change, changes, draw, draw_by_weight
+from benchmarks import ROOT, folder
+from benchmarks.proof.mutation_lines import Executed, code_lines, statement_lines
+from benchmarks.proof.mutation_operators import Change, changes, draw, draw_by_weight
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REPORTS = {"kernels": "mutation_draw", "api": "mutation_draw_api"}
 COPIED = (
@@ -126,6 +125,10 @@ class Mutant:
 
     def planted(self) -> str:
         """Return the text of its file with the change."""
+        return "".join(self._changed())
+
+    def _changed(self) -> tuple[str, str, str]:
+        """Return what stands before the function, the changed function, and what follows it."""
         source = (ROOT / self.file()).read_text()
         place = _lines(source, self.function)
         assert place is not None, f"{self}: there is no {self.function}"
@@ -134,23 +137,20 @@ class Mutant:
         body = "".join(lines[first:last])
         assert body.count(self.old) == 1, f"{self}: {body.count(self.old)} times in {self.function}"
         body = body.replace(self.old, self.new)
-        return "".join(lines[:first]) + body + "".join(lines[last:])
+        return "".join(lines[:first]), body, "".join(lines[last:])
 
     def digest(self) -> str:
         """Return a digest of the changed function without comments and docstrings, or of a change
         outside of functions.
         """
-        source, body = self.planted(), self.new
-        if self.function:
-            first, last = _lines(source, self.function) or (0, 0)
-            body = _code("".join(source.splitlines(True)[first:last]))
+        body = _code(self._changed()[1]) if self.function else self.new
         return hashlib.sha256(body.encode()).hexdigest()[:16]
 
     def quick(self) -> list[str]:
         """Return the tests that see most changes of the file; some files have none."""
-        own = [f"tests/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
+        own = [f"tests/ops/test_{self.kernel}.py::{QUICK}"] if self.kernel in PLANTED else []
         fuzz = [
-            f"tests/test_fuzz.py::{test}{op}]"
+            f"tests/ops/test_fuzz.py::{test}{op}]"
             for test in ("test_fakes[", "test_fuzz[triton-")
             for op in FUZZED[self.kernel]
         ]
@@ -444,7 +444,7 @@ class Trials:
             return
         scratch = Path(self._scratch.name) / "lines"
         there = {"LINES_OF": ":".join(files), "LINES_IN": str(scratch)}
-        words = ["-p", "benchmarks.mutation_lines", "-q", "-n", str(self.workers)]
+        words = ["-p", "benchmarks.proof.mutation_lines", "-q", "-n", str(self.workers)]
         subprocess.run(
             [sys.executable, "-m", "pytest", *words, "-k", "not triton and not planted", *tests],
             cwd=self._clean.folder, env={**self._clean.environment(), **there}, check=True,
@@ -499,7 +499,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
         "# Mutation score",
         "",
         "Bugs planted in the kernels and their launchers, one at a time, and the first test that "
-        "fails for it: `python -m benchmarks.mutation` makes the data from tests/mutants.py.",
+        "fails for it: `python -m benchmarks.proof.mutation` makes the data from tests/mutants.py.",
         "",
         "| kernel file | mutants | tried | killed | equivalent | survived | time out |",
         "|---|---|---|---|---|---|---|",
@@ -602,7 +602,7 @@ class Draw:
             "# Mutation score of a draw",
             "",
             self.line(),
-            f"`python -m benchmarks.mutation --draw {self.size} --seed {self.seed}"
+            f"`python -m benchmarks.proof.mutation --draw {self.size} --seed {self.seed}"
             f"{' --of api' * (self.of == 'api')}` makes the "
             f"data of the sources of commit {self.commit} (their digest: {self.sources}).",
             "",
@@ -644,7 +644,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     mutants = [m for m in drawn(arguments.draw, seed, of) if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
-    now = _digest((ROOT / "tests").glob("*.py"))
+    now = _digest((ROOT / "tests").rglob("*.py"))
     made = Draw(arguments.draw, seed, len(candidates(of)), sources(of), now, [], commit(of), of)
     known = Draw.load(stem)
     if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
@@ -717,7 +717,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mutation",
+        prog="python -m benchmarks.proof.mutation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Which tests execute which lines: recorded by a pytest plugin, and looked up.
 
-    LINES_OF=a.py:b.py LINES_IN=folder pytest -p benchmarks.mutation_lines
+    LINES_OF=a.py:b.py LINES_IN=folder pytest -p benchmarks.proof.mutation_lines
 
 Each test adds a line {"test", "seconds", "lines": [[file, line], ...]} to a file in the folder.
 The processes that a test starts count as part of it: a sitecustomize.py that the plugin writes, and
@@ -10,6 +10,7 @@ that Python runs on its own, calls `start` in them.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import sys
@@ -22,7 +23,9 @@ from typing import Any
 
 import pytest
 
-SITE = "from benchmarks.mutation_lines import start\n\nstart()\n"
+from benchmarks import ROOT
+
+SITE = "from benchmarks.proof.mutation_lines import start\n\nstart()\n"
 ENOUGH = 150  # CPU seconds of tests for a mutant
 
 # ---------------------------------------------------------------------------------------- to record
@@ -70,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     site = _folder() / "site"
     site.mkdir(parents=True, exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE)
-    path = site, Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
+    path = site, ROOT, os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = ":".join(map(str, path))
 
 
@@ -127,6 +130,7 @@ class Executed:
         return [test for *_, test in sorted(order)]
 
 
+@functools.cache
 def code_lines(source: str) -> set[int]:
     """Return the lines on which a statement or an expression begins, docstrings aside."""
     tree = ast.parse(source)

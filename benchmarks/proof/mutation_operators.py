@@ -6,7 +6,7 @@ tile, which any run shows. No run can show
 
 - docstrings, annotations, messages, assertions (`raise AssertionError` too), hints to the compiler;
 - the width of an integer in a kernel beyond what it holds: `.to(tl.int32)`, `.to(tl.uint32)` and
-  whether the latter is a bitcast. (It shows in the machine code: benchmarks/compile_gate.py.)
+  whether the latter is a bitcast. (It shows in the machine code: benchmarks/proof/compile_gate.py.)
 - a conversion that Triton's promotion repeats: `.to(ACC)` of a factor whose other factor has it, or
   of what is added to a sum that has that type; `tl.where(c, x, 0.0).to(x.dtype)`;
 - placeholders: strides of a tensor that is not there, `(0, 0, 0, 0)`, and PLACEHOLDERS;
@@ -69,7 +69,7 @@ HINTS = {"multiple_of", "max_contiguous", "assume"}
 NARROW = {"tl.int32", "tl.uint32"}
 ACROSS = {"sum", "max", "min", "dot", "reduce", "cumsum"}  # where elements of a tile meet
 ACCUMULATOR = r"\b(?:ACC|\w+\.acc)\b"  # its type
-KEYS = {"layout", "_signature"}  # functions that return a key; and what is called so
+KEYS = {"layout", "signature_of"}  # functions that return a key; and what is called so
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs pytest for `benchmarks.mutation`, once for each line {"tests": [...], "limit": seconds of
+"""Runs pytest for mutation.py, once for each line {"tests": [...], "limit": seconds of
 CPU} on its standard input, and answers with a line {"status": ..., "output": ...}.
 
 It starts in a copy of the checkout, imports the large packages, and forks a process for each run.

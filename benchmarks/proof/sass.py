@@ -1,7 +1,7 @@
 """Reads the machine code (SASS) of compiled kernels for NVIDIA GPUs: instructions, loops, and which
 unit of a multiprocessor each instruction keeps busy.
 
-It uses `nvdisasm` of Triton's wheel and needs no GPU. The counts are facts; benchmarks/cost.py
+It uses `nvdisasm` of Triton's wheel and needs no GPU. The counts are facts; cost.py
 models the time that follows from them.
 """
 
@@ -83,7 +83,7 @@ def disassemble(cubin: bytes) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(NVDISASM), "-c", file.name]
+        command = [str(NVDISASM), "-c", "-ndf", file.name]  # without an analysis of data flow
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return parse(text)
 

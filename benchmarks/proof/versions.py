@@ -1,7 +1,7 @@
 """The kernel tests and the compile gate on several versions of Triton, beside the torch there is.
 
-    python -m benchmarks.versions                    3.6.0, 3.7.1 and 3.9.0
-    python -m benchmarks.versions --gate 3.8.0       the gate alone, on another version
+    python -m benchmarks.proof.versions                    3.6.0, 3.7.1 and 3.9.0
+    python -m benchmarks.proof.versions --gate 3.8.0       the gate alone, on another version
 
 Each version is installed into a folder of its own under .cache/ and put in front of the others.
 """
@@ -14,17 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["attention", "padding", "dropout", "layer_norm"]
-TESTS += ["feed_forward", "embedding", "cross_entropy", "gpu_path", "decode_attention"]
-GATE = [sys.executable, "-m", "benchmarks.compile_gate", "--all"]
+from benchmarks import ROOT
+
+TESTS = "attention padding dropout layer_norm feed_forward embedding cross_entropy decode_attention"
+GATE = [sys.executable, "-m", "benchmarks.proof.compile_gate", "--all"]
 PYTEST = [
     sys.executable,
     "-m",
     "pytest",
     "--all",
     "-q",
-    *(f"tests/test_{name}.py" for name in TESTS),
+    *(f"tests/ops/test_{name}.py" for name in TESTS.split()),
+    "tests/proof/test_gpu_path.py",
 ]
 
 

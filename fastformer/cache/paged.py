@@ -10,10 +10,9 @@ from torch import Tensor
 from fastformer.cache.rows import SelfAttentionCache, make_buffers, require_rows
 from fastformer.checks import require_size
 from fastformer.ops import functional
+from fastformer.ops.attention.arguments import PAGE_SIZES
 
 __all__ = ["PagedKVCache"]
-
-PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 class PagedKVCache(SelfAttentionCache):
@@ -237,4 +236,5 @@ class PagedKVCache(SelfAttentionCache):
 def require_page_size(page_size: int) -> None:
     require_size(page_size=page_size)
     if page_size not in PAGE_SIZES:
-        raise ValueError(f"page_size is {page_size}; expected 16, 32, 64, 128 or 256")
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise ValueError(f"page_size is {page_size}; expected {sizes}")

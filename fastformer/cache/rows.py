@@ -10,16 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastformer.checks import (
-    FLOATING,
-    INTEGERS,
-    may_read,
-    require_device,
-    require_int,
-    require_size,
-    require_tensor,
-    shape_of,
-)
+from fastformer import checks
+from fastformer.eager import may_read
 from fastformer.ops import functional
 
 
@@ -147,7 +139,7 @@ class SelfAttentionCache(AttendedCache):
             TypeError: length is neither an int nor an integer tensor.
         """
         if not isinstance(length, Tensor):
-            require_int("length", length)
+            checks.require_int("length", length)
             if not 0 <= length <= self.capacity:
                 raise ValueError(
                     f"length is {length}; expected 0 to the capacity of the cache, {self.capacity}"
@@ -187,13 +179,13 @@ class SelfAttentionCache(AttendedCache):
         heads, *buffers = self._form
         for name, x, buffer in zip(("key", "value"), (key, value), buffers):
             if not isinstance(x, Tensor) or x.layout is not torch.strided:
-                require_tensor(name, x)
+                checks.require_tensor(name, x)
             dim = buffer.shape[-1]
             n = key.shape[2] if key.dim() == 4 else 0
             if x.shape != (batch, heads, n, dim):
                 given = "n" if name == "key" else n
                 raise ValueError(
-                    f"{name} has shape {shape_of(x)}; "
+                    f"{name} has shape {checks.shape_of(x)}; "
                     f"expected that of the cache, [{batch}, {heads}, {given}, {dim}]"
                 )
             if x.dtype != buffer.dtype:
@@ -201,7 +193,7 @@ class SelfAttentionCache(AttendedCache):
                     f"{name} has dtype {x.dtype}; expected that of the cache, {buffer.dtype}"
                 )
             if x.device != buffer.device:
-                require_device(name, x, "the cache", buffer)
+                checks.require_device(name, x, "the cache", buffer)
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} requires a gradient, and a cache keeps none; "
@@ -227,9 +219,9 @@ def make_buffers(
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return zeros [*sizes, D] and [*sizes, Dv], writable in and outside inference mode."""
-    require_size(head_dim=dims[0], value_dim=dims[1])
+    checks.require_size(head_dim=dims[0], value_dim=dims[1])
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in FLOATING:
+    if dtype not in checks.FLOATING:
         raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
     try:
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -242,12 +234,12 @@ def make_buffers(
 
 def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
     """Require indices [B'] of rows of the cache, and return them as int64."""
-    require_tensor("index", index, "an integer tensor")
-    if index.dtype not in INTEGERS:
+    checks.require_tensor("index", index, "an integer tensor")
+    if index.dtype not in checks.INTEGERS:
         raise TypeError(f"index has dtype {index.dtype}; expected integers")
     if index.dim() != 1 or not len(index):
-        raise ValueError(f"index has shape {shape_of(index)}; expected [rows], at least one")
-    require_device("index", index, "the cache", lengths)
+        raise ValueError(f"index has shape {checks.shape_of(index)}; expected [rows], at least one")
+    checks.require_device("index", index, "the cache", lengths)
     if may_read(index):
         low, high = map(int, index.aminmax())
         if low < 0 or high >= len(lengths):
@@ -259,12 +251,14 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
-    require_tensor("length", length)
-    if length.dtype not in INTEGERS:
+    checks.require_tensor("length", length)
+    if length.dtype not in checks.INTEGERS:
         raise TypeError(f"length has dtype {length.dtype}; expected integers")
     if length.shape != lengths.shape:
-        raise ValueError(f"length has shape {shape_of(length)}; expected [B] = [{len(lengths)}]")
-    require_device("length", length, "the cache", lengths)
+        raise ValueError(
+            f"length has shape {checks.shape_of(length)}; expected [B] = [{len(lengths)}]"
+        )
+    checks.require_device("length", length, "the cache", lengths)
     if may_read(length):
         low, high = map(int, length.aminmax())
         if low < 0 or high > capacity:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +120,8 @@ class Hypotheses(NamedTuple):
 
     Attributes:
         tokens: [B, n_best, max_len], in the dtype of src.
-        scores: [B, n_best]: log p(y | src) / ((5 + n) / 6)^alpha, n the number of new tokens; -inf
-            in the last places if fewer than n_best sequences were found.
+        scores: [B, n_best]: log p(y | src) / ((5 + n) / 6)^length_penalty, n new tokens; -inf in
+            the last places if fewer than n_best sequences were found.
         lengths: [B, n_best] int64: tokens of a sequence, including the prompt and the end symbol.
     """
 
@@ -129,6 +130,30 @@ class Hypotheses(NamedTuple):
     lengths: Tensor
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _renamed(**names: str) -> Callable[[Function], Function]:
+    """Return a decorator that accepts keyword arguments by their old names too: old="new"."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old in kwargs:
+                    if new in kwargs:
+                        raise TypeError(
+                            f"{old} is the old name of {new}, and both are given; expected {new}"
+                        )
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(Function, renamed)
+
+    return decorate
+
+
+@_renamed(beams="num_beams", alpha="length_penalty")
 @torch.no_grad()
 def beam_search(
     model: nn.Module,
@@ -139,46 +164,49 @@ def beam_search(
     *,
     end_symbol: int | None = None,
     pad_symbol: int | None = None,
-    beams: int = 4,
-    alpha: float = 0.6,
+    num_beams: int = 4,
+    length_penalty: float = 0.6,
     n_best: int = 1,
     cache: bool | DecoderCache = True,
 ) -> Hypotheses:
     """Search for the sequences with the largest scores, with K beams for each source.
 
-        score(y) = log p(y | src) / ((5 + n) / 6)^alpha, n new tokens
+        score(y) = log p(y | src) / ((5 + n) / 6)^length_penalty, n new tokens
 
     Each step extends the K beams, the most likely unfinished sequences, by every token and keeps
     the K most likely results that have not ended. A sequence that ends is a hypothesis; the K best
     hypotheses are kept. The search for a source is over when no beam can reach the score of its
     n_best-th hypothesis, or at max_len, where the unfinished beams become hypotheses as well.
 
+    num_beams and length_penalty also go by their old names beams and alpha, for one more version.
+
     Args:
         model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.
         end_symbol, pad_symbol, cache: as in `greedy_decode`.
-        beams: K.
-        alpha: the length penalty, from 0 to 32: 0 is none, a larger value favours longer sequences.
+        num_beams: K.
+        length_penalty: from 0 to 32: 0 is none, a larger value favours longer sequences.
         n_best: the number of sequences to return for each source, at most K.
 
     Returns:
         `Hypotheses`: tokens [B, n_best, max_len], scores and lengths [B, n_best].
 
     Raises:
-        ValueError: beams is below 1, n_best is outside [1, beams], alpha is outside [0, 32]; as in
+        ValueError: num_beams is below 1, n_best is outside [1, num_beams], length_penalty is
+            outside [0, 32]; as in `greedy_decode`.
+        TypeError: one of these has another type, or is given by both its names; as in
             `greedy_decode`.
-        TypeError: one of these has another type; as in `greedy_decode`.
 
     Source: Wu et al. 2016, "Google's Neural Machine Translation System", section 7, equation 14,
     without its coverage penalty.
     """
-    require_size(beams=beams, n_best=n_best)
-    if n_best > beams:
-        raise ValueError(f"n_best is {n_best}; expected at most the beams, {beams}")
-    alpha = require_number("alpha", alpha)
-    if not 0 <= alpha <= 32:  # above, the penalty of a long sequence overflows
-        raise ValueError(f"alpha is {alpha}; expected a number from 0 to 32")
+    require_size(num_beams=num_beams, n_best=n_best)
+    if n_best > num_beams:
+        raise ValueError(f"n_best is {n_best}; expected at most num_beams, {num_beams}")
+    length_penalty = require_number("length_penalty", length_penalty)
+    if not 0 <= length_penalty <= 32:  # above, the penalty of a long sequence overflows
+        raise ValueError(f"length_penalty is {length_penalty}; expected a number from 0 to 32")
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_BeamSearch(make_steps(*given), beams, n_best, alpha)).result()
+    return _searched(_BeamSearch(make_steps(*given), num_beams, n_best, length_penalty)).result()
 
 
 class _Search(Protocol):
@@ -227,7 +255,7 @@ def _looks(tokens: Tensor, i: int) -> bool:
 
 
 class _RowSearch:
-    """The search of one sequence a row; `choose` takes its tokens from log-probabilities [B, V].
+    """Search for one sequence in each row. `choose`: log-probabilities [B, V] -> tokens [B].
 
     tokens: [B, max_len], with the pad symbol after the end of a row.
     """
@@ -304,17 +332,18 @@ class _BeamSearch:
     `Hypotheses`.
     """
 
-    def __init__(self, steps: Steps, beams: int, n_best: int, alpha: float) -> None:
-        self.steps, self.beams, self.n_best, self.alpha = steps, beams, n_best, alpha
+    def __init__(self, steps: Steps, num_beams: int, n_best: int, length_penalty: float) -> None:
+        self.steps, self.n_best = steps, n_best
+        self.num_beams, self.length_penalty = num_beams, length_penalty
         self._lengths, begun = steps.lengths, steps.begun()
         batch, device = len(begun), begun.device
-        self.tokens = begun.unsqueeze(1).repeat(1, self.beams, 1)
-        self._rows = torch.arange(batch, device=device).repeat_interleave(self.beams)
+        self.tokens = begun.unsqueeze(1).repeat(1, self.num_beams, 1)
+        self._rows = torch.arange(batch, device=device).repeat_interleave(self.num_beams)
         lengths = torch.as_tensor(self._lengths, device=device).view(-1, 1)
-        none = torch.full((batch, self.beams), float("-inf"), device=device)
+        none = torch.full((batch, self.num_beams), float("-inf"), device=device)
         self.scores = none.clone()
         self.scores[:, 0] = 0.0  # the beams are all the same at first: only one counts
-        self.best = Hypotheses(self.tokens, none, lengths.expand(batch, self.beams))
+        self.best = Hypotheses(self.tokens, none, lengths.expand(batch, self.num_beams))
         if not steps.new:
             self.best = self.best._replace(scores=self.scores)
 
@@ -327,7 +356,7 @@ class _BeamSearch:
         batch, beams, vocabulary = *self.scores.shape, scores.shape[-1]
         scores = _precise(scores).view(batch, beams, vocabulary)
         totals = (self.scores.unsqueeze(-1) + scores).flatten(1)
-        # Of the 2 K best, at most K end: each beam ends in one way, by the end symbol.
+        # At most K of the 2 K best end: of each beam, the one that continues with the end symbol.
         totals, at = totals.topk(min(2 * beams, totals.shape[1]), -1)
         origin, chosen = at // vocabulary, (at % vocabulary).to(self.tokens.dtype)
         if self.steps.end is not None:
@@ -346,16 +375,17 @@ class _BeamSearch:
     def ended(self) -> Tensor | None:
         if self.steps.end is None:
             return None
-        reachable = self.scores[:, 0] / _length_penalty(self.steps.new, self.alpha)
+        reachable = self.scores[:, 0] / _penalty(self.steps.new, self.length_penalty)
         return (self.best.scores[:, self.n_best - 1] >= reachable).all()
 
     def _offer(self, tokens: Tensor, totals: Tensor, new: int) -> None:
-        """Keep the K best of `best` and of tokens [B, n, L], with `new` tokens after the prompts.
+        """Keep the K best hypotheses of `best` and of the sequences tokens [B, n, L].
 
-        totals: [B, n], the log-probabilities of the sequences; -inf for one that does not count.
+        totals: [B, n], their log-probabilities, -inf for a sequence that is no hypothesis. new: the
+            number of tokens after the prompts.
         """
-        scores = torch.cat([self.best.scores, totals / _length_penalty(new, self.alpha)], 1)
-        scores, at = scores.topk(self.beams, -1)
+        scores = torch.cat([self.best.scores, totals / _penalty(new, self.length_penalty)], 1)
+        scores, at = scores.topk(self.num_beams, -1)
         lengths = torch.as_tensor(self._lengths, device=at.device).view(-1, 1) + new
         lengths = torch.cat([self.best.lengths, lengths.expand_as(totals)], 1).gather(1, at)
         tokens = torch.cat([self.best.tokens, tokens], 1)
@@ -365,8 +395,8 @@ class _BeamSearch:
         return Hypotheses(*(x[:, : self.n_best] for x in self.best))
 
 
-def _length_penalty(new: int, alpha: float) -> float:
-    return ((5 + new) / 6) ** alpha
+def _penalty(new: int, length_penalty: float) -> float:
+    return ((5 + new) / 6) ** length_penalty
 
 
 def _chosen_rows(tokens: Tensor, at: Tensor) -> Tensor:

@@ -11,17 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import (
-    autocast_dtype,
-    may_read,
-    require_flag,
-    require_size,
-    require_tensor,
-    require_token_ids,
-    shape_of,
-)
 from fastformer.dispatch.backends import current_backend
+from fastformer.eager import may_read
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask
@@ -152,7 +145,7 @@ class _CachedSteps(Steps):
         pointers = tuple(x.data_ptr() for x in parameters)
         mask = None if self.src_mask is None else (self.src_mask.shape, self.src_mask.dtype)
         buffers = tuple(x.data_ptr() for x in self.cache.buffers())
-        precision = torch.get_float32_matmul_precision(), autocast_dtype(tokens)
+        precision = torch.get_float32_matmul_precision(), checks.autocast_dtype(tokens)
         given = tokens.shape, tokens.dtype, mask, current_backend(), precision
         return modules, repr(self.model), pointers, buffers, given
 
@@ -268,10 +261,10 @@ def make_steps(
     cache: bool | DecoderCache,
 ) -> Steps:
     """Check the arguments that all searches share, and return the steps of the model."""
-    require_token_ids("src", src)
-    require_size(max_len=max_len)
+    checks.require_token_ids("src", src)
+    checks.require_size(max_len=max_len)
     if start_symbol is not None:
-        require_size(0, start_symbol=start_symbol)
+        checks.require_size(0, start_symbol=start_symbol)
     _require_model(model, start_symbol)
     prompt = 1 if start_symbol is not None else src.shape[1]
     if not 1 <= prompt <= max_len:
@@ -303,7 +296,7 @@ def _steps(
     arguments = model, src, src_mask, max_len, start_symbol
     takes = _takes_cache(model)
     if not isinstance(cache, DecoderCache):
-        if not (require_flag("cache", cache) and takes):
+        if not (checks.require_flag("cache", cache) and takes):
             return _RecomputedSteps(*arguments)
         return _CachedSteps(DecoderCache(max(1, max_len - 1)), *arguments)
     if not takes:
@@ -360,19 +353,19 @@ def _require_positions(model: Any, max_len: int) -> None:
 def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
     for name, symbol in symbols.items():
         if symbol is not None:
-            require_size(0, **{name: symbol})
+            checks.require_size(0, **{name: symbol})
             if vocabulary is not None and symbol >= vocabulary:
                 raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
 
 
 def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
     """Return the lengths [B] of prompts [B, S]; the mask hides the padding on their right."""
-    require_tensor("src_mask", src_mask)
+    checks.require_tensor("src_mask", src_mask)
     mask = src_mask.squeeze(1) if src_mask.dim() == 3 else src_mask
     if mask.shape != src.shape or mask.is_floating_point():
         raise ValueError(
-            f"src_mask has shape {shape_of(src_mask)} and dtype {src_mask.dtype}; expected "
-            f"booleans, [B, S] = {shape_of(src)} or [B, 1, S]"
+            f"src_mask has shape {checks.shape_of(src_mask)} and dtype {src_mask.dtype}; expected "
+            f"booleans, [B, S] = {checks.shape_of(src)} or [B, 1, S]"
         )
     kept = mask != 0
     if may_read(kept) and not (kept[:, 0].all() and (kept[:, 1:] <= kept[:, :-1]).all()):
@@ -398,8 +391,4 @@ def _takes_cache(model: Any) -> bool:
     for layer in layers:
         attentions = (getattr(layer, name, layer) for name in ("self_attn", "src_attn"))
         forwards += [layer.forward, *(attention.forward for attention in attentions)]
-    return all(_has_cache(forward) for forward in forwards)
-
-
-def _has_cache(function: Callable[..., Any]) -> bool:
-    return "cache" in inspect.signature(function).parameters
+    return all("cache" in inspect.signature(forward).parameters for forward in forwards)

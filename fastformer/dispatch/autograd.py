@@ -23,8 +23,8 @@ An op without a backward has no gradient, and the caller gets all of its outputs
 
 With create_graph=True, the gradient is computed by the reference instead, so that it can be
 differentiated again: by the `reference` of the op's record, given the saved inputs, or by its
-`reference_backward`, given what is saved, if the backward does not take all inputs. If an input
-carries a forward-mode tangent, the reference computes the call.
+`reference_backward`, given the arguments of the backward, if these do not include all inputs. If an
+input carries a forward-mode tangent, the reference computes the call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.autograd import forward_ad
 
 from fastformer.description import Attention, pack, unpack
 from fastformer.dispatch.operation import OPERATIONS, Alternative
-from fastformer.eager import written_out
+from fastformer.eager import use_formula
 
 
 class _Pair:
@@ -64,9 +64,8 @@ class _Pair:
 
     def read_backward(self, backward: Any, outputs: list[str]) -> None:
         """Read the schema of the backward, given the names of the forward's outputs."""
-        op = self.op
-        self.backward = backward
-        wanted = [a.name for a in self.backward._schema.arguments]
+        op, self.backward = self.op, backward
+        self.wanted = wanted = [a.name for a in backward._schema.arguments]
         grads = [r.name.removeprefix("grad_") for r in self.backward._schema.returns]
 
         differentiable = [i for i, name in enumerate(outputs) if "grad_" + name in wanted]
@@ -179,7 +178,8 @@ def _through_reference(
     """Return the gradients as a differentiable function of what is saved, by the reference."""
     backward = OPERATIONS[pair.op].reference_backward
     if backward is not None:
-        return list(backward(*incoming, *saved, needs))
+        named = zip(pair.wanted, [*incoming, *saved, needs], strict=True)
+        return list(backward(**dict(named)))
     arguments = {pair.arguments[i]: x for i, x in zip(pair.from_arguments, saved, strict=False)}
     for name, grad in zip(pair.outputs, incoming):
         if "return_" + name in pair.arguments:
@@ -193,7 +193,7 @@ def _through_reference(
     arguments.update({n: x for n, x in zip(names, inputs) if x is not None})
     if pair.fields:
         arguments["attention"] = unpack([arguments.pop(name) for name in pair.fields])
-    with written_out():
+    with use_formula():
         outputs = _as_tuple(OPERATIONS[pair.op].reference(**arguments))
     wanted = [x for x in inputs if x is not None]
     given = [grad for grad in incoming if grad is not None]
@@ -239,7 +239,7 @@ def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
     pair = _pairs[name]
     values = pack(arguments.values())
     if _has_tangent(values):
-        with written_out():
+        with use_formula():
             return OPERATIONS[op].reference(**arguments)
     if torch.compiler.is_compiling():  # dynamo refuses one tensor in two places: attention(x, x, x)
         for i, x in enumerate(values):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.description import Attention
-from fastformer.dispatch import autograd, cases, measurements
+from fastformer.dispatch import autograd, measurements, workloads
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager
 
@@ -45,7 +45,7 @@ class _State(threading.local):
         self.explained: list[Choice] | None = None  # a list within `explain`: ops do not run
         self.on_choice: Callable[[Choice], None] | None = None
         self.on_call: Callable[[str, Arguments], None] | None = None  # only with an on_choice
-        self.on_obstacle: Callable[[str, str], None] | None = None
+        self.on_unsupported: Callable[[str, str], None] | None = None
         # True in the threads of autograd, which run the backward on a GPU and recompute
         # checkpoints.
         self.not_from_python = isinstance(threading.current_thread(), threading._DummyThread)
@@ -86,10 +86,10 @@ class use_backend:
         self._name = _check(name, "backend")
         own = _state.backend
         self._previous = own, _inherited() if _state.not_from_python else own
-        _choose(name, name)
+        _set_backend(name, name)
 
     def __enter__(self) -> None:
-        _choose(self._name, self._name)  # again, because an earlier `with` may have ended
+        _set_backend(self._name, self._name)  # again, because an earlier `with` may have ended
 
     def __exit__(
         self,
@@ -97,10 +97,10 @@ class use_backend:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _choose(*self._previous)
+        _set_backend(*self._previous)
 
 
-def _choose(name: str | None, inherited: str | None) -> None:
+def _set_backend(name: str | None, inherited: str | None) -> None:
     _state.backend = name
     if not torch.compiler.is_compiling():
         torch._C._stash_obj_in_tls(_CHOICE, inherited)
@@ -193,7 +193,7 @@ def _load(op: str) -> ModuleType:
     return _kernels[op]
 
 
-def _obstacle(op: str, arguments: Arguments, device: torch.device) -> str | None:
+def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> str | None:
     """Return why the kernels of `op` cannot run this call, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
@@ -208,7 +208,7 @@ def _obstacle(op: str, arguments: Arguments, device: torch.device) -> str | None
     return kernels.supports(**arguments)
 
 
-def choose(op: str, arguments: Arguments, backend: str) -> Choice:
+def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
     """Choose how a checked call runs; `backend` is the `current_backend`.
 
     Raises RuntimeError if `backend` is "triton" and the kernels cannot run the call.
@@ -218,10 +218,10 @@ def choose(op: str, arguments: Arguments, backend: str) -> Choice:
     first = next(iter(arguments.values()))
     if backend == "auto" and first.is_cpu:
         return _on_a_cpu[op]
-    reason = _obstacle(op, arguments, first.device)
+    reason = _unsupported_reason(op, arguments, first.device)
     if reason is not None:
-        if _state.on_obstacle is not None:
-            _state.on_obstacle(op, reason)
+        if _state.on_unsupported is not None:
+            _state.on_unsupported(op, reason)
         elif backend == "triton":
             raise RuntimeError(f"the triton backend cannot run {op}: {reason}")
         return Choice(op, "reference", reason)
@@ -243,10 +243,10 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     signature = record.signature(arguments)
     if signature is None:
         return None
-    key = op, first.device, cases.differentiated(arguments), signature
+    key = op, first.device, workloads.differentiated(arguments), signature
     if key not in _alternatives:
-        case = cases.of(op, arguments)
-        name = None if case is None else chosen.get((op, case.key))
+        workload = workloads.of(op, arguments)
+        name = None if workload is None else chosen.get((op, workload.key))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
         _alternatives[key] = name if name in record.alternatives else None
@@ -284,8 +284,8 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
-    case = cases.of(choice.op, arguments)
-    entry = None if case is None else known.get((choice.op, case.key))
+    workload = workloads.of(choice.op, arguments)
+    entry = None if workload is None else known.get((choice.op, workload.key))
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice
@@ -326,8 +326,8 @@ class observe:
     on_choice: called with the `Choice` of each op that runs.
     on_call: called with (op, arguments) for each op that runs; the arguments are those of `run`, by
         name.
-    on_obstacle: called with (op, reason) if the kernels cannot run an op. The op then falls back to
-        the reference even for the backend "triton", which otherwise raises.
+    on_unsupported: called with (op, reason) if the kernels cannot run an op. The op then falls back
+        to the reference even for the backend "triton", which otherwise raises.
 
     In nested contexts, the innermost function of each kind is called.
     """
@@ -335,24 +335,24 @@ class observe:
     def __init__(
         self,
         on_choice: Callable[[Choice], None] | None = None,
-        on_obstacle: Callable[[str, str], None] | None = None,
+        on_unsupported: Callable[[str, str], None] | None = None,
         on_call: Callable[[str, Arguments], None] | None = None,
     ) -> None:
-        self._functions = on_choice, on_obstacle, on_call
+        self._functions = on_choice, on_unsupported, on_call
 
     def __enter__(self) -> None:
-        on_choice, on_obstacle, on_call = self._functions
-        self._previous = _state.on_choice, _state.on_obstacle, _state.on_call
+        on_choice, on_unsupported, on_call = self._functions
+        self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
         if on_choice is not None:
             _state.on_choice = on_choice
-        if on_obstacle is not None:
-            _state.on_obstacle = on_obstacle
+        if on_unsupported is not None:
+            _state.on_unsupported = on_unsupported
         if on_call is not None:
             _state.on_call = on_call
             _state.on_choice = _state.on_choice or _ignore
 
     def __exit__(self, *error: object) -> None:
-        _state.on_choice, _state.on_obstacle, _state.on_call = self._previous
+        _state.on_choice, _state.on_unsupported, _state.on_call = self._previous
 
 
 def _ignore(choice: Choice) -> None:
@@ -379,16 +379,17 @@ def run(op: str, **arguments: Any) -> Any:
     """
     state = _state
     if state.first is not None or state.not_from_python or _context or _DTENSOR in sys.modules:
-        first, part = _first(), _context is not None and _is_part(arguments)
-        if first is not None or part or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
-            return _run_shard(op, arguments, first, part)
+        first = _first()
+        split = _context is not None and _depends_on_positions(arguments)
+        if first is not None or split or (_DTENSOR in sys.modules and _holds_dtensor(arguments)):
+            return _run_shard(op, arguments, first, split)
     if _autocasts():
         kind = next(iter(arguments.values())).device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return run(op, **arguments)
     backend = current_backend()
-    choice = choose(op, arguments, backend)
+    choice = choose_backend(op, arguments, backend)
     if state.explained is not None:
         state.explained.append(_described(choice, arguments))
         return next(iter(arguments.values()))  # any value: `explain` drops the result
@@ -406,7 +407,7 @@ def _attention_arguments(inputs: Sequence[torch.Tensor], attention: Attention) -
     return dict(named, attention=attention, return_lse=True)
 
 
-def attention_part(
+def attention_block(
     inputs: Sequence[torch.Tensor], attention: Attention
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
     """Compute attention to a block of the keys, without gradient.
@@ -421,13 +422,13 @@ def attention_part(
     op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
     with torch.autocast(inputs[0].device.type, enabled=False):
         backend = current_backend()
-        choice = choose(op, arguments, backend)
+        choice = choose_backend(op, arguments, backend)
         if _state.on_choice is not None:
             _report_call(choice, arguments)
         if choice.backend == "reference":
             if backend == "auto":
                 _log_once(choice)
-            by_reference = OPERATIONS[op].part
+            by_reference = OPERATIONS[op].block
             assert by_reference is not None
             output, peak, log_sum = by_reference(*inputs, attention)
             return output, peak, log_sum.exp(), 1.0
@@ -448,16 +449,16 @@ def attention_gradients(
     """Compute the gradients of attention to a block of the keys, from the gradients of the output
     and the lse of attention to all keys.
 
-    outputs: (output, lse, statistics [B, H, Sq, 2]) of attention to all keys. With the peak, total
-        and unit of `attention_part`, the statistics are the peak and -log(total) / unit; the second
-        is -inf for a row that sees no key.
+    outputs: (output, lse, statistics [B, H, Sq, 2]) of attention to all keys. The
+        statistics are the peak and -log(total) / unit, with the names of `attention_block`; the
+        second is -inf for a row that sees no key.
 
     Returns the gradients of query, key, value, bias and sinks, with None for a bias or sinks that
     are None.
     """
     op, arguments = "scaled_dot_product_attention", _attention_arguments(inputs, attention)
-    if choose(op, arguments, current_backend()).backend == "reference":
-        by_reference = OPERATIONS[op].part_gradients
+    if choose_backend(op, arguments, current_backend()).backend == "reference":
+        by_reference = OPERATIONS[op].block_gradients
         assert by_reference is not None
         return by_reference(grads, inputs, attention, outputs)
     shared = attention.bias, attention.sinks
@@ -475,7 +476,7 @@ def _holds_dtensor(arguments: Arguments) -> bool:
     return attention is not None and dtensor in map(type, attention)
 
 
-def _is_part(arguments: Arguments) -> bool:
+def _depends_on_positions(arguments: Arguments) -> bool:
     """Return whether an op depends on the global positions of its rows, and has no `shard` that
     gives them: attention, and ops with dropout on rows. False within `explain`.
     """
@@ -487,19 +488,16 @@ def _is_part(arguments: Arguments) -> bool:
     return arguments.get("dropout_p", 0) > 0 and arguments["shard"] is None
 
 
-def _run_shard(op: str, arguments: Arguments, first: int | None, part: bool) -> Any:
-    """Run an op on the local shard of its arguments. `part`: the sequences are sharded."""
-    from fastformer.dispatch.sharding import (
-        local,  # imports torch.distributed.tensor
-        placements,
-    )
+def _run_shard(op: str, arguments: Arguments, first: int | None, split: bool) -> Any:
+    """Run an op on the local shard of its arguments. `split`: the sequences are sharded."""
+    from fastformer.dispatch.sharding import local, placements  # imports torch.distributed.tensor
 
     with sequences_from(None):
-        if part and "attention" in arguments:
+        if split and "attention" in arguments:
             return _context.attention(**arguments, first=first)
-        if part:
+        if split:
             return local.run_chunks(run, op, dict(arguments), first or 0, _context)
-        return placements.run(run, op, dict(arguments), first or 0)
+        return placements.run_sharded(run, op, dict(arguments), first or 0)
 
 
 def _first() -> int | None:
@@ -512,15 +510,15 @@ def _first() -> int | None:
 
 
 class sequences_from:
-    """A context in which the batches of this thread are part of a larger batch.
+    """A context in which the batches of this thread are shards of a larger batch.
 
     The first sequence of a batch is sequence `first` of the larger batch, and the ops use the
-    dropout mask of the larger batch. In a data-parallel run, each process has such a part: the
+    dropout mask of the larger batch. In a data-parallel run, each process has such a shard: the
     processes train as one process with the full batch would, if their generators have the same
     state.
 
     Args:
-        first: an int, 0 or more, or None for a batch that is not part of a larger one.
+        first: an int, 0 or more, or None for a batch that is not a shard of a larger one.
 
     Raises TypeError and ValueError for another `first`.
     """

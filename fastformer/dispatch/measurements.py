@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     dropped: Mapping[str, str]
 
 
-Class = tuple[str, str]  # one of `kinds()`, and the calls: `Case.key` or `TuningKey.case`
+Class = tuple[str, str]  # one of `kinds()`, and the calls: `Workload.key` or `TuningKey.case`
 Entries = Mapping[Class, Entry]
 
 

@@ -14,19 +14,20 @@ Sizes = dict[str, int]
 Options = dict[str, Any]  # options that differ from the default: True, a word or a number
 Function = Callable[..., Any]
 
-ROW_DIMS = "0123456789"  # the letters of the leading dimensions
+ROW_DIMS = "0123456789"  # the names of the leading dimensions
 
 
 class ShardingRule(NamedTuple):
     """How an op is sharded over a mesh. A letter names each tensor dimension, as in einsum.
 
-    dims: a function of the arguments that returns, by name, the letters of the arguments that may
-        be tensors; "." marks a dimension that is never sharded.
-    outputs: a function of the result of `dims` that returns the letters of each output.
-    sharded: the letters over which the op may be sharded, the preferred ones first.
-    gathers: for a letter, the arguments that are gathered if the op is sharded over that letter and
-        they are sharded over another dimension.
-    halves: the arguments whose first dimension has two equal parts; a device gets a shard of each.
+    dims: a function of the arguments that returns, by name, the dimensions of the arguments that
+        may be tensors, such as "bhqd"; "." is a dimension that is never sharded.
+    outputs: a function of the result of `dims` that returns the dimensions of each output.
+    sharded: the dimensions over which the op may be sharded, the preferred ones first.
+    gathers: by sharded dimension, the arguments that are gathered if another one of their
+        dimensions is sharded.
+    halves: the arguments that stack two tensors in their first dimension; a device gets a shard of
+        each of the two.
     """
 
     dims: Callable[[Arguments], dict[str, str]]
@@ -36,12 +37,12 @@ class ShardingRule(NamedTuple):
     halves: tuple[str, ...] = ()
 
 
-class Workload(NamedTuple):
+class WorkloadFamily(NamedTuple):
     """How a measurement describes a call of an op, and makes a similar call.
 
     describe: a function of the arguments of a checked call that returns its sizes and options.
-    build: a function of a `cases.Maker`, sizes and options that returns random arguments for the
-        public function.
+    build: a function of a `workloads.Maker`, sizes and options that returns random arguments of
+        the public function.
     limits: the largest sizes for which the float64 reference fits in memory.
     example: the sizes and options of a small call.
     """
@@ -77,7 +78,7 @@ class Operation(NamedTuple):
     contract: the public function, which checks the arguments and calls `backends.run`.
     reference: the op in eager PyTorch, given checked arguments.
     sharding: how the op is sharded over a mesh.
-    workload: how measurements describe and make calls of the op.
+    workloads: how measurements describe and make calls of the op.
     tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
         of the op. It also decides whether a kernel or an alternative runs.
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
@@ -85,21 +86,21 @@ class Operation(NamedTuple):
         depends on, or None if no alternative computes the call.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
-    part: `backends.attention_part` by the reference.
-    part_gradients: `backends.attention_gradients` by the reference.
+    block: `backends.attention_block` by the reference.
+    block_gradients: `backends.attention_gradients` by the reference.
     """
 
     kernel: str
     contract: Function
     reference: Function
     sharding: ShardingRule
-    workload: Workload
+    workloads: WorkloadFamily
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = _nothing
     reference_backward: Function | None = None
-    part: Function | None = None
-    part_gradients: Function | None = None
+    block: Function | None = None
+    block_gradients: Function | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}  # by the name of the public function

@@ -1,8 +1,8 @@
-"""The classes of calls that share a measurement, and a call to measure for each class.
+"""The calls that measurements distinguish.
 
-A `Case` describes a call by its op, dtype, sizes and options. `of` makes it from the arguments of a
-call and keeps no tensor; `Case.arguments` makes random arguments from it. Calls share a measurement
-if they have the same key, in which each size is rounded up to a power of two.
+A `Workload` describes a call by its op, dtype, sizes and options. `of` makes it from the arguments
+of a call and keeps no tensor; `Workload.arguments` makes random arguments from it. Workloads with
+the same key share a measurement; in a key each size is rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.description import power_of_2
+from fastformer.description import next_power_of_2
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Options, Sizes
 
 DROPOUT, SEED = 0.1, 7
 
 
-class Case(NamedTuple):
+class Workload(NamedTuple):
     """An op, and the dtype, sizes and options of a call. `gradient`: measure the backward too."""
 
     op: str
@@ -30,8 +30,8 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the name of the class of calls that share a measurement."""
-        words = [self.dtype, *(f"{name}{power_of_2(n)}" for name, n in self.sizes)]
+        """Return the name that workloads share if they share a measurement."""
+        words = [self.dtype, *(f"{name}{next_power_of_2(n)}" for name, n in self.sizes)]
         return " ".join([*words, *_words(self.options), *["backward"] * self.gradient])
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class Case(NamedTuple):
         direction = "forward + backward" if self.gradient else "forward"
         return " ".join([self.op, self.dtype, *sizes, *_words(self.options)]) + f", {direction}"
 
-    def small(self) -> Case:
-        """Return this case with its sizes limited so that the float64 reference fits in memory."""
-        limits = OPERATIONS[self.op].workload.limits
+    def small(self) -> Workload:
+        """Return this workload with sizes for which the float64 reference fits in memory."""
+        limits = OPERATIONS[self.op].workloads.limits
         sizes = ((name, min(n, limits.get(name, n))) for name, n in self.sizes)
         return self._replace(sizes=tuple(sizes))
 
@@ -50,36 +50,37 @@ class Case(NamedTuple):
         tensors that are differentiable require gradients.
         """
         make = Maker(device, getattr(torch, self.dtype), seed, self.gradient)
-        return OPERATIONS[self.op].workload.build(make, dict(self.sizes), dict(self.options))
+        return OPERATIONS[self.op].workloads.build(make, dict(self.sizes), dict(self.options))
 
 
 def _words(options: Iterable[tuple[str, Any]]) -> list[str]:
     return [name if value is True else f"{name}={value}" for name, value in options]
 
 
-def of(op: str, arguments: Arguments) -> Case | None:
-    """Return the case of a checked call, given the arguments of `backends.run`, or None for a call
-    that is not measured: it has an empty tensor or is in float64.
+def of(op: str, arguments: Arguments) -> Workload | None:
+    """Return the workload of a checked call, given the arguments of `backends.run`.
+
+    Return None for a call that is not measured: it has an empty tensor or is in float64.
     """
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     floating = next(x for x in tensors if x.is_floating_point())
     if any(0 in x.shape for x in tensors) or floating.dtype == torch.float64:
         return None
-    sizes, options = OPERATIONS[op].workload.describe(**arguments)
+    sizes, options = OPERATIONS[op].workloads.describe(**arguments)
     dtype = str(floating.dtype).removeprefix("torch.")
-    return case(op, dtype, sizes, differentiated(arguments), **options)
+    return workload(op, dtype, sizes, differentiated(arguments), **options)
 
 
-def case(op: str, dtype: str, sizes: Sizes, gradient: bool = False, **options: Any) -> Case:
-    """Return a case without the options that are False."""
+def workload(op: str, dtype: str, sizes: Sizes, gradient: bool = False, **options: Any) -> Workload:
+    """Return a workload without the options that are False."""
     given = tuple(sorted((name, value) for name, value in options.items() if value))
-    return Case(op, dtype, tuple(sizes.items()), given, gradient)
+    return Workload(op, dtype, tuple(sizes.items()), given, gradient)
 
 
-def example(op: str, gradient: bool = False) -> Case:
-    """Return the case of a small call of an op in float32."""
-    sizes, options = OPERATIONS[op].workload.example
-    return case(op, "float32", sizes, gradient, **options)
+def example(op: str, gradient: bool = False) -> Workload:
+    """Return the workload of a small call of an op in float32."""
+    sizes, options = OPERATIONS[op].workloads.example
+    return workload(op, "float32", sizes, gradient, **options)
 
 
 def differentiated(arguments: Arguments) -> bool:

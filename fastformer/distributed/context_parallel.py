@@ -28,13 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastformer.checks import (
-    require_choice,
-    require_flag,
-    require_size,
-    require_tensor,
-    shape_of,
-)
+from fastformer import checks
 from fastformer.description import OPTIONS, Attention, Shard, beyond_torch
 from fastformer.dispatch import backends
 
@@ -44,18 +38,16 @@ METHODS = ("auto", "all-to-all", "ring")
 class Chunk(NamedTuple):
     """Consecutive rows of a sequence.
 
-    here: the local index of the first row.
-    whole: the global index of the first row.
-    length: the number of rows.
+    The first has the index `local_start` in this process and `global_start` in the full sequence.
     """
 
-    here: int
-    whole: int
+    local_start: int
+    global_start: int
     length: int
 
     @property
     def rows(self) -> slice:
-        return slice(self.here, self.here + self.length)
+        return slice(self.local_start, self.local_start + self.length)
 
 
 class context_parallel:
@@ -78,10 +70,10 @@ class context_parallel:
     seed of the first process. The other ops draw the seed in each process, and therefore all
     generators must have the same state. A call that already has a `shard` runs unchanged.
 
-    For tensors that the processes share, such as sinks or a bias over keys, each process gets its
-    part of the gradient: sum it over the mesh, as for parameters. The ring has no second
-    derivative. All processes must run the same calls, forward and backward: if one leaves out a
-    call, the others wait for it.
+    For tensors that are the same in all processes, such as sinks or a bias over keys, each process
+    gets one term of the gradient: sum the terms over the mesh, as for parameters. The ring has no
+    second derivative. All processes must run the same calls, forward and backward: if one process
+    leaves out a call, the others wait for it forever.
 
     The context applies to all threads of the process, because the threads of autograd need it. If
     activations are checkpointed, the backward runs the ops again: run it within the context, and
@@ -119,8 +111,8 @@ class context_parallel:
             raise ValueError(f"mesh is {mesh!r}; expected a DeviceMesh of one dimension")
         self.group = mesh.get_group()
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
-        self.balanced = require_flag("balanced", balanced)
-        self.method = require_choice("method", method, METHODS)
+        self.balanced = checks.require_flag("balanced", balanced)
+        self.method = checks.require_choice("method", method, METHODS)
         self.within = shard or Shard()
         self._ranks = dist.get_process_group_ranks(self.group)
         self._before: list[Any] = []
@@ -148,13 +140,10 @@ class context_parallel:
         half = length // 2
         return [Chunk(0, r * half, half), Chunk(half, (2 * n - 1 - r) * half, half)]
 
-    def positions(self, length: int, device: Any = None) -> Tensor:
-        """Return the global indices of the `length` rows of this process."""
-        parts = [
-            torch.arange(chunk.whole, chunk.whole + chunk.length, device=device)
-            for chunk in self.chunks(length)
-        ]
-        return torch.cat(parts)
+    def positions(self, length: int, device: Any = None, rank: int | None = None) -> Tensor:
+        """Return the global indices of the `length` rows of a process, by default this one."""
+        spans = [(c.global_start, c.global_start + c.length) for c in self.chunks(length, rank)]
+        return torch.cat([torch.arange(*span, device=device) for span in spans])
 
     @contextmanager
     def of_length(self, length: int) -> Iterator[None]:
@@ -163,24 +152,24 @@ class context_parallel:
         Dropout then uses the mask of [B, length, features] instead of the padded tensor's mask.
         Raises ValueError and TypeError for an invalid length.
         """
-        require_size(length=length)
+        checks.require_size(length=length)
         before, self._length = self._length, length
         try:
             yield
         finally:
             self._length = before
 
-    def whole(self, length: int) -> int:
-        """Return the number of tokens of the full sequences, given the `length` per process.
+    def unpadded_length(self, length: int) -> int:
+        """Return the length of the full sequences, of which each process has `length` tokens.
 
-        Within `of_length`, padding is not counted.
+        Within `of_length`, it is the length without the padding.
         """
         if self._length is None:
             return self.size * length
         if self._length > self.size * length:
             raise ValueError(
-                f"there are {length} tokens in each of {self.size} processes; "
-                f"expected the {self._length} of of_length, and padding"
+                f"{self.size} processes have {length} tokens each, {self.size * length} in all; "
+                f"expected at least the {self._length} of of_length({self._length})"
             )
         return self._length
 
@@ -188,52 +177,48 @@ class context_parallel:
         """Return the rows of a table [positions, N] for the `length` tokens of this process. The
         rows for padding are arbitrary.
         """
-        whole = self.whole(length)
-        if whole > table.shape[0]:
+        full_length = self.unpadded_length(length)
+        if full_length > table.shape[0]:
             raise ValueError(
-                f"{name} has {table.shape[0]} positions; expected those of {whole} tokens"
+                f"{name} has {table.shape[0]} positions; expected at least {full_length}, one for "
+                "each token of the full sequences"
             )
-        return table.index_select(0, self.positions(length, table.device).clamp(max=whole - 1))
+        positions = self.positions(length, table.device)
+        return table.index_select(0, positions.clamp(max=full_length - 1))
 
     def pad(self, x: Tensor, dim: int, value: float) -> Tensor:
         """Return x padded with `value` at the end of dimension `dim`, so that each chunk is a
         multiple of 16 rows, which share random words of dropout.
         """
-        require_tensor("x", x)
+        checks.require_tensor("x", x)
         more = -x.shape[dim] % (16 * self.size * (1 + self.balanced))
         shape = [more if i == dim % x.dim() else n for i, n in enumerate(x.shape)]
         return torch.cat([x, x.new_full(shape, value)], dim) if more else x
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return the rows of x for this process; dimension `dim` of x is the full sequence."""
-        require_tensor("x", x)
-        parts = self.size * (1 + self.balanced)
-        if x.shape[dim] % parts:
+        checks.require_tensor("x", x)
+        chunks = self.size * (1 + self.balanced)
+        if x.shape[dim] % chunks:
             raise ValueError(
-                f"x has {x.shape[dim]} rows in dimension {dim}; expected a multiple of {parts}, "
-                f"the chunks of {self.size} processes"
+                f"x has {x.shape[dim]} rows in dimension {dim}; expected a multiple of {chunks}, "
+                f"the number of chunks for {self.size} processes"
             )
         return x.index_select(dim, self.positions(x.shape[dim] // self.size, x.device))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the full sequence, given the shard x of each process, without gradient."""
-        require_tensor("x", x)
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
-        dist.all_gather(parts, x.detach().contiguous(), group=self.group)
-        return self._in_order(torch.cat(parts, dim), dim)
+        checks.require_tensor("x", x)
+        shards = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self._ranks]
+        dist.all_gather(shards, x.detach().contiguous(), group=self.group)
+        return self._in_order(torch.cat(shards, dim), dim)
 
     def _in_order(self, x: Tensor, dim: int, back: bool = False) -> Tensor:
         """Reorder rows from the order of the processes to the global order, or back."""
         if not self.balanced:
             return x
         length = x.shape[dim] // self.size
-        order = torch.cat(
-            [
-                torch.arange(chunk.whole, chunk.whole + chunk.length, device=x.device)
-                for rank in range(self.size)
-                for chunk in self.chunks(length, rank)
-            ]
-        )
+        order = torch.cat([self.positions(length, x.device, rank) for rank in range(self.size)])
         return x.index_select(dim, order if back else order.argsort())
 
     # ---------------------------------------------------------------------------- the attention
@@ -256,11 +241,11 @@ class context_parallel:
             dist.broadcast(seed, self._ranks[0], group=self.group)
             attention = attention._replace(dropout_seed=seed)
         plan = _Plan(self, query, key, attention, first)
-        if self.method == "all-to-all" and plan.obstacle is not None:
-            raise ValueError(f"{plan.obstacle}; expected method='ring' or 'auto'")
+        if self.method == "all-to-all" and plan.unsupported is not None:
+            raise ValueError(f"{plan.unsupported}; expected method='ring' or 'auto'")
         if self.size == 1 or not plan.keys:  # there is nothing to exchange
-            out, lse = plan.op((query, key, value), attention._replace(shard=plan.whole))
-        elif plan.obstacle is None and self.method != "ring":
+            out, lse = plan.op((query, key, value), attention._replace(shard=plan.shard))
+        elif plan.unsupported is None and self.method != "ring":
             out, lse = plan.by_heads(query, key, value)
         else:
             tensors = query, key, value, plan.attention.bias, attention.sinks
@@ -270,12 +255,14 @@ class context_parallel:
     def _require(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if backends.is_dtensor(x):
-                raise ValueError(f"{name} is a DTensor within context_parallel; expected a tensor")
+                raise ValueError(
+                    f"{name} is a DTensor within context_parallel; expected a plain tensor"
+                )
             step = (1 + self.balanced) * (16 if dropout_p else 1)
             if x.shape[2] % step:
                 raise ValueError(
-                    f"{name} has {x.shape[2]} rows in this process; expected a multiple of {step}"
-                    + (", of which dropout draws its words" if dropout_p else "")
+                    f"{name} has {x.shape[2]} rows in this process; "
+                    f"expected a multiple of {step}{' with dropout' if dropout_p else ''}"
                 )
 
     def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
@@ -291,7 +278,7 @@ class context_parallel:
 
 
 class _Plan:
-    """The properties of a call of attention that all its blocks share."""
+    """What all blocks of a call of attention have in common."""
 
     def __init__(
         self,
@@ -305,8 +292,8 @@ class _Plan:
         self.heads, self.groups = query.shape[1], key.shape[1]
         self.queries, self.keys = (x.shape[2] * context.size for x in (query, key))
         bias, within = attention.bias, context.within
-        # The kernels compute the gradient of a bias that is the same for all keys from dlse: each
-        # block would return the full gradient. With an expanded bias, each block returns the
+        # The kernels compute the gradient of a bias that is the same for all keys from dlse, which
+        # gives the full gradient in each block. With an expanded bias, each block gives the
         # gradient for its own keys.
         if bias is not None and bias.shape[-1:] in ((), (1,)):
             attention = attention._replace(bias=bias.expand(*bias.shape[:-1], self.keys))
@@ -314,23 +301,23 @@ class _Plan:
         if attention.dropout_p == 0:  # only dropout depends on sequence and head
             within, first = Shard(), 0
         batch, heads = within.batch if first is None else first, within.heads or self.heads
-        self.whole = Shard(batch, within.head, 0, 0, heads, self.queries, self.keys)
-        self.obstacle = self._obstacle()
+        self.shard = Shard(batch, within.head, 0, 0, heads, self.queries, self.keys)
+        self.unsupported = self._unsupported_reason()
 
-    def _obstacle(self) -> str | None:
-        """Return why heads cannot be exchanged, or None."""
+    def _unsupported_reason(self) -> str | None:
+        """Return why all-to-all cannot compute the call, or None."""
         n = self.context.size
         if self.heads % n or self.groups % n:
-            return f"there are {self.heads} heads in {self.groups} groups for {n} processes"
+            return f"{n} processes do not divide {self.heads} heads in {self.groups} groups"
         for name in ("attn_mask", "bias"):
             x = getattr(self.attention, name)
             if x is not None and x.dim() > 1 and (x.shape[-2] > 1 or self.queries == n):
-                return f"{name} has shape {shape_of(x)}, with rows"
+                return f"{name} has shape {checks.shape_of(x)}, with a dimension for the queries"
         return None
 
     @staticmethod
     def op(inputs: Sequence[Tensor], attention: Attention) -> tuple[Tensor, Tensor]:
-        """Call the op on some heads or rows of query, key and value: (output, lse)."""
+        """Call the op on some heads or rows of query, key and value. Return (output, lse)."""
         arguments = dict(zip(("query", "key", "value"), inputs))
         return backends.run(
             "scaled_dot_product_attention", **arguments, attention=attention, return_lse=True
@@ -350,7 +337,7 @@ class _Plan:
         inputs = [
             context._in_order(_Exchange.apply(x, context, True), 2) for x in (query, key, value)
         ]
-        own["shard"] = self.whole._replace(head=self.whole.head + first)
+        own["shard"] = self.shard._replace(head=self.shard.head + first)
         if not self.attention.dropout_p:
             own["shard"] = Shard(0, 0, 0, 0, heads, self.queries, self.keys)
         out, lse = self.op(inputs, self.attention._replace(**own))
@@ -363,10 +350,12 @@ class _Plan:
     # ------------------------------------------------------------------------------------ ring
 
     def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
-        """Return the pairs of a local query chunk and a key chunk of process `owner` that may see
-        each other; one pair with all rows if attention does not depend on positions.
+        """Return the blocks of scores: pairs of a local chunk of queries and a chunk of keys of
+        process `owner` that the queries may see.
+
+        If attention does not depend on positions, return one pair of all queries and all keys.
         """
-        if self._is_plain():
+        if self._ignores_positions():
             return [(Chunk(0, 0, query.shape[2]), Chunk(0, 0, key.shape[2]))]
         return [
             (q, k)
@@ -375,12 +364,12 @@ class _Plan:
             if self._may_see(q, k)
         ]
 
-    def _is_plain(self) -> bool:
+    def _ignores_positions(self) -> bool:
         return not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         a = self.attention
-        if a.sinks is not None and k.whole == 0:  # the first keys take the sinks
+        if a.sinks is not None and k.global_start == 0:  # the first keys take the sinks
             return True
         shift = 0
         if a.causal_alignment == "bottom_right":
@@ -390,27 +379,27 @@ class _Plan:
         left, right = (-1, -1) if a.window is None else a.window
         if a.is_causal:
             right = 0
-        if right >= 0 and k.whole > q.whole + q.length - 1 + shift + right:
+        if right >= 0 and k.global_start > q.global_start + q.length - 1 + shift + right:
             return False
-        return left < 0 or k.whole + k.length - 1 >= q.whole + shift - left
+        return left < 0 or k.global_start + k.length - 1 >= q.global_start + shift - left
 
-    def of_block(self, q: Chunk, k: Chunk) -> Attention:
+    def attention_of(self, q: Chunk, k: Chunk) -> Attention:
         """Return the `Attention` of a chunk of queries to a chunk of keys."""
         a = self.attention
         return a._replace(
-            attn_mask=self.part(a.attn_mask, q, k),
-            bias=self.part(a.bias, q, k),
-            sinks=a.sinks if k.whole == 0 else None,
-            shard=self.whole._replace(query=q.whole, key=k.whole),
+            attn_mask=self.block_of(a.attn_mask, q, k),
+            bias=self.block_of(a.bias, q, k),
+            sinks=a.sinks if k.global_start == 0 else None,
+            shard=self.shard._replace(query=q.global_start, key=k.global_start),
         )
 
-    def part(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
+    def block_of(self, x: Tensor | None, q: Chunk, k: Chunk) -> Tensor | None:
         """Return the block of a mask or bias, whose rows are local and whose keys are global."""
         if x is None:
             return None
         if x.dim() > 1 and x.shape[-2] > 1:
-            x = x.narrow(-2, q.here, q.length)
-        return x.narrow(-1, k.whole, k.length) if x.dim() and x.shape[-1] > 1 else x
+            x = x.narrow(-2, q.local_start, q.length)
+        return x.narrow(-1, k.global_start, k.length) if x.dim() and x.shape[-1] > 1 else x
 
 
 class _Exchange(torch.autograd.Function):
@@ -443,7 +432,7 @@ class Merged:
         self.peak = query.new_full(rows, torch.finfo(wide).min, dtype=wide)
 
     def add(self, rows: slice, output: Tensor, peak: Tensor, total: Tensor, unit: float) -> None:
-        """Add the results of `backends.attention_part` for a block of keys to these rows."""
+        """Add the results of `backends.attention_block` for a block of keys to these rows."""
         self.unit = unit
         sums, totals, peaks = (x[:, :, rows] for x in (self.sums, self.total, self.peak))
         peak = peak.where(total != 0, -torch.inf)  # for no keys, it may be any number
@@ -487,7 +476,7 @@ class _Ring(torch.autograd.Function):
             for q, k in plan.blocks(owner, query, key):
                 rows, keys = q.rows, k.rows
                 inputs = query[:, :, rows], *(x[:, :, keys] for x in now)
-                merged.add(rows, *backends.attention_part(inputs, plan.of_block(q, k)))
+                merged.add(rows, *backends.attention_block(inputs, plan.attention_of(q, k)))
             for work in works:
                 work.wait()
             now = coming
@@ -522,9 +511,14 @@ class _Ring(torch.autograd.Function):
                 of_rows = [[x[:, :, rows] for x in y] for y in (grads, outputs)]
                 with backends.use_backend(ctx.backend):
                     found = backends.attention_gradients(
-                        of_rows[0], inputs, plan.of_block(q, k), of_rows[1]
+                        of_rows[0], inputs, plan.attention_of(q, k), of_rows[1]
                     )
-                sums = dq[:, :, rows], *(x[:, :, keys] for x in own), plan.part(dbias, q, k), dsinks
+                sums = (
+                    dq[:, :, rows],
+                    *(x[:, :, keys] for x in own),
+                    plan.block_of(dbias, q, k),
+                    dsinks,
+                )
                 for total, gradient in zip(sums, found):
                     if total is not None and gradient is not None:
                         total += gradient

@@ -43,7 +43,7 @@ __all__ = ["parallelize", "require_same_ranks", "sequences_from"]
 Model = TypeVar("Model", bound=nn.Module)
 _OURS = EncoderDecoder, LanguageModel, Encoder, Decoder
 # In these modules all parameters become DTensors; in others, only those that a style places.
-_WHOLE = (*_OURS, nn.TransformerEncoder, nn.TransformerDecoder)
+_ALL_DISTRIBUTED = (*_OURS, nn.TransformerEncoder, nn.TransformerDecoder)
 _HIDDEN_GROUP, _FEATURE_GROUP = 16, 4  # share random words of dropout: see `require_group`
 
 
@@ -67,8 +67,8 @@ def parallelize(
     Args:
         model: a model of `make_model` or `make_decoder`, or a module that contains stacks of their
             layers; or a module that contains nn.Transformer, its encoder or its decoder, after
-            `accelerate`. Modules around a stack of torch's keep their plain parameters, and
-            exchange plain tensors with it.
+            `accelerate`. Modules outside of torch's stacks keep plain parameters, and exchange
+            plain tensors with the stacks.
         mesh: a DeviceMesh of one dimension, such as init_device_mesh("cuda", (8,)) or mesh["tp"].
         plan: by module name, a torch.distributed.tensor.parallel.ParallelStyle that replaces the
             default style of that module, or None to remove it. Parameters that no style distributes
@@ -106,7 +106,7 @@ def parallelize(
             raise ValueError(f"plan names {name!r}; expected a module of the model")
     parallelize_module(model, mesh, {k: v for k, v in styles.items() if v is not None})
     for module in model.modules():
-        if isinstance(module, _WHOLE):
+        if isinstance(module, _ALL_DISTRIBUTED):
             replicate_others(module, mesh)
     return model
 
@@ -118,7 +118,7 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
 
     from fastformer.distributed.styles import Gathered, Rows
 
-    made: dict[int, Any] = {}  # parameters by the id of those they replace: some are shared
+    made: dict[int, Any] = {}  # DTensors by the id of the parameter that they replace
     shared = {id(m.proj.weight) for m in model.modules() if isinstance(m, Generator)}
     columns = ColwiseParallel(use_local_output=False)
     rows = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
@@ -227,7 +227,7 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
         own["the next random number of the GPU"] = _next_random_number(torch.cuda, "cuda")
     if model is not None:
         shapes = [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
-        own["the model's parameters"] = _digest(repr(shapes).encode())
+        own["the model's parameters"] = hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]
     size = torch.distributed.get_world_size(group)
     all_ranks: list[Any] = [None] * size
     torch.distributed.all_gather_object(all_ranks, own, group)
@@ -245,7 +245,3 @@ def _next_random_number(module: Any, device: str) -> int:
     generator = torch.Generator(device)
     generator.set_state(module.get_rng_state())
     return int(torch.randint(2**62, (), generator=generator, device=device))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:12]

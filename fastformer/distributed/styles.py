@@ -15,9 +15,9 @@ from fastformer.dispatch.sharding.call import Placement, as_replicated
 class Placed(ParallelStyle):
     """Distribute the parameters of a module, given a placement for each name, and add no hooks.
 
-    Hooks are not needed, because the ops take DTensors, and a module without hooks can be fused
-    with others. made: the distributed parameters by the id of the parameter that they replace, so
-    that shared parameters stay shared.
+    It needs no hooks, because the ops take DTensors; and a module without hooks can be fused with
+    others. made: DTensors by the id of the parameter that they replace, so that modules which share
+    a parameter share its DTensor.
     """
 
     def __init__(self, made: dict[int, tuple[Any, Any]], **placements: Placement) -> None:
@@ -29,13 +29,10 @@ class Placed(ParallelStyle):
             if old is None:
                 continue
             if id(old) not in self._made:  # keep the old one, so that its id is not reused
-                self._made[id(old)] = old, _distributed(old, device_mesh, placement)
+                data = distribute_tensor(old.data, device_mesh, [placement])
+                self._made[id(old)] = old, nn.Parameter(data, old.requires_grad)
             module._parameters[name] = self._made[id(old)][1]
         return module
-
-
-def _distributed(old: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(old.data, mesh, [placement]), old.requires_grad)
 
 
 def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:

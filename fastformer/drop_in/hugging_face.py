@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
-from fastformer.eager import readable
-from fastformer.nn.padding import lengths_of
+from fastformer.eager import may_read
 from fastformer.ops import functional
 
 NAME = "fastformer"
@@ -223,12 +222,12 @@ def attention(
     if right == 0 and q_length == 1:  # causality lets the last query see every key
         right = None
     causal = left is None and right == 0
-    held, lengths = _key_lengths(attention_mask, query.shape[0])
-    if lengths is not None and _cuts(lengths, query, held):  # skip the empty end of the buffer
-        held, n, lengths = False, int(lengths[0]), None
+    held = _held_keys(attention_mask, query.shape[0])
+    if held is not None and _cuts(held, query):  # skip the empty end of the buffer
+        n, held = int(held[0]), None
         key, value = key[:, :, :n], value[:, :, :n]
         visible, position_bias = (_of_first(n, x) for x in (visible, position_bias))
-    aligned = q_length == key.shape[2] and not held  # both begin at the same position
+    aligned = q_length == key.shape[2] and held is None  # both begin at the same position
     arguments: dict[str, Any] = dict(
         attn_mask=visible,
         is_causal=causal,
@@ -239,7 +238,7 @@ def attention(
         causal_alignment="top_left" if aligned else "bottom_right",
         softcap=softcap,
         sinks=s_aux,
-        key_lengths=lengths,
+        key_lengths=held,
     )
     out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
     weights = functional.attention_weights(query, key, **arguments) if output_attentions else None
@@ -298,23 +297,19 @@ def _read_mask(
     return visible, None, sides
 
 
-def _key_lengths(attention_mask: object, batch: int) -> tuple[bool, Tensor | None]:
-    """Return whether the keys fill only the start of a buffer, and their lengths [B] if known."""
-    if not isinstance(attention_mask, Mask):
-        return False, None
-    held, lengths = attention_mask.held, attention_mask.lengths
-    if held is not None:
-        return True, held if held.shape[0] == batch else held[:1].expand(batch)
-    return False, lengths if lengths is not None and lengths.shape[0] == batch else None
+def _held_keys(attention_mask: object, batch: int) -> Tensor | None:
+    """Return how many keys a buffer holds, [batch], or None if it is full."""
+    held = attention_mask.held if isinstance(attention_mask, Mask) else None
+    return held if held is None or held.shape[0] == batch else held[:1].expand(batch)
 
 
-def _cuts(lengths: Tensor, query: Tensor, held: bool) -> bool:
+def _cuts(held: Tensor, query: Tensor) -> bool:
     """Return whether to slice the keys of a buffer to the filled ones before the call.
 
     The kernels skip the others by themselves; elsewhere the slice saves time, but needs their
     number on the host.
     """
-    return held and readable(lengths) and not backends.prefers_kernels(query)
+    return may_read(held) and not backends.prefers_kernels(query)
 
 
 def _of_first(n: int, x: Tensor | None) -> Tensor | None:
@@ -357,10 +352,9 @@ class Mask:
 
     visible: boolean [B or 1, 1, 1 or Sq, Sk], True for a visible key, or None for all keys.
     left, right: query i sees only the keys from i - left to i + right, where positions are counted
-    so that the last query has the position of the last key; None is no bound. lengths: [B], no key
-    at or past it is visible, or None if unknown. held: [B] int32, all equal: the number of keys
-    that a buffer holds at its beginning. No other key is visible, and the last query has the
-    position of the last held key. None if the buffer is full.
+    so that the last query has the position of the last key; None is no bound. held: [B] int32, all
+    equal: the number of keys that a buffer holds at its beginning. No other key is visible, and the
+    last query has the position of the last held key. None if the buffer is full.
     """
 
     dtype = torch.bool
@@ -373,11 +367,10 @@ class Mask:
         right: int | None,
         device: torch.device | str,
         owner: str,
-        lengths: Tensor | None = None,
         held: Tensor | None = None,
     ) -> None:
         self.shape, self.visible, self.left, self.right = shape, visible, left, right
-        self.device, self.owner, self.lengths, self.held = device, owner, lengths, held
+        self.device, self.owner, self.held = device, owner, held
 
     @property
     def ndim(self) -> int:
@@ -415,10 +408,8 @@ class Mask:
         device = device.device if isinstance(device, Tensor) else device
         if device is None or isinstance(device, torch.dtype):
             return self
-        visible, *lengths = (
-            None if x is None else x.to(device) for x in (self.visible, self.lengths, self.held)
-        )
-        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, *lengths)
+        visible, held = (None if x is None else x.to(device) for x in (self.visible, self.held))
+        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, held)
 
     def contiguous(self) -> Mask:
         return self
@@ -428,8 +419,8 @@ class Mask:
     def __getitem__(self, index: Any) -> Mask:
         parts = index if isinstance(index, tuple) else (index,)
         for part, n in zip(parts, self.shape):
-            whole = isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1)
-            if not (whole and (part.stop is None or part.stop >= n)):
+            is_full = isinstance(part, slice) and part.start in (None, 0) and part.step in (None, 1)
+            if not (is_full and (part.stop is None or part.stop >= n)):
                 return self._of(self.complete()[index])
         return self
 
@@ -593,7 +584,7 @@ def mask(
         if held is not None and _is_padding_mask(attention_mask, 0):
             left, right = _within(sides, q_length, kv_length)
             visible = _padding_of_buffer(attention_mask, kv_length, held)
-            return kind(shape, visible, left, right, device, owner, None, held)
+            return kind(shape, visible, left, right, device, owner, held)
     banded = sides == (None, None) or (sides is not None and aligned)
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not (banded and skip and _is_padding_mask(attention_mask, keys.stop)):
@@ -603,11 +594,7 @@ def mask(
         return kind(shape, full, None, None, device, owner)
     assert sides is not None
     left, right = _within(sides, q_length, kv_length)
-    padding, lengths = _padding(attention_mask, keys), None
-    top_left = q_length == kv_length or (left is None and right is None)
-    if padding is not None and top_left and q_length > 1 and padding.shape[0] == batch_size:
-        lengths = lengths_of(padding[:, 0, 0])
-    return kind(shape, padding, left, right, device, owner, lengths)
+    return kind(shape, _padding(attention_mask, keys), left, right, device, owner)
 
 
 def _within(sides: _Sides, q_length: int, kv_length: int) -> _Sides:
@@ -645,7 +632,7 @@ def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tenso
     """
     if attention_mask is None:
         return None
-    n = min(int(held[0]), k_length) if readable(held) else k_length + 1
+    n = min(int(held[0]), k_length) if may_read(held) else k_length + 1
     if attention_mask.shape[1] >= n and _padding(attention_mask, slice(0, n)) is None:
         return None
     padding = attention_mask[:, None, None, :k_length]
@@ -669,7 +656,7 @@ def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
     if attention_mask is None:
         return None
     padding = attention_mask[:, None, None, keys]
-    return None if readable(padding) and padding.all() else padding
+    return None if may_read(padding) and padding.all() else padding
 
 
 def _sides(mask_function: Callable[..., object]) -> _Sides | None:

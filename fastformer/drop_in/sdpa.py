@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastformer.dispatch import backends
-from fastformer.drop_in.replacements.base import record_torch, tensor_obstacle
+from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.ops import functional
 from fastformer.ops.attention import arguments
 
@@ -67,16 +67,16 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     reason = (
-        _input_obstacle(query, key, value, attn_mask)
-        or _heads_obstacle(query, key, value, enable_gqa)
-        or _option_obstacle(query, key, attn_mask, dropout_p, is_causal, scale)
+        _unsupported_input(query, key, value, attn_mask)
+        or _unsupported_heads(query, key, value, enable_gqa)
+        or _unsupported_option(query, key, attn_mask, dropout_p, is_causal, scale)
     )
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     if reason is not None:
         record_torch("scaled_dot_product_attention", reason)
         return F.scaled_dot_product_attention(*args, scale=scale, enable_gqa=enable_gqa)
     enable_gqa = enable_gqa or (query.dim() == 4 and key.shape[1] == 1)  # one head for all
-    with backends.observe(on_obstacle=_ignore):
+    with backends.observe(on_unsupported=_ignore):
         return functional.scaled_dot_product_attention(*args, scale, enable_gqa)
 
 
@@ -89,13 +89,13 @@ def _ignore(op: str, reason: str) -> None:
 # [B, H, Sk, D] or [B, Sk, D]; attn_mask broadcasts to the scores [B, H, Sq, Sk].
 
 
-def _input_obstacle(
+def _unsupported_input(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> str | None:
     tensors = (query, key, value)
-    obstacle = tensor_obstacle(*tensors, attn_mask)
-    if obstacle is not None:
-        return obstacle
+    reason = unsupported_tensor(*tensors, attn_mask)
+    if reason is not None:
+        return reason
     if any(x.dim() != query.dim() for x in tensors) or query.dim() not in (3, 4):
         return "not three or four dimensions each"
     if any(x.dtype != query.dtype or x.device != query.device for x in tensors):
@@ -110,7 +110,7 @@ def _input_obstacle(
     return None
 
 
-def _heads_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
+def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str | None:
     batch = query.shape[0]
     if key.shape[0] != batch or value.shape[0] != batch or key.shape[:-1] != value.shape[:-1]:
         return "the batch or the heads broadcast"
@@ -125,7 +125,7 @@ def _heads_obstacle(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     return None
 
 
-def _option_obstacle(
+def _unsupported_option(
     query: Tensor,
     key: Tensor,
     attn_mask: Tensor | None,

@@ -10,23 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastformer import checks
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.cache.paged import PagedKVCache
-from fastformer.checks import (
-    INTEGERS,
-    autocast_dtype,
-    may_read,
-    require_callable,
-    require_device,
-    require_floating,
-    require_size,
-    require_tensor,
-    shape_of,
-)
 from fastformer.description import PADDED_OPTIONS
 from fastformer.dispatch import backends
+from fastformer.eager import may_read
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
 from fastformer.nn.padding import Packing, pad, require_tokens
@@ -69,28 +60,30 @@ def attention(
     """
     inputs = {"query": query, "key": key, "value": value}
     for name, x in inputs.items():
-        require_tensor(name, x)
+        checks.require_tensor(name, x)
         if x.dim() < 2:
-            raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., length, d]")
-    if autocast_dtype(query) is None:
-        require_floating(**inputs)
+            raise ValueError(f"{name} has shape {checks.shape_of(x)}; expected [..., length, d]")
+    if checks.autocast_dtype(query) is None:
+        checks.require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
         raise ValueError(
-            f"key has shape {shape_of(key)}; expected d_k of 1 or more, as query {shape_of(query)}"
+            f"key has shape {checks.shape_of(key)}; "
+            f"expected d_k of 1 or more, as query {checks.shape_of(query)}"
         )
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(
-            f"value has shape {shape_of(value)}; expected the length of key {shape_of(key)}"
+            f"value has shape {checks.shape_of(value)}; "
+            f"expected the length of key {checks.shape_of(key)}"
         )
     for name, x in (("key", key), ("value", value)):
         leading = zip(x.shape[-3::-1], query.shape[-3::-1])
         if any(have != want and 1 not in (have, want) for have, want in leading):
             raise ValueError(
-                f"{name} has shape {shape_of(x)}; "
-                f"expected leading dimensions that fit those of query {shape_of(query)}"
+                f"{name} has shape {checks.shape_of(x)}; "
+                f"expected leading dimensions that fit those of query {checks.shape_of(query)}"
             )
     if dropout is not None:
-        require_callable("a function of the weights, or None", dropout=dropout)
+        checks.require_callable("a function of the weights, or None", dropout=dropout)
     weights = _weights(query, key, mask)
     if dropout is not None:
         weights = dropout(weights)
@@ -136,7 +129,7 @@ class MultiHeadedAttention(AliasedModule):
     ) -> None:
         super().__init__()
         kv_heads = h if kv_heads is None else kv_heads
-        require_size(h=h, d_model=d_model, kv_heads=kv_heads)
+        checks.require_size(h=h, d_model=d_model, kv_heads=kv_heads)
         if d_model % h:
             raise ValueError(f"d_model is {d_model}; expected a multiple of h = {h}")
         if h % kv_heads:
@@ -201,15 +194,15 @@ class MultiHeadedAttention(AliasedModule):
             return self._forward_packed(inputs, mask, options)
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
-        if autocast_dtype(query) is None:
-            require_floating(**inputs)
+        if checks.autocast_dtype(query) is None:
+            checks.require_floating(**inputs)
         linears = list(self.linears)
         require_linear_input("query", query, linears[0])
         projected = self._projected(inputs, linears)
         q, k, v = [x.transpose(1, 2) for x in projected]  # [B, heads, T or S, d_k], views
         if mask is not None:
-            require_tensor("mask", mask)
-            require_device("mask", mask, "query", query)
+            checks.require_tensor("mask", mask)
+            checks.require_device("mask", mask, "query", query)
             mask = self._over_heads(mask, (*q.shape[:3], backends.full_length(k.shape[2])))
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
@@ -241,8 +234,8 @@ class MultiHeadedAttention(AliasedModule):
             cache.require_memory("value", inputs.pop("value"))
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
-        if autocast_dtype(inputs["query"]) is None:
-            require_floating(**inputs)
+        if checks.autocast_dtype(inputs["query"]) is None:
+            checks.require_floating(**inputs)
         linears = list(self.linears)
         require_linear_input("query", inputs["query"], linears[0])
         # Separate GEMMs: for few tokens, concatenating the weights takes longer than reading them.
@@ -251,8 +244,8 @@ class MultiHeadedAttention(AliasedModule):
             for linear, x in zip(linears, inputs.values())
         ]  # [B, h, T or S, d_k], views
         if mask is not None:
-            require_tensor("mask", mask)
-            require_device("mask", mask, "query", q)
+            checks.require_tensor("mask", mask)
+            checks.require_device("mask", mask, "query", q)
             length = cache.longest + (0 if kept else new[0].shape[2])
             mask = self._over_heads(mask, (*q.shape[:3], length))
         if isinstance(cache, MemoryCache):
@@ -276,7 +269,7 @@ class MultiHeadedAttention(AliasedModule):
         for name, x in inputs.items():
             require_tokens(name, x, packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
-                given = shape_of(x)
+                given = checks.shape_of(x)
                 raise ValueError(
                     f"{name} has shape {given}; expected [tokens, d_model = {self.h * self.d_k}]"
                 )
@@ -343,10 +336,12 @@ class MultiHeadedAttention(AliasedModule):
                 "and mask[None] [1, T, S], the same for each sequence"
             )
             if b == t > 1 and mask.shape[0] == b:
-                raise ValueError(f"mask has shape {shape_of(mask)}: [B, S] or [T, S]? {spelled}")
+                raise ValueError(
+                    f"mask has shape {checks.shape_of(mask)}: [B, S] or [T, S]? {spelled}"
+                )
             return _boolean_mask(mask, (t, s), f"; {spelled}")
         if mask.dim() != 4:
-            given = shape_of(mask)
+            given = checks.shape_of(mask)
             raise ValueError(f"mask has shape {given}; expected [B, 1, S], [B, T, S] or [1, T, S]")
         return _boolean_mask(mask, shape)
 
@@ -359,7 +354,7 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
     """Return the mask as booleans; require that it broadcasts to `shape`, that of the weights."""
     sizes = zip(mask.shape[::-1], shape[::-1], strict=False)
     if mask.dim() > len(shape) or any(have not in (1, want) for have, want in sizes):
-        given = shape_of(mask)
+        given = checks.shape_of(mask)
         raise ValueError(
             f"mask has shape {given}; expected one that broadcasts to {list(shape)}{hint}"
         )
@@ -367,7 +362,7 @@ def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:
         return mask
     if mask.is_floating_point():
         return _boolean_from_float(mask)
-    if mask.dtype not in INTEGERS:
+    if mask.dtype not in checks.INTEGERS:
         raise TypeError(f"mask has dtype {mask.dtype}; expected booleans, integers, or 0. and 1.")
     return mask != 0
 
@@ -400,8 +395,8 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:
-        require_tensor("mask", mask)
-        require_device("mask", mask, "query", query)
+        checks.require_tensor("mask", mask)
+        checks.require_device("mask", mask, "query", query)
         lowest = max(-1e9, torch.finfo(scores.dtype).min)  # float16 ends at -65504
         scores = scores.masked_fill(~_boolean_mask(mask, scores.shape), lowest)
     return scores.softmax(-1)

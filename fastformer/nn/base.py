@@ -7,14 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fastformer.checks import (
-    autocast_dtype,
-    require_device,
-    require_probability,
-    require_size,
-    require_tensor,
-    shape_of,
-)
+from fastformer import checks
 from fastformer.nn.stream import is_unmodified
 
 __all__ = ["clones"]
@@ -41,7 +34,7 @@ class AliasedModule(nn.Module):
 
 
 def make_dropout(p: float) -> nn.Dropout:
-    return nn.Dropout(require_probability("dropout", p))
+    return nn.Dropout(checks.require_probability("dropout", p))
 
 
 def clones(module: nn.Module, N: int) -> nn.ModuleList:
@@ -49,7 +42,7 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
 
     Raises ValueError if N is negative, TypeError if `module` is not a module.
     """
-    require_size(0, N=N)
+    checks.require_size(0, N=N)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
     return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
@@ -57,13 +50,15 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
 
 def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
     """If `layer` is an unmodified nn.Linear, require the width, device and dtype it takes."""
-    require_tensor(name, x)
+    checks.require_tensor(name, x)
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
     if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [..., {layer.in_features}]")
-    require_device(name, x, "the parameters", layer.weight)
-    if x.dtype != layer.weight.dtype and autocast_dtype(x) is None:
+        raise ValueError(
+            f"{name} has shape {checks.shape_of(x)}; expected [..., {layer.in_features}]"
+        )
+    checks.require_device(name, x, "the parameters", layer.weight)
+    if x.dtype != layer.weight.dtype and checks.autocast_dtype(x) is None:
         raise TypeError(
             f"{name} has dtype {x.dtype}; expected that of the parameters, {layer.weight.dtype}, "
             "or torch.autocast"

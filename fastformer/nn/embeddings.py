@@ -8,19 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.checks import (
-    INTEGERS,
-    may_read,
-    require_device,
-    require_flag,
-    require_floating,
-    require_ids,
-    require_size,
-    require_tensor,
-    require_token,
-    shape_of,
-)
+from fastformer import checks
 from fastformer.dispatch import backends
+from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
 from fastformer.nn.stream import add_dropped
 
@@ -47,14 +37,14 @@ class Embeddings(nn.Module):
 
     def __init__(self, d_model: int, vocab: int, padding_idx: int | None = None) -> None:
         super().__init__()
-        require_size(d_model=d_model, vocab=vocab)
+        checks.require_size(d_model=d_model, vocab=vocab)
         if padding_idx is not None:
-            padding_idx = require_token("padding_idx", padding_idx, vocab)
+            padding_idx = checks.require_token("padding_idx", padding_idx, vocab)
         self.lut = nn.Embedding(vocab, d_model, padding_idx)
         self.d_model = d_model
 
     def forward(self, x: Tensor) -> Tensor:
-        require_ids("x", x, self.lut.weight)
+        checks.require_ids("x", x, self.lut.weight)
         return self.lut(x.long()) * math.sqrt(self.d_model)
 
 
@@ -94,18 +84,18 @@ class PositionalEncoding(nn.Module):
         self, d_model: int, dropout: float, max_len: int = 5000, learned: bool = False
     ) -> None:
         super().__init__()
-        require_size(d_model=d_model, max_len=max_len)
+        checks.require_size(d_model=d_model, max_len=max_len)
         self.dropout = make_dropout(dropout)
         pe = _sinusoid(max_len, d_model).to(torch.get_default_dtype())
-        if require_flag("learned", learned):
+        if checks.require_flag("learned", learned):
             self.pe = nn.Parameter(pe)
         else:
             self.register_buffer("pe", pe)
 
     def forward(self, x: Tensor, start: int | Tensor = 0) -> Tensor:
         require_features("x", x, self.pe.shape[2])
-        require_floating(x=x)
-        require_device("x", x, "pe", self.pe)
+        checks.require_floating(x=x)
+        checks.require_device("x", x, "pe", self.pe)
         x = x + self.rows("x", x, start).to(x.dtype)
         if backends.is_sharded(x):
             return add_dropped(torch.zeros_like(x), x, self.dropout)
@@ -122,19 +112,21 @@ class PositionalEncoding(nn.Module):
                 raise ValueError(f"start is {start} within context_parallel; expected 0")
             return backends.rows_here("pe", self.pe[0], length).unsqueeze(0)
         if not isinstance(start, Tensor):
-            require_size(0, start=start)
+            checks.require_size(0, start=start)
             if start + length > max_len:
                 after = f" after the first {start}" if start else ""
                 raise ValueError(
                     f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
                 )
             return self.pe[:, start : start + length]
-        require_tensor("start", start)
-        if start.dtype not in INTEGERS:
+        checks.require_tensor("start", start)
+        if start.dtype not in checks.INTEGERS:
             raise TypeError(f"start has dtype {start.dtype}; expected integers")
         if start.shape != x.shape[:1]:
-            raise ValueError(f"start has shape {shape_of(start)}; expected [B] = [{x.shape[0]}]")
-        require_device("start", start, "pe", self.pe)
+            raise ValueError(
+                f"start has shape {checks.shape_of(start)}; expected [B] = [{x.shape[0]}]"
+            )
+        checks.require_device("start", start, "pe", self.pe)
         if may_read(start) and start.numel() and length:
             low, high = map(int, start.aminmax())
             if low < 0 or high + length > max_len:
@@ -150,6 +142,8 @@ class PositionalEncoding(nn.Module):
 
 
 def require_features(name: str, x: Tensor, features: int) -> None:
-    require_tensor(name, x)
+    checks.require_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != features:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, d_model = {features}]")
+        raise ValueError(
+            f"{name} has shape {checks.shape_of(x)}; expected [B, S, d_model = {features}]"
+        )

@@ -8,17 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.checks import (
-    require_callable,
-    require_choice,
-    require_device,
-    require_eps,
-    require_flag,
-    require_floating,
-    require_size,
-    require_tensor,
-    shape_of,
-)
+from fastformer import checks
 from fastformer.nn.base import AliasedModule, make_dropout
 from fastformer.nn.stream import add_dropped, is_unmodified
 from fastformer.ops import functional
@@ -56,8 +46,10 @@ class LayerNorm(AliasedModule):
 
     def __init__(self, features: int, eps: float = 1e-6, unbiased: bool = False) -> None:
         super().__init__()
-        require_size(2 if require_flag("unbiased", unbiased) else 1, features=features)
-        require_eps(eps)
+        checks.require_size(
+            2 if checks.require_flag("unbiased", unbiased) else 1, features=features
+        )
+        checks.require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.bias = nn.Parameter(torch.zeros(features))
         self.eps = eps
@@ -97,8 +89,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, features: int, eps: float = 1e-6) -> None:
         super().__init__()
-        require_size(features=features)
-        require_eps(eps)
+        checks.require_size(features=features)
+        checks.require_eps(eps)
         self.weight = nn.Parameter(torch.ones(features))
         self.eps = eps
 
@@ -115,7 +107,7 @@ class RMSNorm(nn.Module):
 
 def make_norm(norm: str, features: int) -> LayerNorm | RMSNorm:
     """Return a new norm by its name, one of `NORMS`."""
-    require_choice("norm", norm, NORMS)
+    checks.require_choice("norm", norm, NORMS)
     return LayerNorm(features) if norm == "layer" else RMSNorm(features)
 
 
@@ -141,14 +133,14 @@ class SublayerConnection(nn.Module):
         self, size: int, dropout: float, norm_first: bool = True, norm: str = "layer"
     ) -> None:
         super().__init__()
-        require_size(size=size)
+        checks.require_size(size=size)
         self.norm = make_norm(norm, size)
         self.dropout = make_dropout(dropout)
-        self.norm_first = require_flag("norm_first", norm_first)
+        self.norm_first = checks.require_flag("norm_first", norm_first)
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        require_tensor("x", x)
-        require_callable("a function of x", sublayer=sublayer)
+        checks.require_tensor("x", x)
+        checks.require_callable("a function of x", sublayer=sublayer)
         if self.norm_first:
             return add_dropped(x, sublayer(self.norm(x)), self.dropout)
         return self.norm(add_dropped(x, sublayer(x), self.dropout))
@@ -159,10 +151,12 @@ class SublayerConnection(nn.Module):
 
 def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> None:
     """Require floats; with an unmodified norm of this file also its device and features."""
-    require_floating(**{name: x})
+    checks.require_floating(**{name: x})
     assert x is not None
     if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]")
-    require_device(name, x, "the parameters", norm.weight)
+        raise ValueError(
+            f"{name} has shape {checks.shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]"
+        )
+    checks.require_device(name, x, "the parameters", norm.weight)

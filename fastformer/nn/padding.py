@@ -9,13 +9,11 @@ A `Packing` replaces a mask: it tells an attention module which tokens form a se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
-from fastformer.dispatch import backends
 
 __all__ = ["Packing", "pad", "unpad"]
 
@@ -115,37 +113,6 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
     batch, length = valid.shape
     return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, longest)
-
-
-def lengths_of(visible: Tensor) -> Tensor | None:
-    """Return the position after each row's last visible key, [B] int32; None if no kernel reads it.
-
-    visible: a boolean [B, S], True where a key is visible. The result can be passed as
-    `key_lengths` together with any mask of these keys and changes no output: the kernels skip the
-    blocks past it, and the mask still decides about the other keys. The host does not wait.
-    """
-    if not visible.shape[1] or not backends.prefers_kernels(visible):
-        return None
-    ends = torch.arange(1, visible.shape[1] + 1, dtype=torch.int32, device=visible.device)
-    return (visible * ends).amax(1)
-
-
-class KeyMask(NamedTuple):
-    """A mask [B, 1, S] of the keys and their lengths [B], which a stack passes to its layers."""
-
-    mask: Tensor
-    lengths: Tensor
-
-
-def with_lengths(mask: Any, batch: int) -> Any:
-    """Return a boolean mask [batch, 1, S] as a `KeyMask`, if kernels read its lengths.
-
-    Any other mask is returned as it is, such as one [1, 1, S] that the rows of a batch share.
-    """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 3:
-        return mask
-    lengths = lengths_of(mask[:, 0]) if mask.shape[:2] == (batch, 1) else None
-    return mask if lengths is None else KeyMask(mask, lengths)
 
 
 def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:

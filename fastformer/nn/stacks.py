@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag
-from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import clones
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
-from fastformer.nn.padding import KeyMask, Packing, with_lengths
+from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
 __all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer"]
@@ -92,16 +91,13 @@ def _stack(
 
     The layers share one residual stream, so that the last sum of a layer and the norm that follows
     are one kernel. context: the other arguments of a layer's forward; with a cache, the
-    `LayerCache` of the layer follows them. Without a cache, the key lengths of the masks are
-    computed once for all layers.
+    `LayerCache` of the layer follows them.
     """
     stream = ResidualStream(x)
-    batch = x.shape[0]  # len(x) would be a constant in an exported program
-    seen = context if cache is not None else tuple(with_lengths(one, batch) for one in context)
     for i, layer in enumerate(layers):
         own = () if cache is None else (cache.layer(i),)
         if type(layer) is kind and is_unmodified(layer):
-            layer._through(stream, *seen, *own)
+            layer._through(stream, *context, *own)
         else:  # the layer is of another class or has hooks
             stream = ResidualStream(layer(stream.value(), *context, *own))
     return stream.normalize(norm)
@@ -176,7 +172,7 @@ class EncoderLayer(nn.Module):
     def _through(
         self,
         stream: ResidualStream,
-        mask: Tensor | Packing | KeyMask | None,
+        mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
     ) -> None:
         connections = list(self.sublayer)
@@ -185,7 +181,7 @@ class EncoderLayer(nn.Module):
             if not self.is_causal:
                 raise ValueError("cache is given to a layer with is_causal=False; expected None")
             options["cache"] = cache
-        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, mask, **options))
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask, **options))
         _add(stream, connections[1], self.feed_forward)
 
 
@@ -250,30 +246,15 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         memory: Tensor | None,
-        src_mask: Tensor | KeyMask | None,
-        tgt_mask: Tensor | KeyMask | None,
+        src_mask: Tensor | None,
+        tgt_mask: Tensor | None,
         cache: LayerCache | None = None,
     ) -> None:
         own, kept = ({}, {}) if cache is None else ({"cache": cache}, {"cache": cache.memory})
         connections = list(self.sublayer)
-        _add(stream, connections[0], lambda x: _attend(self.self_attn, x, x, tgt_mask, **own))
-        _add(stream, connections[1], lambda x: _attend(self.src_attn, x, memory, src_mask, **kept))
+        _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own))
+        _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask, **kept))
         _add(stream, connections[2], self.feed_forward)
-
-
-def _attend(
-    attention: nn.Module,
-    x: Tensor,
-    memory: Tensor | None,
-    mask: Tensor | Packing | KeyMask | None,
-    **options: Any,
-) -> Tensor:
-    """Return attention(x, memory, memory, mask); MultiHeadedAttention also gets key lengths."""
-    if isinstance(mask, KeyMask):
-        mask, lengths = mask
-        if type(attention) is MultiHeadedAttention and "cache" not in options:
-            return attention(x, memory, memory, mask, key_lengths=lengths, **options)
-    return attention(x, memory, memory, mask, **options)
 
 
 def _add(

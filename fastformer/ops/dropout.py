@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.description import row_shard
-from fastformer.eager import readable
+from fastformer.eager import may_read
 
 # Philox (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3") with 7 rounds:
 # Philox2x32 draws the words of tiles (`dropped`), Philox4x32 those of rows (`dropped_rows`).
@@ -24,7 +24,6 @@ _CHUNK = 1 << 15  # counters processed at a time: their temporaries stay in the 
 _FEW = 1 << 12  # counters: up to here, the overhead of NumPy's calls costs more than the arithmetic
 _FACTOR_A, _FACTOR_B = np.array(_ROUND_A, np.uint64), np.array(_ROUND_B, np.uint64)
 _KEY_STEPS = np.array([[[n * _KEY_A], [n * _KEY_B]] for n in range(PHILOX_ROUNDS)], np.uint64)
-_EIGHT = np.arange(8, dtype=np.uint64).reshape(8, 1)
 _HALF, _LOW = np.array(32, np.uint64), np.array(_WORD, np.uint64)
 _ROUND = 0xD256D193
 _FACTOR = np.array(_ROUND, np.uint64)
@@ -88,26 +87,26 @@ Place = Sequence[int]  # the offsets of a shard, as in `dropped`
 
 
 def dropped(
-    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, place: Place | None = None
 ) -> Tensor:
-    """Return a boolean [planes, rows, columns], True where dropout removes an element.
+    """Return a boolean [batch_heads, rows, columns], True where dropout removes an element.
 
-    A plane is a matrix [rows, columns], of one sequence and head in attention.
+    In attention, batch_head b * H + h is head h of sequence b.
 
-    place: for a shard, its offsets: (first plane, local planes of a sequence, global planes of a
-        sequence, first row, first column). First row and first column are multiples of 16.
+    place: for a shard, (first batch_head, local heads, global heads, first row, first column), the
+        last two multiples of 16.
 
-    Element (plane, i, j) reads one of the four 16-bit words that Philox2x32 returns for the counter
-    (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half of
-    word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
-    one thread holds in a tensor-core accumulator. Key and shift of a plane are the low and the high
-    word of output number plane + 1 of SplitMix64, started at the seed. The mask is a pure function
-    of (seed, plane, i, j).
+    Element (batch_head, i, j) reads one of the four 16-bit words that Philox2x32 returns for the
+    counter (i', j' ^ shift), where x' = x//16 * 8 + x % 8: the low (j//8 % 2 = 0) or the high half
+    of word i//8 % 2. So one counter serves rows i, i+8 and columns j, j+8: the four elements that
+    one thread holds in a tensor-core accumulator. Key and shift of a batch_head are the low and the
+    high word of output batch_head + 1 of SplitMix64, started at the seed. The mask depends on
+    (seed, batch_head, i, j) alone.
     """
-    if readable(seed):
-        return _dropped(seed, planes, rows, columns, p, place)
+    if may_read(seed):
+        return _dropped(seed, batch_heads, rows, columns, p, place)
     # A single node in a graph: tracing the loops instead would recompile for each new size.
-    return torch.ops.fastformer.dropped(seed, planes, rows, columns, p, place)
+    return torch.ops.fastformer.dropped(seed, batch_heads, rows, columns, p, place)
 
 
 def dropped_rows(
@@ -121,7 +120,7 @@ def dropped_rows(
 
     row, column: for a shard of the matrix, its first row and column; column is a multiple of 4.
     """
-    if readable(seed):
+    if may_read(seed):
         return _dropped_rows(seed, rows, columns, p, row, column)
     return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
 
@@ -164,47 +163,47 @@ def _dropped_rows_by_torch(
 
 
 def _dropped(
-    seed: Tensor, planes: int, rows: int, columns: int, p: float, place: Place | None = None
+    seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, place: Place | None = None
 ) -> Tensor:
-    sizes = planes, rows, columns, dropout_threshold(p), place or _WHOLE
+    sizes = batch_heads, rows, columns, dropout_threshold(p), place or _UNSHARDED
     if seed.device.type == "cpu":
         return _dropped_by_numpy(int(seed), *sizes)
     return _dropped_by_torch(seed, *sizes)
 
 
-_WHOLE = 0, 1, 1, 0, 0
+_UNSHARDED = 0, 1, 1, 0, 0
 
 
 def _dropped_by_torch(
-    seed: Tensor, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+    seed: Tensor, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
 ) -> Tensor:
-    first, here, whole, row, column = place
+    first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    number, i, j = (torch.arange(n, device=seed.device) for n in (planes, tiles_i * 8, tiles_j * 8))
-    number, i, j = first + number // here * whole + number % here, i + row // 2, j + column // 2
-    key, shift = splitmix(number.view(-1, 1, 1) + 1, seed)
+    n, i, j = (torch.arange(n, device=seed.device) for n in (BH, tiles_i * 8, tiles_j * 8))
+    n, i, j = first + n // heads * global_heads + n % heads, i + row // 2, j + column // 2
+    key, shift = splitmix(n.view(-1, 1, 1) + 1, seed)
     words = philox2x32(i.view(-1, 1), j ^ shift, key)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     mask = torch.stack([half < threshold for half in halves])
-    mask = mask.view(2, 2, planes, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
-    mask = mask.reshape(planes, tiles_i * 16, tiles_j * 16)
+    mask = mask.view(2, 2, BH, tiles_i, 8, tiles_j, 8).permute(2, 3, 0, 4, 5, 1, 6)
+    mask = mask.reshape(BH, tiles_i * 16, tiles_j * 16)
     return mask[:, :rows, :columns].contiguous()
 
 
 def _dropped_by_numpy(
-    seed: int, planes: int, rows: int, columns: int, threshold: int, place: Place = _WHOLE
+    seed: int, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
 ) -> Tensor:
     """Compute `dropped` on a CPU, in a half to a third of the time of `_dropped_by_torch`.
 
     A call of NumPy has less overhead than a call of torch.
     """
-    first, here, whole, row, column = place
+    first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    mask = np.empty((planes, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
+    mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
     words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
-    numbers = np.arange(planes, dtype=np.int64).reshape(-1, 1, 1)
-    if place is not _WHOLE:
-        numbers = first + numbers // here * whole + numbers % here
+    numbers = np.arange(BH, dtype=np.int64).reshape(-1, 1, 1)
+    if place is not _UNSHARDED:
+        numbers = first + numbers // heads * global_heads + numbers % heads
     key, shift = (word.view(np.uint64) for word in splitmix(numbers + 1, seed))
     keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
     i, j = (
@@ -214,8 +213,8 @@ def _dropped_by_numpy(
     c0, c1 = i.reshape(-1, 1), j ^ shift
     step_i = max(1, min(tiles_i, _CHUNK // max(1, tiles_j * 64)))
     step = max(1, _CHUNK // max(1, step_i * tiles_j * 64))
-    for plane in range(0, planes, step):
-        own = slice(plane, plane + step)
+    for begin in range(0, BH, step):
+        own = slice(begin, begin + step)
         for t in range(0, tiles_i, step_i):
             pair = _philox2x32_by_numpy(c0[t * 8 : (t + step_i) * 8], c1[own], keys[:, own])
             halves = pair.view(np.uint16)
@@ -223,16 +222,16 @@ def _dropped_by_numpy(
                 drop = (halves[..., column::4] <= last).view(np.uint64)
                 target = words[column, :, own, t : t + step_i]
                 target[:] = drop.reshape(target.shape)
-    elements = mask.view(np.bool_).reshape(planes, tiles_i * 16, tiles_j * 16)
+    elements = mask.view(np.bool_).reshape(BH, tiles_i * 16, tiles_j * 16)
     return torch.from_numpy(np.ascontiguousarray(elements[:, :rows, :columns]))
 
 
 def _philox2x32_by_numpy(
     c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Compute `philox2x32` of counters c0 [n, 1] and c1 [planes, 1, m], in few calls of NumPy.
+    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy.
 
-    Return [2, planes, n, m] uint64. The upper 32 bits of the second half are not cleared.
+    Return [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
     """
     odd = c0 * _FACTOR
     words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
@@ -282,7 +281,7 @@ def _philox_by_numpy(
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
 _library.define(
-    "dropped(Tensor seed, SymInt planes, SymInt rows, SymInt columns, float p, "
+    "dropped(Tensor seed, SymInt batch_heads, SymInt rows, SymInt columns, float p, "
     "SymInt[]? place=None) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -310,7 +309,7 @@ torch.library.register_fake(
 def dropped_hidden(
     seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
 ) -> Tensor:
-    """Return `dropped` for a feed-forward layer's hidden elements [rows, columns], as one plane."""
+    """Return `dropped` for a feed-forward layer's hidden elements [rows, columns]."""
     return dropped(seed, 1, rows, columns, p, (0, 1, 1, row, column))[0]
 
 

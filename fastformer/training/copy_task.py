@@ -194,11 +194,11 @@ class OneProcess:
     def end_step(self, losses: Sequence[Tensor]) -> None:
         """Save a checkpoint if one is due. losses: the loss of every step so far."""
 
-    def part(self, batch: Batch) -> Batch:
+    def local_batch(self, batch: Batch) -> Batch:
         """Return the local shard of a batch, which this process computes."""
         return batch
 
-    def whole(self, loss: Tensor) -> Tensor:
+    def global_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of the global batch, with the gradient that the optimizer expects.
 
         loss: the local loss.
@@ -266,11 +266,11 @@ def _trained(
 
         def parts() -> Iterator[Batch]:
             for batch in islice(data, done, None):
-                yield way.part(batch)
+                yield way.local_batch(batch)
                 way.end_step(losses)  # run_epoch asks for the next batch after the step
 
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
-            loss = way.whole(compute(x, y, norm))
+            loss = way.global_loss(compute(x, y, norm))
             losses.append(loss.detach())
             return loss
 
@@ -464,8 +464,8 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
             f"over steps 1..{compared}: {difference:.1e} (at most {LOSS_TOLERANCE:.0e})"
         )
         if common > compared:
-            whole = loss_difference(runs, common)
-            print(f"Over all {common} common steps, which diverge by rounding: {whole:.1e}")
+            total = loss_difference(runs, common)
+            print(f"Over all {common} common steps, which diverge by rounding: {total:.1e}")
         final = _final_difference(runs)
         if final is not None:
             print(f"Difference of the final losses: {final:.1e} (at most {FINAL_TOLERANCE})")

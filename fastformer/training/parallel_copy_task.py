@@ -191,21 +191,21 @@ class Parallel(Alone):
         fully_shard(model, mesh=mesh)
         return model
 
-    def part(self, batch: Batch) -> Batch:
+    def local_batch(self, batch: Batch) -> Batch:
         if self._context is not None:
-            part = copy.copy(batch)
+            local = copy.copy(batch)
             assert batch.tgt_y is not None
-            part.tgt_y = self._context.shard(self._context.pad(batch.tgt_y, 1, PAD), 1)
-            return part
+            local.tgt_y = self._context.shard(self._context.pad(batch.tgt_y, 1, PAD), 1)
+            return local
         if not self._splits:
             return batch
         rows = slice(self.rank * self._count, (self.rank + 1) * self._count)
-        part = copy.copy(batch)  # keeps ntokens of the global batch
+        local = copy.copy(batch)  # keeps ntokens of the global batch
         for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
-            setattr(part, name, getattr(batch, name)[rows])
-        return part
+            setattr(local, name, getattr(batch, name)[rows])
+        return local
 
-    def whole(self, loss: Tensor) -> Tensor:
+    def global_loss(self, loss: Tensor) -> Tensor:
         if self.way == "tensor":
             return loss
         total = loss.detach().clone()
@@ -222,9 +222,9 @@ class Parallel(Alone):
     def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         plain = settings.model()
-        plain.load_state_dict(whole)
+        plain.load_state_dict(full)
         return plain
 
     # ------------------------------------------------------------------------------- checkpoints

@@ -20,20 +20,9 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm.auto import tqdm
 
-from fastformer.checks import (
-    INTEGERS,
-    may_read,
-    require_callable,
-    require_device,
-    require_flag,
-    require_floating,
-    require_int,
-    require_number,
-    require_size,
-    require_tensor,
-    require_token_ids,
-)
+from fastformer import checks
 from fastformer.dispatch import backends
+from fastformer.eager import may_read
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import Generator, subsequent_mask
 from fastformer.ops import functional
@@ -83,15 +72,15 @@ class Batch:
     ntokens: Tensor | None = None
 
     def __init__(self, src: Tensor | None, tgt: Tensor | None = None, pad: int = 0) -> None:
-        require_int("pad", pad)
+        checks.require_int("pad", pad)
         if src is not None:
-            require_token_ids("src", src)
+            checks.require_token_ids("src", src)
             self.src, self.src_mask = src, _kept(src, pad)
         if tgt is None:
             if src is None:
                 raise TypeError("src and tgt are None; expected token ids in one of them")
             return
-        require_token_ids("tgt", tgt)
+        checks.require_token_ids("tgt", tgt)
         if tgt.shape[1] < 2:
             raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
         self.tgt = tgt[:, :-1]
@@ -102,7 +91,7 @@ class Batch:
             if tgt.shape[0] != src.shape[0]:
                 given, expected = list(tgt.shape), list(src.shape)
                 raise ValueError(f"tgt {given}; expected the batch of src {expected}")
-            require_device("tgt", tgt, "src", src)
+            checks.require_device("tgt", tgt, "src", src)
             self.tgt_mask = self.make_std_mask(self.tgt, pad)
         self.ntokens = (self.tgt_y != pad).sum()
 
@@ -112,8 +101,8 @@ class Batch:
 
         Position i may see position j if j <= i and j is not padding.
         """
-        require_token_ids("tgt", tgt)
-        require_int("pad", pad)
+        checks.require_token_ids("tgt", tgt)
+        checks.require_int("pad", pad)
         return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
@@ -179,11 +168,11 @@ class LabelSmoothing(nn.Module):
 
     def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
         super().__init__()
-        require_size(3, size=size)  # padding, the true class and one other
-        require_int("padding_idx", padding_idx)
+        checks.require_size(3, size=size)  # padding, the true class and one other
+        checks.require_int("padding_idx", padding_idx)
         if not 0 <= padding_idx < size:
             raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
-        smoothing = require_number("smoothing", smoothing, "a number in [0, 1)")
+        smoothing = checks.require_number("smoothing", smoothing, "a number in [0, 1)")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
         self.size = size
@@ -193,9 +182,9 @@ class LabelSmoothing(nn.Module):
         self._target: Tensor | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        require_floating(x=x)
-        require_tensor("target", target, "an integer tensor")
-        if target.dtype not in INTEGERS:
+        checks.require_floating(x=x)
+        checks.require_tensor("target", target, "an integer tensor")
+        if target.dtype not in checks.INTEGERS:
             raise TypeError(f"target has dtype {target.dtype}; expected integers")
         if x.dim() < 1 or x.shape[-1] != self.size:
             raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
@@ -204,7 +193,7 @@ class LabelSmoothing(nn.Module):
                 f"target has shape {list(target.shape)}; "
                 f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
             )
-        require_device("target", target, "x", x)
+        checks.require_device("target", target, "x", x)
         if may_read(target) and target.numel():
             low, high = (int(n) for n in target.aminmax())
             if low < 0 or high >= self.size:
@@ -258,9 +247,9 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 5.3, equation 3.
     """
-    require_size(0, step=step)
-    require_size(model_size=model_size, warmup=warmup)
-    factor = require_number("factor", factor)
+    checks.require_size(0, step=step)
+    checks.require_size(model_size=model_size, warmup=warmup)
+    factor = checks.require_number("factor", factor)
     if not 0 <= factor < math.inf:
         raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
     step = max(step, 1)
@@ -312,25 +301,25 @@ class SimpleLossCompute:
         generator: Callable[[Tensor], Tensor],
         criterion: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        require_callable("a module, or a function", generator=generator, criterion=criterion)
+        checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
         self.generator = generator
         self.criterion = criterion
 
     def __call__(self, x: Tensor, y: Tensor, norm: Tensor | float) -> Tensor:
-        require_tensor("x", x)
-        require_tensor("y", y)
+        checks.require_tensor("x", x)
+        checks.require_tensor("y", y)
         if x.dim() < 1 or y.numel() != math.prod(x.shape[:-1]):
             raise ValueError(
                 f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
             )
         if isinstance(norm, Tensor):
-            require_tensor("norm", norm)
+            checks.require_tensor("norm", norm)
             if norm.is_meta and not x.is_meta:
                 raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
             if norm.numel() != 1:
                 raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
         else:
-            require_number("norm", norm, "a number, or a tensor of one")
+            checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
         if loss is None:
             x = self.generator(x)
@@ -407,13 +396,13 @@ def run_epoch(
     """
     _require_epoch(data, model, loss_compute, optimizer, scheduler)
     if report is not None:
-        require_callable("a function of batches, loss and tokens per second", report=report)
-    require_size(report_every=report_every)
+        checks.require_callable("a function of batches, loss and tokens per second", report=report)
+    checks.require_size(report_every=report_every)
     if progress is None:
         progress = sys.stdout.isatty()
         if report is None and not progress:
             report = _print_line
-    require_flag("progress", progress)
+    checks.require_flag("progress", progress)
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
@@ -490,8 +479,8 @@ def _require_epoch(
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
         raise TypeError(f"data is a {type(data).__name__}; expected an iterable of batches")
-    require_callable("a module", model=model)
-    require_callable("a function of output, tgt_y and ntokens", loss_compute=loss_compute)
+    checks.require_callable("a module", model=model)
+    checks.require_callable("a function of output, tgt_y and ntokens", loss_compute=loss_compute)
     for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
         if x is not None and not callable(getattr(x, "step", None)):
             raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")

@@ -1,10 +1,9 @@
 """Measurements in a worker process, so that a candidate may crash or hang.
 
-A job is a class of calls and its candidates. Each candidate is first checked for an obstacle (why
-it may not be chosen), then the remaining ones are timed in turn. `supervise` runs the jobs in a
-worker process and receives each result as soon as it is measured. A candidate that ends the worker,
-or that sends nothing for too long, is dropped with that reason, and the next worker continues
-without it.
+A job is a class of calls and its candidates. Each candidate is first checked, and dropped if it is
+wrong; then the remaining ones are timed in turn. `supervise` runs the jobs in a worker process and
+receives each result as soon as it is measured. A candidate that ends the worker, or that sends
+nothing for too long, is dropped with that reason, and the next worker continues without it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ ROUNDS = 3  # each round times every candidate once, in turn
 TIE = 0.02  # a candidate has to be faster than the shipped one by more than this fraction
 STARTING = 300.0  # seconds that a worker may take to start
 SILENCE = 180.0  # seconds without a message until a candidate hangs: compiling may take a minute
-DEVICE_LOST = 75  # the exit status of a process that cannot use its GPU any more
 
 Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
 
@@ -42,14 +40,14 @@ Timer = Callable[[Callable[[], Any]], float]  # returns the seconds of a call
 class Candidate(NamedTuple):
     """One way to compute a class of calls.
 
-    context: returns a context in which `call` and `obstacle` use this candidate. obstacle: returns
-    why it may not be chosen, or None. baseline: whether it is only timed for comparison, and never
-    chosen.
+    drop_reason: returns why the candidate may not be chosen, or None.
+    context: returns a context in which `call` and `drop_reason` use this candidate.
+    baseline: whether it is only timed for comparison, and never chosen.
     """
 
     name: str
     call: Callable[[], Any]
-    obstacle: Callable[[], str | None] = lambda: None
+    drop_reason: Callable[[], str | None] = lambda: None
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     baseline: bool = False
 
@@ -105,7 +103,7 @@ def measure(
 
     for candidate in job.candidates:
         if candidate.name not in dropped:
-            reason = attempt(candidate, candidate.obstacle)
+            reason = attempt(candidate, candidate.drop_reason)
             if reason is not None:
                 dropped[candidate.name] = reason
     for _ in range(ROUNDS):
@@ -143,7 +141,8 @@ def _require_device() -> None:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except RuntimeError:
-            os._exit(DEVICE_LOST)
+            print("the GPU is lost to its process", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 LEAST, MOST, SECONDS = 5, 50, 0.1  # bounds of the timed repetitions, and their total time
@@ -253,8 +252,6 @@ class _Worker:
         with self.errors:
             self.errors.seek(0)
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        if status == DEVICE_LOST:
-            return "the GPU is lost to its process"
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return f"{how}: {lines[-1][:300]}" if lines else how
 

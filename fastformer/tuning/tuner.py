@@ -1,7 +1,7 @@
 """Measure which options are fastest on this GPU.
 
-tune(model, *inputs)                   measures the calls of a model
-run(cases, device, file, minutes)      measures the given cases
+tune(model, *inputs)                       measures the calls of a model
+measure(workloads, device, file, minutes)  measures the given workloads
 
 The candidates for a class of calls are the tile configurations of each of its kernels, the variants
 of a kernel, and torch's own op instead of the kernels. A candidate is dropped if its results break
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fastformer import checks, environment, numerics
-from fastformer.dispatch import autograd, backends, cases, measurements
-from fastformer.dispatch.cases import Case
+from fastformer.dispatch import autograd, backends, measurements, workloads
 from fastformer.dispatch.measurements import Class, Entry
 from fastformer.dispatch.operation import OPERATIONS
-from fastformer.eager import written_out
+from fastformer.dispatch.workloads import Workload
+from fastformer.eager import use_formula
 from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 
-__all__ = ["Tuning", "run", "standard", "tune"]
+__all__ = ["Tuning", "measure", "standard", "tune"]
 
 # ------------------------------------------------------------------------------------- comparing
 
@@ -59,12 +59,12 @@ def disagreement(
 
 
 class _Call:
-    """The inputs of a case: at full size for timing, and small for comparing with float64."""
+    """The inputs of a workload: at full size for timing, and small for comparing with float64."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
-        self.given = case.arguments(device)
-        self.small = case.small().arguments(device, seed=1)
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self.given = workload.arguments(device)
+        self.small = workload.small().arguments(device, seed=1)
         self._cotangents: dict[Any, list[Tensor]] = {}
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -72,18 +72,18 @@ class _Call:
 
     def forward(self) -> tuple[Tensor, ...]:
         with torch.no_grad(), backends.use_backend("triton"):
-            return OPERATIONS[self.case.op].contract(**self.given)
+            return OPERATIONS[self.workload.op].contract(**self.given)
 
     def by_reference(self) -> tuple[Tensor, ...]:
         return self.results(self.given, "reference")
 
-    def results(self, given: cases.Arguments, backend: str) -> tuple[Tensor, ...]:
-        """Return the outputs, and the gradients if the case has any, on this backend."""
+    def results(self, given: workloads.Arguments, backend: str) -> tuple[Tensor, ...]:
+        """Return the outputs, and the gradients if the workload has any, on this backend."""
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
-        with backends.use_backend(backend), torch.set_grad_enabled(self.case.gradient):
-            outputs = OPERATIONS[self.case.op].contract(**given)
+        with backends.use_backend(backend), torch.set_grad_enabled(self.workload.gradient):
+            outputs = OPERATIONS[self.workload.op].contract(**given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            if not self.case.gradient:
+            if not self.workload.gradient:
                 return outputs
             grads = torch.autograd.grad(outputs, leaves, self.cotangents(outputs))
             return *(x.detach() for x in outputs), *grads
@@ -93,7 +93,7 @@ class _Call:
         key = tuple((x.shape, x.dtype) for x in outputs)
         if key not in self._cotangents:
             generator = torch.Generator(self.device).manual_seed(2)
-            dtype = getattr(torch, self.case.dtype)
+            dtype = getattr(torch, self.workload.dtype)
             make = functools.partial(torch.randn, generator=generator, device=self.device)
             self._cotangents[key] = [make(x.shape).to(dtype).to(x.dtype) for x in outputs]
         return self._cotangents[key]
@@ -102,13 +102,13 @@ class _Call:
     def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
         """The reference's results in float64 and in the call's dtype, and the number of outputs."""
         wide = {n: _double(x) for n, x in self.small.items()}
-        with written_out():
+        with use_formula():
             exact = self.results(wide, "reference")
             eager = self.results(self.small, "reference")
         gradients = sum(isinstance(x, Tensor) and x.requires_grad for x in self.small.values())
         return exact, eager, len(exact) - gradients
 
-    def obstacle(self) -> str | None:
+    def drop_reason(self) -> str | None:
         """Return why the candidate whose context is active may not be chosen, or None."""
         have = self.results(self.small, "triton")
         reason = disagreement(have, *self.expected)
@@ -126,8 +126,8 @@ class _Call:
         given[name][(0,) * given[name].dim()] = float("nan")
         nans = []
         for backend in ("triton", "reference"):
-            with torch.no_grad(), backends.use_backend(backend), written_out():
-                outputs = OPERATIONS[self.case.op].contract(**given)
+            with torch.no_grad(), backends.use_backend(backend), use_formula():
+                outputs = OPERATIONS[self.workload.op].contract(**given)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             nans.append([x.isnan() for x in outputs])
         return None if all(map(torch.equal, *nans)) else "NaN reaches other elements of the output"
@@ -140,55 +140,57 @@ def _double(x: Any) -> Any:
 
 
 def jobs_on(device: torch.device) -> Jobs:
-    """Return a function that yields the jobs of a case on this device."""
+    """Return a function that yields the jobs of a workload on this device."""
     return functools.partial(_jobs, device)
 
 
-def _jobs(device: torch.device, case: Case, done: Mapping[Class, Entry]) -> Iterator[Job]:
-    """Yield the jobs of a case: one for each of its kernels, then one for the op.
+def _jobs(device: torch.device, workload: Workload, done: Mapping[Class, Entry]) -> Iterator[Job]:
+    """Yield the jobs of a workload: one for each of its kernels, then one for the op.
 
     Each kernel is measured with the best options of the kernels before it. The caller has to put
     the result of each yielded job into `done` before it asks for the next job.
     """
-    if (case.op, case.key) in done:
+    if (workload.op, workload.key) in done:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    call, chosen = _Call(case, device), {}  # type: ignore[var-annotated]
+    call, chosen = _Call(workload, device), {}  # type: ignore[var-annotated]
     computed = False  # whether torch's op can compute the call
 
-    def look(op: str, arguments: cases.Arguments) -> None:
+    def look(op: str, arguments: workloads.Arguments) -> None:
         nonlocal computed
         computed = OPERATIONS[op].signature(arguments) is not None
 
-    with backends.forced(case.op, {}) as asked, backends.observe(on_call=look):
+    with backends.forced(workload.op, {}) as asked, backends.observe(on_call=look):
         call.forward()
         early = {(q.kernel, q.case) for q in asked}
         call()
-    for key, question in {(q.kernel, q.case): q for q in asked}.items():
-        options = {backends.label(o): o for o in (question.shipped, *question.options())}
+    for key, tuning_key in {(q.kernel, q.case): q for q in asked}.items():
+        options = {backends.label(o): o for o in (tuning_key.shipped, *tuning_key.options())}
         timed = call.forward if key in early else call  # time only the pass that has the kernel
         candidates = [
             Candidate(
                 name,
                 timed,
-                call.obstacle,
-                functools.partial(backends.forced, case.op, {**chosen, question.kernel: option}),
+                call.drop_reason,
+                functools.partial(
+                    backends.forced, workload.op, {**chosen, tuning_key.kernel: option}
+                ),
             )
             for name, option in options.items()
         ]
         if len(candidates) > 1:
             yield Job(key, candidates)
-            chosen[question.kernel] = options.get(done[key].choice or "", question.shipped)
-    kernels = functools.partial(backends.forced, case.op, chosen)
-    candidates = [Candidate("triton", call, call.obstacle, kernels)]
-    for name, other in OPERATIONS[case.op].alternatives.items() if computed else ():
-        if other.backward is not None and not case.gradient:
+            chosen[tuning_key.kernel] = options.get(done[key].choice or "", tuning_key.shipped)
+    kernels = functools.partial(backends.forced, workload.op, chosen)
+    candidates = [Candidate("triton", call, call.drop_reason, kernels)]
+    for name, other in OPERATIONS[workload.op].alternatives.items() if computed else ():
+        if other.backward is not None and not workload.gradient:
             continue
-        context = functools.partial(_instead, case.op, name, chosen)
-        candidates.append(Candidate(name, call, call.obstacle, context))
+        context = functools.partial(_instead, workload.op, name, chosen)
+        candidates.append(Candidate(name, call, call.drop_reason, context))
     candidates.append(Candidate("reference", call.by_reference, baseline=True))
-    yield Job((case.op, case.key), candidates)
+    yield Job((workload.op, workload.key), candidates)
 
 
 @contextlib.contextmanager
@@ -197,12 +199,12 @@ def _instead(op: str, name: str, chosen: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------- the cases
+# --------------------------------------------------------------------------------- the workloads
 
 
-def standard() -> list[Case]:
+def standard() -> list[Workload]:
     """Return the calls that `fastformer tune` measures, the most important first."""
-    found: list[Case] = []
+    found: list[Workload] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
         kinds = (_attentions, _norms, _layers, _losses, _decoding, _embeds)
         in_turn = itertools.zip_longest(*(kind(dtype, gradient) for kind in kinds))
@@ -210,61 +212,61 @@ def standard() -> list[Case]:
     return found
 
 
-def _attentions(dtype: str, gradient: bool) -> Iterator[Case]:
-    options: list[cases.Options] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
+def _attentions(dtype: str, gradient: bool) -> Iterator[Workload]:
+    options: list[workloads.Options] = [dict(causal=True), {}, dict(lengths=True, dropout=True)]
     options += [dict(mask="keys"), dict(mask="keys", dropout=True)]
     for length, D in itertools.product((4096, 1024, 2048, 512, 8192, 256, 16384, 128), (64, 128)):
         sizes = dict(B=max(1, 16384 // length), H=1024 // D, G=1024 // D)
         sizes |= dict(Sq=length, Sk=length, D=D, Dv=D)
         for one in options:
             op = "scaled_dot_product_attention"
-            yield cases.case(op, dtype, sizes, gradient, heads_inside=True, **one)
+            yield workloads.workload(op, dtype, sizes, gradient, heads_inside=True, **one)
 
 
-def _decoding(dtype: str, gradient: bool) -> Iterator[Case]:
+def _decoding(dtype: str, gradient: bool) -> Iterator[Workload]:
     """Yield decoding calls: one or eight queries over many keys, without gradients."""
     for Sq, Sk, B in itertools.product((1, 8), (4096, 32768), (1, 16)) if not gradient else ():
         sizes = dict(B=B, H=32, G=8, Sq=Sq, Sk=Sk, D=128, Dv=128)
-        options: cases.Options = dict(lengths=True, causal=True, bottom_right=True)
-        yield cases.case("scaled_dot_product_attention", dtype, sizes, **options)
-        yield cases.case("paged_attention", dtype, sizes | dict(page=64), **options)
+        options: workloads.Options = dict(lengths=True, causal=True, bottom_right=True)
+        yield workloads.workload("scaled_dot_product_attention", dtype, sizes, **options)
+        yield workloads.workload("paged_attention", dtype, sizes | dict(page=64), **options)
 
 
-def _norms(dtype: str, gradient: bool) -> Iterator[Case]:
+def _norms(dtype: str, gradient: bool) -> Iterator[Workload]:
     for M, N in itertools.product((16384, 4096), (512, 1024, 4096, 2048, 8192)):
         size = dict(M=M, N=N)
         for p in (True, False):
             affine = dict(weight=True, bias=True, dropout=p)
-            yield cases.case("dropout_add_layer_norm", dtype, size, gradient, **affine)
-            options: cases.Options = dict(weight=True, dropout=p)
-            yield cases.case("dropout_add_rms_norm", dtype, size, gradient, **options)
-        yield cases.case("layer_norm", dtype, size, gradient, weight=True, bias=True)
-        yield cases.case("rms_norm", dtype, size, gradient, weight=True)
+            yield workloads.workload("dropout_add_layer_norm", dtype, size, gradient, **affine)
+            options: workloads.Options = dict(weight=True, dropout=p)
+            yield workloads.workload("dropout_add_rms_norm", dtype, size, gradient, **options)
+        yield workloads.workload("layer_norm", dtype, size, gradient, weight=True, bias=True)
+        yield workloads.workload("rms_norm", dtype, size, gradient, weight=True)
 
 
-def _layers(dtype: str, gradient: bool) -> Iterator[Case]:
+def _layers(dtype: str, gradient: bool) -> Iterator[Workload]:
     for M, d in itertools.product((16384, 4096), (512, 1024, 4096)):
         sizes = dict(M=M, d=d, F=4 * d, out=d)
         for kind, p in itertools.product(("relu", "gelu"), (True, False)):
-            options: cases.Options = dict(activation=kind, b_1=True, b_2=True, dropout=p)
-            yield cases.case("feed_forward", dtype, sizes, gradient, **options)
-        yield cases.case("swiglu", dtype, sizes, gradient)
-        yield cases.case("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
+            options: workloads.Options = dict(activation=kind, b_1=True, b_2=True, dropout=p)
+            yield workloads.workload("feed_forward", dtype, sizes, gradient, **options)
+        yield workloads.workload("swiglu", dtype, sizes, gradient)
+        yield workloads.workload("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
 
 
-def _losses(dtype: str, gradient: bool) -> Iterator[Case]:
+def _losses(dtype: str, gradient: bool) -> Iterator[Workload]:
     for M, V in itertools.product((16384, 4096), (32768, 65536, 131072)):
         for options in (dict(reduction="mean"), dict(reduction="sum", smoothing="kl")):
-            yield cases.case("cross_entropy", dtype, dict(M=M, V=V), gradient, **options)
+            yield workloads.workload("cross_entropy", dtype, dict(M=M, V=V), gradient, **options)
             wide = dict(M=M, N=1024, V=V)
-            yield cases.case("linear_cross_entropy", dtype, wide, gradient, **options)
+            yield workloads.workload("linear_cross_entropy", dtype, wide, gradient, **options)
 
 
-def _embeds(dtype: str, gradient: bool) -> Iterator[Case]:
+def _embeds(dtype: str, gradient: bool) -> Iterator[Workload]:
     for M, N in itertools.product((16384, 4096), (512, 1024, 4096)):
         for p in (True, False):
             sizes = dict(M=M, S=512, N=N, V=32768)
-            yield cases.case("embed", dtype, sizes, gradient, positional=True, dropout=p)
+            yield workloads.workload("embed", dtype, sizes, gradient, positional=True, dropout=p)
 
 
 # -------------------------------------------------------------------------------------- in public
@@ -294,15 +296,15 @@ class Tuning:
         return "\n".join(lines)
 
 
-def run(
-    wanted: Sequence[Case],
+def measure(
+    wanted: Sequence[Workload],
     device: torch.device,
     file: Path,
     minutes: float,
     timer: Timer = device_seconds,
     progress: bool = True,
 ) -> Tuning:
-    """Measure on a GPU the cases that are not yet in the file, and write the results to it."""
+    """Measure on a GPU the workloads that are not yet in the file, and write the results to it."""
     here = measurements.machine(device)
     assert here is not None
     work = Work(list(wanted), jobs_on(device), timer, measurements.measured(file, here))
@@ -321,24 +323,24 @@ def run(
             backends.measure_again()
         bar.update((len(wanted) if done else bar.n) - bar.n)
     rows = []
-    for i, case in enumerate(wanted):
-        entry = work.done.get((case.op, case.key), Entry(None, {}, {}))
+    for i, workload in enumerate(wanted):
+        entry = work.done.get((workload.op, workload.key), Entry(None, {}, {}))
         reasons = dict(entry.dropped)
         if i in work.skipped:
             reasons["the call"] = work.skipped[i]
-        rows.append((str(case), entry.choice or "", entry.us, reasons))
+        rows.append((str(workload), entry.choice or "", entry.us, reasons))
     return Tuning(tuple(rows), file, done)
 
 
-def planned(wanted: Sequence[Case], file: Path | None, device: torch.device | None) -> Tuning:
-    """Return a `Tuning` of the cases that `run` would measure: those that are not in the file.
+def planned(wanted: Sequence[Workload], file: Path | None, device: torch.device | None) -> Tuning:
+    """Return a `Tuning` of the workloads that are not in the file, which `measure` would measure.
 
-    Without a file, or on a device that is not measured, these are all cases.
+    Without a file, or on a device that is not measured, these are all workloads.
     """
     here = None if device is None else measurements.machine(device)
     known = {} if here is None or file is None else measurements.measured(file, here)
-    left = (case for case in wanted if (case.op, case.key) not in known)
-    return Tuning(tuple((str(case), "", {}, {}) for case in left), file, False)
+    left = (workload for workload in wanted if (workload.op, workload.key) not in known)
+    return Tuning(tuple((str(workload), "", {}, {}) for workload in left), file, False)
 
 
 def tune(
@@ -379,12 +381,12 @@ def tune(
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")
     checks.require_flag("dry_run", dry_run)
-    calls: dict[torch.device, dict[Class, Case]] = {}
+    calls: dict[torch.device, dict[Class, Workload]] = {}
 
-    def record(op: str, arguments: cases.Arguments) -> None:
-        case, device = cases.of(op, arguments), next(iter(arguments.values())).device
-        if case is not None:
-            calls.setdefault(device, {}).setdefault((op, case.key), case)
+    def record(op: str, arguments: workloads.Arguments) -> None:
+        workload, device = workloads.of(op, arguments), next(iter(arguments.values())).device
+        if workload is not None:
+            calls.setdefault(device, {}).setdefault((op, workload.key), workload)
 
     with backends.observe(on_call=record):
         getattr(model, "_orig_mod", model)(*inputs, **kwargs)
@@ -400,7 +402,7 @@ def tune(
     if any(device.type != NEEDED for device in calls):
         raise RuntimeError(NO_GPU.format("the model is not on one"))
     file = writable()
-    results = [run([*these.values()], device, file, minutes) for device, these in calls.items()]
+    results = [measure([*these.values()], device, file, minutes) for device, these in calls.items()]
     return Tuning(sum((r.rows for r in results), ()), file, all(r.done for r in results))
 
 

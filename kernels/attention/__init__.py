@@ -5,10 +5,12 @@ and packed batches.
     configurations.py   the tiles of each kernel, by architecture, dtype and head dim
     scores.py           the groups that arguments come in; sequences, heads, the band, the scores
     forward.py          the forward kernel
+    bounds.py           which tiles a mask leaves, read from the mask once
     decode.py           split-KV: the forward for few queries, which splits the keys; paged keys
     warp_specialised.py a forward in which some warps copy by TMA and the others compute
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
-    launchers.py        the plan of a call, which holds its launches, and the registered ops
+    plan.py             the plan of a call, which holds its launches, and the key of a plan
+    launchers.py        the functions that launch a plan, registered as ops of torch
 
 The forward computes, for query i of one (batch, head):
     x_ij = scale q_i . k_j                          or softcap tanh(scale q_i . k_j / softcap)

@@ -8,6 +8,15 @@ import triton
 import triton.language as tl
 
 from ..common import LOG2E
+from .bounds import (
+    Shared,
+    inside_run,
+    load_bounds,
+    load_bounds_of_keys,
+    members_that_see,
+    reads_no_mask,
+    split_at_run,
+)
 from .scores import (
     Indices,
     clamp,
@@ -157,7 +166,7 @@ def _first_statistics(OFFSET, DELTA, row, has: tl.constexpr):
     """Return pointers to the statistics of a row. With a bias or ALiBi, OFFSET holds pairs
     (maximum, minus log-sum); else it holds -lse.
     """
-    return _Pointers(OFFSET + (row * 2 if has.bias > 0 or has.alibi else row), DELTA + row)
+    return _Pointers(OFFSET + (row * 2 if has.separate_max else row), DELTA + row)
 
 
 @triton.jit
@@ -168,7 +177,7 @@ def _row_statistics(pointers, i, queries, has: tl.constexpr):
     """
     ok = i < queries
     delta = tl.load(pointers.delta + i, mask=ok, other=0.0)
-    if has.bias > 0 or has.alibi:
+    if has.separate_max:
         peak = tl.load(pointers.offset + i * 2, mask=ok, other=0.0)
         offset = tl.load(pointers.offset + i * 2 + 1, mask=ok, other=float("-inf"))
         return _Statistics(peak, offset, delta)
@@ -208,14 +217,16 @@ def _queries_of_keys(n0, sequence, band, tile: tl.constexpr, has: tl.constexpr):
 def _dkdv_tiles(
     state, span, own, rows, head, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constexpr
 ):
-    """Add the queries lo <= i < hi of a head, where (lo, hi) = span, to the `state`: dK [BN, BD],
+    """Add the queries of `span` (see `forward_tiles`) of a head to the `state`: dK [BN, BD],
     dV [BN, BDV] and sum_i dS [BN]. A row past the end adds zero, because its dO and delta are zero.
     """
     dk, dv, dbias = state
-    lo, hi = span
+    lo, hi, jump, gap = span
     call, queries = head.call, head.sequence.queries
     inv_keep, q_stride = call.factors.inv_keep, call.strides.query_row
     for i0 in tl.range(lo, hi, tile.rows):
+        if has.bounds:
+            i0 = tl.where(i0 < jump, i0, i0 + gap)
         i0 = tl.multiple_of(i0, tile.rows)
         i = i0 + tl.arange(0, tile.rows)
         r = tl.minimum(i, queries - 1)
@@ -227,7 +238,7 @@ def _dkdv_tiles(
         s = tl.dot(own.k, tl.trans(q), input_precision=tile.precision)  # [BN, BM]
         at = Indices(i[None, :], own.columns[:, None], r[None, :])
         s, tanh = scores(s, at, own.keys, head, tile, has, EDGE)
-        if has.bias > 0 or has.alibi:
+        if has.separate_max:
             s -= peak[None, :]
         p = tl.math.exp2(shifted(s, offset[None, :], head, has))
         do = load_rows(
@@ -254,19 +265,35 @@ def _dkdv_tiles(
 
 
 @triton.jit
-def _dkdv_of_head(state, bounds, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
-    """Add all queries of a head to the `state`; `bounds` are those of `_queries_of_keys`."""
-    lo, unmasked_begin, unmasked_end, hi = bounds
-    if tile.split:
-        state = _dkdv_tiles(
-            state, (unmasked_begin, unmasked_end), own, rows, head, tile, has, False
-        )
-        state = _dkdv_tiles(state, (lo, unmasked_begin), own, rows, head, tile, has, True)
+def _dkdv_of_head(state, queries, bounds, own, rows, head, tile: tl.constexpr, has: tl.constexpr):
+    """Add all queries of a head to the `state`; `queries` are those of `_queries_of_keys`."""
+    lo, unmasked_begin, unmasked_end, hi = queries
+    if has.bounds:
+        edge, run = split_at_run(queries, bounds, tile.rows, has)
+        if tile.split:
+            INSIDE: tl.constexpr = inside_run(has)
+            # The order with the fewest spills.
+            if reads_no_mask(has) and has.mask != 1:
+                state = _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
+                return _dkdv_tiles(state, run, own, rows, head, tile, INSIDE, False)
+            else:
+                state = _dkdv_tiles(state, run, own, rows, head, tile, INSIDE, False)
+                return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
+        else:
+            lo, hi, jump, gap = edge
+            edge = lo, hi + gap, jump, 0
+            return _dkdv_tiles(state, edge, own, rows, head, tile, has, True)
+    elif tile.split:
+        unmasked = unmasked_begin, unmasked_end, 0, 0
+        state = _dkdv_tiles(state, unmasked, own, rows, head, tile, has, False)
+        before = lo, unmasked_begin, 0, 0
+        state = _dkdv_tiles(state, before, own, rows, head, tile, has, True)
         if has.left:
-            state = _dkdv_tiles(state, (unmasked_end, hi), own, rows, head, tile, has, True)
+            after = unmasked_end, hi, 0, 0
+            state = _dkdv_tiles(state, after, own, rows, head, tile, has, True)
         return state
     else:
-        return _dkdv_tiles(state, (lo, hi), own, rows, head, tile, has, True)
+        return _dkdv_tiles(state, (lo, hi, 0, 0), own, rows, head, tile, has, True)
 
 
 @triton.jit
@@ -322,8 +349,7 @@ def backward_dkdv_kernel(
     v_base += first * strides.value_row
     v = load_rows(v_base, c, strides.value_row, inside, tile.value_dim, tile.value_block, True)
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    bounds = _queries_of_keys(n0, sequence, band, tile, has)
-
+    queries = _queries_of_keys(n0, sequence, band, tile, has)
     dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
     dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
     for member in tl.range(0, sizes.group):
@@ -344,7 +370,8 @@ def backward_dkdv_kernel(
         statistics = _first_statistics(OFFSET, DELTA, row, has)
         rows = _HeadRows(q_base, do_base, do_strides.row, statistics)
         state = dk, dv, tl.zeros([tile.columns], tile.acc)
-        dk, dv, dbias = _dkdv_of_head(state, bounds, own, rows, head, tile, has)
+        bounds = load_bounds_of_keys(call, b, h, n0, sequence.queries, tile, has)
+        dk, dv, dbias = _dkdv_of_head(state, queries, bounds, own, rows, head, tile, has)
         if has.key_grad:
             tl.store(DBIAS + batch_head.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
     dk = dk * factors.scale
@@ -369,7 +396,7 @@ def _probabilities(
     """
     at = Indices(at.i[:, None], at.j[None, :], at.r[:, None])
     s, tanh = scores(s, at, in_rows(keys, has), head, tile, has, EDGE)
-    if has.bias > 0 or has.alibi:
+    if has.separate_max:
         s -= statistics.peak[:, None]
     return tl.math.exp2(shifted(s, statistics.offset[:, None], head, has)), tanh
 
@@ -394,14 +421,16 @@ def _dq_tiles(
     EDGE: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Add the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span, to dQ [BM, BD]. With SKIP
-    masked keys and values are not loaded and count as zero.
+    """Add the key tiles of `span` (see `forward_tiles`) to dQ [BM, BD]. With SKIP masked keys and
+    values are not loaded and count as zero.
     """
-    lo, hi = span
+    lo, hi, jump, gap = span
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     GUARD: tl.constexpr = EDGE or SKIP
     for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
+        if has.bounds:
+            n0 = tl.where(n0 < jump, n0, n0 + gap)
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
         rows = j
@@ -451,6 +480,7 @@ def backward_dq_kernel(
         if i0 >= queries:
             return
     first = sequence.first_query + i0
+    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
 
     i = i0 + tl.arange(0, tile.rows)
     r = tl.minimum(tl.arange(0, tile.rows), queries - 1 - i0)
@@ -477,14 +507,24 @@ def backward_dq_kernel(
     i1 = i0 + tile.rows
     lo, hi = keys_of_rows(i0, i1, sequence.length, sequence.shift, band, tile, has)
     unmasked_begin, unmasked_end = unmasked_tiles(i0, sequence, band, tile, has)
-    if has.left:
-        dq = _dq_tiles(dq, (lo, tl.minimum(unmasked_begin, hi)), own, head, tile, has, True, SKIP)
-    dq = _dq_tiles(dq, (unmasked_begin, unmasked_end), own, head, tile, has, False, SKIP)
-    dq = _dq_tiles(dq, (unmasked_end, hi), own, head, tile, has, True, SKIP)
+    if has.bounds:
+        INSIDE: tl.constexpr = inside_run(has)
+        tiles = lo, unmasked_begin, unmasked_end, hi
+        edge, run = split_at_run(tiles, bounds, tile.columns, has)
+        RUN_SKIP: tl.constexpr = SKIP and not reads_no_mask(has)
+        dq = _dq_tiles(dq, run, own, head, tile, INSIDE, False, RUN_SKIP)
+        dq = _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)
+    else:
+        if has.left:
+            edge = lo, tl.minimum(unmasked_begin, hi), 0, 0
+            dq = _dq_tiles(dq, edge, own, head, tile, has, True, SKIP)
+        unmasked = unmasked_begin, unmasked_end, 0, 0
+        dq = _dq_tiles(dq, unmasked, own, head, tile, has, False, SKIP)
+        dq = _dq_tiles(dq, (unmasked_end, hi, 0, 0), own, head, tile, has, True, SKIP)
     if MASKED and tile.recompute_masked:  # a masked key or value may be NaN, and 0 * NaN is NaN
         total = tl.sum(dq)
         if total != total:
-            dq = _dq_tiles(start, (lo, hi), own, head, tile, has, True, True)
+            dq = _dq_tiles(start, (lo, hi, hi, 0), own, head, tile, has, True, True)
     dq = dq * factors.scale
     base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
     store_rows(base, r, dq_strides.row, ok, dq, tile.dim, tile.dim_block)
@@ -509,6 +549,22 @@ def _product(x, y, D: tl.constexpr, BD: tl.constexpr, tile: tl.constexpr):
         right = load_rows(y.base + d, y.index, y.stride, y.ok, min(D - d, WIDTH), WIDTH, True)
         s = tl.dot(left, tl.trans(right), s, tile.precision, out_dtype=tile.acc)
     return s
+
+
+@triton.jit
+def _members_of_tile(call, shared, i0, n0, tile: tl.constexpr, has: tl.constexpr):
+    """Return (begin, end): no other member of those that share a bias sees a key of the tile at
+    (i0, n0).
+    """
+    sizes, begin, end = call.sizes, 0, shared.members
+    if not has.bottom_right:  # a tile outside of the band, whatever the length, is zero
+        shift = moved(sizes, has)
+        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, call.band, tile, has)
+        end = tl.where((n0 >= lo) & (n0 < hi), end, 0)
+    if has.bounds:
+        seen = Shared(shared.batch, shared.head, shared.heads, end)
+        begin, end = members_that_see(call.optional, call.strides, seen, i0, n0, tile)
+    return begin, end
 
 
 @triton.jit
@@ -551,14 +607,11 @@ def backward_dbias_kernel(
         r, c, rows = r.to(tl.int64), c.to(tl.int64), j.to(tl.int64)
     ok = i < sizes.queries
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    members = over.batches * over.heads
-    if not has.bottom_right:  # a tile outside of the band, whatever the length, is zero
-        shift = moved(sizes, has)
-        lo, hi = keys_of_rows(i0, i0 + tile.rows, sizes.keys, shift, band, tile, has)
-        members = tl.where((n0 >= lo) & (n0 < hi), members, 0)
+    shared = Shared(own_b, own_h, over.heads, over.batches * over.heads)
+    begin, end = _members_of_tile(call, shared, i0, n0, tile, has)
 
     dbias = tl.zeros([tile.rows, tile.columns], tile.acc)
-    for member in tl.range(0, members):
+    for member in tl.range(begin, end):
         b = own_b + member // over.heads
         h = own_h + member % over.heads
         g = h // sizes.group

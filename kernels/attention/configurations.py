@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 
 # By kernel and bits of an input element, then by architecture: (BM, BN, warps, stages) for head
-# dims up to 32, 64, 128 and 256. benchmarks/compile_gate.py prints the registers, spills and
+# dims up to 32, 64, 128 and 256. benchmarks/proof/compile_gate.py prints the registers, spills and
 # shared memory of each.
 _Row = tuple[int, int, int, int]
 _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
@@ -157,6 +157,20 @@ def splits_keys(queries: int, keys: int, dropout_p: float, packed: bool) -> bool
     """
     few = queries <= MOST_QUERIES and keys >= LEAST_KEYS
     return few and dropout_p == 0 and not packed
+
+
+# Few queries: from this many bytes of keys and values on, half of which take as long to read as the
+# bounds of a mask to compute, 4 us at 4.3 TB/s.
+DECODE_BOUNDS_PAY = 2**25
+
+
+def bounds_pay(arch: str, scores: int, read: int, keys: int) -> bool:
+    """Return whether to compute the bounds of a mask with `read` elements, for a call with a number
+    of scores, B H Sq Sk.
+    """
+    if arch == "interpreter":
+        return keys > 128
+    return 4 * read <= scores and scores >= 2**25
 
 
 def narrowed(tiles: Tiles, rows: int, keys: int, heads: int, processors: int) -> Tiles:

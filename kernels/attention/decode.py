@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from ..common import LOG2E
+from .bounds import load_bounds
 from .forward import Work, forward_tiles
 from .scores import (
     Head,
@@ -132,7 +133,12 @@ def split_kernel(
     end = tl.minimum(start + tile.rows - 1, sizes.queries * split.heads - 1) // split.heads + 1
     i0 = start // split.heads
     lo, hi = keys_of_rows(i0, end, sequence.length, sequence.shift, band, tile, has)
-    span = _part(lo, hi, s, split.parts, tile)
+    if has.bounds:
+        bounds = load_bounds(optional, strides, b, first, 0, has)
+        lo = tl.maximum(lo, bounds.first // tile.columns * tile.columns)
+        hi = tl.maximum(tl.minimum(hi, bounds.last), lo)
+    begin, last = _part(lo, hi, s, split.parts, tile)
+    span = begin, last, last, 0  # it jumps over nothing
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     acc, l, m = forward_tiles((acc, l, m), span, work, head, tile, has, True, MASKED)
     if has.fold_scale:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common import LOG2E
+from .bounds import inside_run, load_bounds, reads_no_mask, split_at_run
 from .scores import (
     Indices,
     first_row,
@@ -53,16 +54,19 @@ def forward_tiles(
     EDGE: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Update the online softmax with the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span.
+    """Update the online softmax with the key tiles lo, lo + BN, .. < hi, where (lo, hi) = span, or
+    with those of a span that jumps (see bounds.py).
     `state` is the weighted sum of the values [BM, BDV], the sum of the weights [BM] and the running
     maximum of the scores [BM]. With SKIP the values of masked keys are not loaded and count as
     zero.
     """
     acc, l, m = state
-    lo, hi = span
+    lo, hi, jump, gap = span
     strides = head.call.strides
     STAGES: tl.constexpr = 1 if SKIP and tile.recompute_masked else None
     for n0 in tl.range(lo, hi, tile.columns, num_stages=STAGES):
+        if has.bounds:
+            n0 = tl.where(n0 < jump, n0, n0 + gap)
         n0 = tl.multiple_of(n0, tile.columns)
         j = n0 + tl.arange(0, tile.columns)
         rows = j
@@ -102,7 +106,7 @@ def forward_tiles(
 
 
 @triton.jit
-def _forward_keys(start, work, head, tile: tl.constexpr, has: tl.constexpr):
+def _forward_keys(start, work, head, bounds, tile: tl.constexpr, has: tl.constexpr):
     """Update the online softmax `start` with all keys that the queries may see: first those that
     the left side of the band cuts, then the tiles that need no mask, then the rest.
     """
@@ -113,15 +117,27 @@ def _forward_keys(start, work, head, tile: tl.constexpr, has: tl.constexpr):
     MASKED: tl.constexpr = has.mask == 1 or has.bias == 1
     SKIP: tl.constexpr = MASKED and not tile.recompute_masked
     state = start
-    if has.left:
-        edge = lo, tl.minimum(unmasked_begin, hi)
-        state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
-    state = forward_tiles(state, (unmasked_begin, unmasked_end), work, head, tile, has, False, SKIP)
-    state = forward_tiles(state, (unmasked_end, hi), work, head, tile, has, True, SKIP)
+    if has.bounds:
+        INSIDE: tl.constexpr = inside_run(has)
+        tiles = lo, unmasked_begin, unmasked_end, hi
+        edge, run = split_at_run(tiles, bounds, tile.columns, has)
+        if reads_no_mask(has):
+            state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+            state = forward_tiles(state, run, work, head, tile, INSIDE, False, False)
+        else:
+            state = forward_tiles(state, run, work, head, tile, INSIDE, False, SKIP)
+            state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+    else:
+        if has.left:
+            edge = lo, tl.minimum(unmasked_begin, hi), 0, 0
+            state = forward_tiles(state, edge, work, head, tile, has, True, SKIP)
+        unmasked = unmasked_begin, unmasked_end, 0, 0
+        state = forward_tiles(state, unmasked, work, head, tile, has, False, SKIP)
+        state = forward_tiles(state, (unmasked_end, hi, 0, 0), work, head, tile, has, True, SKIP)
     if MASKED and tile.recompute_masked:  # a masked value may be NaN, and 0 * NaN is NaN
         total = tl.sum(state[0])
         if total != total:
-            state = forward_tiles(start, (lo, hi), work, head, tile, has, True, True)
+            state = forward_tiles(start, (lo, hi, hi, 0), work, head, tile, has, True, True)
     return state
 
 
@@ -151,6 +167,7 @@ def forward_kernel(
         if i0 >= queries:
             return
     first = sequence.first_query + i0
+    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
 
     i = i0 + tl.arange(0, tile.rows)
     r = tl.minimum(tl.arange(0, tile.rows), queries - 1 - i0)  # past the end: the last row
@@ -171,7 +188,7 @@ def forward_kernel(
         if has.fold_scale:
             m = m / call.scale
         l += tl.where(m == float("-inf"), 0.0, 1.0)
-    acc, l, m = _forward_keys((acc, l, m), work, head, tile, has)
+    acc, l, m = _forward_keys((acc, l, m), work, head, bounds, tile, has)
     if has.fold_scale:
         m = m * call.scale
 

@@ -49,6 +49,7 @@ class OptionalInputs(NamedTuple):
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
     starts: Any  # [B + 1], the offsets of the queries in a packed batch
     seed: Any  # []
+    bounds: Any  # [B or 1, H or 1, tiles or 1, 4], see bounds.py
 
 
 class RowStrides(NamedTuple):
@@ -81,6 +82,9 @@ class Strides(NamedTuple):
     bias_column: Any
     slope_batch: Any
     slope_head: Any
+    bounds_batch: Any = 0
+    bounds_head: Any = 0
+    bounds_tile: Any = 0
 
 
 class Sizes(NamedTuple):
@@ -145,10 +149,12 @@ class Features(NamedTuple):
     packed: Any
     dropout: Any
     fold_scale: Any  # whether `shifted` applies the scale, in one fma with its offset
+    separate_max: Any = False  # whether the maximum and the log-sum of a row are two numbers
     sink: Any = False
     shard: Any = False  # whether the call is a shard of a larger one, `Sizes.shard`
     page: Any = 0  # keys of a page, 0 if the keys are not in pages
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
+    bounds: Any = 0  # whether the kernel reads bounds: 1 of the mask, 2 of the bias
 
 
 # -------------------------------------------------------------------- groups that a program makes
@@ -525,7 +531,7 @@ def store_sums(LSE, STATISTICS, rows, ok, m, l, has: tl.constexpr):
     sums = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + tl.math.log2(sums)) * LN2)
     tl.store(LSE + rows, lse, mask=ok)
-    if has.bias > 0 or has.alibi:
+    if has.separate_max:
         pair = STATISTICS + rows * 2
         tl.store(pair, tl.where(empty, 0.0, m), mask=ok)
         offset = tl.where(empty, float("-inf"), -tl.math.log2(sums))

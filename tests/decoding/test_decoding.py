@@ -168,7 +168,7 @@ def sources(device="cpu"):
 SEARCHES = {
     "greedy": lambda *a, **o: greedy_decode(*a, **o),
     "sample": lambda *a, **o: sample(*a, seed=3, top_k=5, **o),
-    "beams": lambda *a, **o: beam_search(*a, beams=3, n_best=2, **o).tokens,
+    "beams": lambda *a, **o: beam_search(*a, num_beams=3, n_best=2, **o).tokens,
 }
 
 
@@ -199,7 +199,7 @@ def test_an_empty_batch_gives_empty_results(masked, cache, backend):
         given, options = (model, src, mask, 6, start), dict(end_symbol=7, cache=cache)
         for tokens in (greedy_decode(*given, **options), sample(*given, **options)):
             assert tokens.shape == (0, 6) and tokens.dtype == src.dtype
-        found = beam_search(*given, beams=3, n_best=2, **options)
+        found = beam_search(*given, num_beams=3, n_best=2, **options)
         assert [tuple(x.shape) for x in found] == [(0, 2, 6), (0, 2), (0, 2)]
         assert [x.dtype for x in found] == [src.dtype, torch.float32, torch.int64]
 
@@ -343,8 +343,6 @@ def recorded(monkeypatch):
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
-    for module in [m for m in modules if hasattr(m, "readable")]:
-        monkeypatch.setattr(module, "readable", lambda x: False)
     monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
     recorded.captures = captures
     return recorded
@@ -419,7 +417,8 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
 
 def test_what_is_captured():
     """Modules of this package and of torch on a GPU, as they are."""
-    model, tokens = translator(), SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    model = translator()
+    tokens = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda"))
     assert not decoding_steps.captures(model, torch.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -551,8 +550,8 @@ def test_enough_beams_find_the_best_of_all_sequences(alpha, cache):
     src = torch.tensor([[1, 2, 3], [2, 1, 1]])
     mask = torch.ones(2, 1, 3, dtype=torch.bool)
     found = beam_search(
-        model, src, mask, new + 1, 1, end_symbol=end, pad_symbol=0, beams=64, alpha=alpha,
-        n_best=9, cache=cache,
+        model, src, mask, new + 1, 1, end_symbol=end, pad_symbol=0, num_beams=64,
+        length_penalty=alpha, n_best=9, cache=cache,
     )  # fmt: skip
     for b in range(2):
         for j, (score, y) in enumerate(
@@ -586,7 +585,15 @@ def test_few_beams_are_the_search_written_out(beams, alpha):
     with torch.no_grad():
         model.generator.proj.weight *= 2
         found = beam_search(
-            model, src, mask, 7, 1, end_symbol=7, beams=beams, alpha=alpha, n_best=beams
+            model,
+            src,
+            mask,
+            7,
+            1,
+            end_symbol=7,
+            num_beams=beams,
+            length_penalty=alpha,
+            n_best=beams,
         )
         for b in range(3):
             row = slice(b, b + 1)
@@ -601,7 +608,7 @@ def test_few_beams_are_the_search_written_out(beams, alpha):
 def test_one_beam_is_greedy():
     model, (src, mask) = translator(), sources()
     want = greedy_decode(model, src, mask, 9, 1)
-    found = beam_search(model, src.int(), mask, 9, 1, beams=1)
+    found = beam_search(model, src.int(), mask, 9, 1, num_beams=1)
     assert torch.equal(found.tokens[:, 0], want.int()) and found.tokens.dtype == torch.int32
     assert found.lengths.tolist() == [[9]] * 3
 
@@ -611,7 +618,7 @@ def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
     """The end has probability 0.6, and the length penalty lets eight tokens beat it alone."""
     model = Loaded([0.6, 0.4])
     found = beam_search(
-        model, ids[:1], None, 9, 1, end_symbol=0, pad_symbol=1, beams=beams, alpha=32
+        model, ids[:1], None, 9, 1, end_symbol=0, pad_symbol=1, num_beams=beams, length_penalty=32
     )
     assert found.tokens.tolist() == [[[1] * 8 + [0]]] and found.lengths.tolist() == [[9]]
     want = (7 * math.log(0.4) + math.log(0.6)) / (13 / 6) ** 32
@@ -622,12 +629,12 @@ def test_the_search_is_over_when_all_sources_are():
     """Those that count in steps of two reach the end before those that count in steps of one."""
     src = torch.tensor([[1], [2]])
     want = greedy_decode(Counting(), src, None, 12, 1, end_symbol=7)
-    found = beam_search(Counting(), src, None, 12, 1, end_symbol=7, beams=2, alpha=0)
+    found = beam_search(Counting(), src, None, 12, 1, end_symbol=7, num_beams=2, length_penalty=0)
     assert torch.equal(found.tokens[:, 0], want) and found.lengths.tolist() == [[7], [4]]
     model, steps = Loaded([1.0, 0.0]), []
     generator = model.generator
     model.generator = lambda x: steps.append(1) or generator(x)
-    found = beam_search(model, src, None, 12, 1, end_symbol=0, beams=2, n_best=2)
+    found = beam_search(model, src, None, 12, 1, end_symbol=0, num_beams=2, n_best=2)
     assert found.scores.tolist() == [[0.0, -math.inf]] * 2 and len(steps) == 1
 
 
@@ -635,7 +642,7 @@ def test_the_search_is_over_when_all_sources_are():
 def test_scores_are_summed_in_float32_or_in_their_own_dtype(dtype):
     model = Loaded([0.3, 0.7])
     model.scores = model.scores.to(dtype)
-    found = beam_search(model, ids[:1], None, 9, 1, alpha=0)
+    found = beam_search(model, ids[:1], None, 9, 1, length_penalty=0)
     assert found.scores.dtype == torch.promote_types(dtype, torch.float32)
     assert math.isclose(found.scores, 8 * model.scores[1].item(), rel_tol=1e-6)
 
@@ -644,20 +651,34 @@ def test_one_mask_serves_all_sources():
     model, (src, mask) = translator(), sources()
     for cache in (True, False):
         found, want = (
-            beam_search(model, src, x, 9, 1, end_symbol=7, beams=3, cache=cache)
+            beam_search(model, src, x, 9, 1, end_symbol=7, num_beams=3, cache=cache)
             for x in (mask[1:2], mask[1:2].expand(3, 1, 5))
         )
         assert all(torch.equal(x, y) for x, y in zip(found, want))
+
+
+def test_the_old_names_of_the_arguments_of_beam_search():
+    given = translator(), sources()[0], None, 9, 1
+    want = beam_search(*given, end_symbol=7, num_beams=3, length_penalty=2.0)
+    found = beam_search(*given, end_symbol=7, beams=3, alpha=2.0)
+    assert all(map(torch.equal, found, want))
+    default = beam_search(*given, end_symbol=7)
+    assert not torch.equal(default.scores, want.scores)
+    for both in (dict(beams=3, num_beams=3), dict(alpha=0.6, length_penalty=0.6)):
+        old, new = both
+        message = f"{old} is the old name of {new}, and both are given; expected {new}"
+        with pytest.raises(TypeError, match=message):
+            beam_search(*given, **both)
 
 
 def test_more_beams_than_sequences():
     """Of three tokens there are three sequences of one; the others have no score."""
     model = translator(3)
     src = torch.tensor([[1, 2]])
-    found = beam_search(model, src, None, 2, 1, end_symbol=2, beams=5, n_best=5)
+    found = beam_search(model, src, None, 2, 1, end_symbol=2, num_beams=5, n_best=5)
     assert found.scores.isfinite().tolist() == [[True] * 3 + [False] * 2]
     assert sorted(found.tokens[0, :3, 1].tolist()) == [0, 1, 2]
-    found = beam_search(model, src, None, 1, 1, beams=2)
+    found = beam_search(model, src, None, 1, 1, num_beams=2)
     assert found.tokens.tolist() == [[[1]]] and found.scores.tolist() == [[0.0]]
 
 
@@ -741,18 +762,18 @@ def test_a_seed_draws_the_same_tokens():
         (sample, dict(top_p=math.nan), ValueError, "top_p is nan"),
         (sample, dict(seed=1.0), TypeError, "seed is a float"),
         (sample, dict(seed=2**64), ValueError, "seed is 18446744073709551616"),
-        (beam_search, dict(beams=0), ValueError, "beams is 0; expected 1 or more"),
-        (beam_search, dict(beams=2.0), TypeError, "beams is a float"),
-        (beam_search, dict(n_best=5), ValueError, "n_best is 5; expected at most the beams, 4"),
+        (beam_search, dict(num_beams=0), ValueError, "num_beams is 0; expected 1 or more"),
+        (beam_search, dict(num_beams=2.0), TypeError, "num_beams is a float"),
+        (beam_search, dict(n_best=5), ValueError, "n_best is 5; expected at most num_beams, 4"),
         (beam_search, dict(n_best=0), ValueError, "n_best is 0"),
         (
             beam_search,
-            dict(alpha=-0.1),
+            dict(length_penalty=-0.1),
             ValueError,
-            "alpha is -0.1; expected a number from 0 to 32",
+            "length_penalty is -0.1; expected a number from 0 to 32",
         ),
-        (beam_search, dict(alpha=32.5), ValueError, "alpha is 32.5"),
-        (beam_search, dict(alpha=math.nan), ValueError, "alpha is nan"),
+        (beam_search, dict(length_penalty=32.5), ValueError, "length_penalty is 32.5"),
+        (beam_search, dict(length_penalty=math.nan), ValueError, "length_penalty is nan"),
         (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* token of the 10"),
         (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
         (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),

@@ -14,7 +14,7 @@ import torch
 
 import fastformer as ff
 from fastformer import current_backend, explain, use_backend
-from fastformer.dispatch import autograd, backends, cases
+from fastformer.dispatch import autograd, backends, workloads
 
 
 def run(code, **environment):
@@ -243,7 +243,7 @@ def test_seven_frames_lead_to_a_launch(device, monkeypatch, op):
 
     monkeypatch.setattr(launch.Launch, "__call__", record)
     has_gradient = op != "paged_attention"
-    given = cases.example(op, has_gradient).arguments(device)
+    given = workloads.example(op, has_gradient).arguments(device)
     with use_backend("triton"):
         getattr(ff, op)(**given)
     assert paths and all(1 < len(frames) <= 7 for frames in paths)
@@ -269,7 +269,7 @@ def test_the_autocast_of_another_device(autocast_of_a_gpu, where):
 
 
 def test_a_forward_decides_the_backend_of_its_backward(monkeypatch):
-    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     x = torch.randn(3, 8, requires_grad=True)
     x = x.cuda() if torch.cuda.is_available() else x
     launched = []

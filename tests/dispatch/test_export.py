@@ -88,9 +88,9 @@ class SelfAttention(nn.Module):
 
 def models(**options):
     torch.manual_seed(0)
-    sizes = dict(N=2, d_model=D, d_ff=F, h=H, max_len=POSITIONS)
-    model = ff.make_model(V, V, **sizes, **options).eval()
-    return model, ff.make_decoder(V, **sizes, **options).eval()
+    sizes = dict(d_model=D, d_ff=F, h=H, max_len=POSITIONS)
+    model = ff.make_model(V, V, N=1, **sizes, **options).eval()
+    return model, ff.make_decoder(V, N=2, **sizes, **options).eval()
 
 
 def accelerated_encoder():
@@ -154,6 +154,7 @@ RUN = (1, 20, 33), (5, 40, 2), (2, 16, 16), (4, 2, 17)
 POSITIONED = {"embed with positions", *(name for name in CASES if name.startswith("make_"))}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -19,160 +18,52 @@ from unittest import mock
 
 import pytest
 import torch
+from calls import (
+    DRAWN,
+    Draw,
+    cross_entropy,
+    drawn,
+    dropout_add_layer_norm,
+    embed,
+    feed_forward,
+    layer_norm,
+    outputs_of,
+    rms_norm,
+    scaled_dot_product_attention,
+)
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer import current_backend, use_backend
 from fastformer.dispatch import autograd, backends
 from fastformer.ops import functional
 
-ROOT = Path(__file__).resolve().parents[1]
 HAS_GPU = torch.cuda.is_available()
-DTYPES = [torch.float32, torch.bfloat16]
-MANY = 1000
+MANY = 500
 LEAK = 1 << 10  # bytes a call
 
 # -------------------------------------------------------------------------------------- many calls
 
-# Options, query heads for each key head, what else it takes.
-ATTENTION = [
-    ({}, 1, []),
-    ({"is_causal": True, "dropout_p": 0.1, "return_lse": True}, 1, ["key_lengths"]),
-    ({"window": (7, 3), "softcap": 20.0}, 2, ["bias", "attn_mask"]),
-    ({"causal_alignment": "bottom_right", "is_causal": True}, 1, ["key_lengths", "bias"]),
-]
-PACKED = [{}, {"is_causal": True, "window": (5, 0), "dropout_p": 0.1}]
-LOSS = [{}, {"reduction": "none", "ignore_index": 3, "label_smoothing": 0.1, "smoothing": "kl"}]
 
-
-class Calls:
-    """Random calls of each public op: shapes, dtype, options, and which gradients are wanted. All
-    follows from the seed.
-
-    Sizes are odd where a GPU's compiler looks whether 16 divides them, so that the kernels are few.
+def random_calls(device, count, ops=DRAWN, seed=0, most=40):
+    """Yield calls, of one op after the other, and what of their tensors has a gradient. All follows
+    from the seed.
     """
+    for n in range(count):
+        draw, case = Draw([seed, n], device, most), ops[n % len(ops)]
+        tensors, options, wanted = drawn(case, draw)
+        if "dropout_seed" in options and draw.often():
+            options["dropout_seed"] = torch.tensor([options["dropout_seed"]], device=device)
+        yield case, tensors, options, [tensors[n].requires_grad_() for n in wanted]
 
-    def __init__(self, device, seed=0, most=24, wanted=0.5):
-        self.device, self.random, self.most, self.wanted = device, random.Random(seed), most, wanted
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.leaves = []
 
-    def tensor(self, *shape):
-        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-        self.leaves.append(x.requires_grad_(self.random.random() < self.wanted))
-        return x
-
-    def integers(self, high, *shape, dtype=torch.int64):
-        generator, device = self.generator, self.device
-        return torch.randint(0, high, shape, generator=generator, device=device, dtype=dtype)
-
-    def odd(self):
-        return 2 * self.random.randint(1, self.most // 2) + 1
-
-    def choose(self, *values):
-        return self.random.choice(values)
-
-    def seed(self):
-        return self.integers(2**62, 1)
-
-    def scaled_dot_product_attention(self):
-        batch, heads, queries, keys = self.choose(2, 3), self.choose(2, 4), self.odd(), self.odd()
-        options, group, names = self.choose(*ATTENTION)
-        query = self.tensor(batch, heads, queries, 16)
-        key, value = (self.tensor(batch, heads // group, keys, 16) for _ in range(2))
-        made = {
-            "key_lengths": lambda: self.integers(keys + 1, batch, dtype=torch.int32),
-            "bias": lambda: self.tensor(heads, queries, keys),
-            "attn_mask": lambda: self.integers(2, batch, 1, 1, keys) > 0,
-        }
-        return ff.scaled_dot_product_attention(
-            query, key, value, enable_gqa=True, dropout_seed=self.seed(),
-            **{name: made[name]() for name in names}, **options,
-        )  # fmt: skip
-
-    def packed_attention(self):
-        batch, length = self.choose(2, 3), self.odd()
-        x = self.tensor(batch, length, self.choose(2, 4), 16)
-        tokens, packing = ff.unpad(x, self.integers(length + 1, batch))
-        offsets, options = (packing.cu_seqlens,) * 2, {"dropout_seed": self.seed()}
-        options |= self.choose(*PACKED)
-        out = ff.packed_attention(*(tokens,) * 3, *offsets, length, length, **options)
-        return ff.pad(out, packing)
-
-    def paged_attention(self):
-        batch, heads, pages = self.choose(2, 3), self.choose(2, 4), 5
-        query, key, value = (
-            self.tensor(*shape, 16).detach()
-            for shape in ((batch, heads, self.odd()), *[(pages, 16, 2)] * 2)
-        )
-        self.leaves = []  # it has no gradient
-        table = self.integers(pages, batch, 3, dtype=torch.int32)
-        lengths = self.integers(49, batch, dtype=torch.int32)
-        return ff.paged_attention(query, key, value, table, lengths, is_causal=True)
-
-    def attention_weights(self):
-        q, k = (self.tensor(1, 2, self.odd(), 16) for _ in range(2))
-        return ff.attention_weights(q, k, is_causal=self.choose(True, False))
-
-    def layer_norm(self):
-        m, n, unbiased = self.odd(), self.odd(), self.choose(True, False)
-        return ff.layer_norm(
-            self.tensor(m, n), n, self.tensor(n), self.tensor(n), unbiased=unbiased
-        )
-
-    def rms_norm(self):
-        m, n = self.odd(), self.odd()
-        return ff.rms_norm(self.tensor(m, n), n, self.tensor(n))
-
-    def dropout_add_layer_norm(self):
-        m, n = self.odd(), self.odd()
-        x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
-        return ff.dropout_add_layer_norm(x, residual, weight, None, 0.1, dropout_seed=self.seed())
-
-    def dropout_add_rms_norm(self):
-        m, n = self.odd(), self.odd()
-        x, residual, weight = self.tensor(m, n), self.tensor(m, n), self.tensor(n)
-        return ff.dropout_add_rms_norm(x, residual, weight, 0.1, dropout_seed=self.seed())
-
-    def fed(self, op, halves, *options):
-        m, d, width = self.odd(), self.odd(), self.odd()
-        w, b, w_2 = (self.tensor(*n) for n in ((halves * width, d), (halves * width,), (d, width)))
-        return op(self.tensor(m, d), w, b, w_2, None, *options, 0.1, dropout_seed=self.seed())
-
-    def feed_forward(self):
-        return self.fed(ff.feed_forward, 1, self.choose("relu", "gelu"))
-
-    def geglu(self):
-        return self.fed(ff.geglu, 2)
-
-    def swiglu(self):
-        return self.fed(ff.swiglu, 2)
-
-    def embed(self):
-        v, n, length = self.odd(), self.odd(), self.odd()
-        tokens, weight = self.integers(v, self.choose(2, 3), length), self.tensor(v, n)
-        positional = self.tensor(length, n)
-        return ff.embed(tokens, weight, positional, 0.1, dropout_seed=self.seed())
-
-    def cross_entropy(self):
-        m, v = self.odd(), 2 + self.odd()
-        return ff.cross_entropy(self.tensor(m, v), self.integers(v, m), **self.choose(*LOSS))
-
-    def linear_cross_entropy(self):
-        m, n, v = self.odd(), self.odd(), 2 + self.odd()
-        x, weight = self.tensor(m, n), self.tensor(v, n)
-        return ff.linear_cross_entropy(x, weight, self.integers(v, m), **self.choose(*LOSS))
-
-    def run(self, count, ops=functional.__all__):
-        """Makes `count` calls, and a backward of each: the results and gradients of the last."""
-        for _ in range(count):
-            self.leaves, self.dtype = [], self.choose(*DTYPES)
-            out = getattr(self, self.choose(*ops))()
-            out = out if isinstance(out, tuple) else (out,)
-            sums = [x.float().square().sum() for x in out if x.requires_grad]
-            if sums:
-                sum(sums).backward()
-            last = [x.detach() for x in out] + [x.grad for x in self.leaves if x.requires_grad]
-        return last
+def results(case, tensors, options, leaves):
+    """Make a call and its backward: the outputs and the gradients."""
+    outputs = outputs_of(case, tensors, options)
+    moving = [x for x in outputs if x.requires_grad]
+    incoming = [x.detach().nan_to_num(neginf=0.0) for x in moving]
+    grads = torch.autograd.grad(moving, leaves, incoming) if leaves else ()
+    return [x.detach() for x in (*outputs, *grads)]
 
 
 def memory():
@@ -199,20 +90,24 @@ def caches():
     return {name: size for name, size in sizes.items() if name[1] != "plans"}
 
 
-def grown(make, count, passes=5):
+def grown(device, count, ops=DRAWN, most=40, passes=5):
     """(bytes, Python objects) a call that `passes` times `count` calls add to a process that has
-    made the same calls twice; `make()` gives the `Calls`. The caches are as large as before.
+    made the same calls twice. The caches are as large as before.
 
     Two passes fill what is kept by shape. oneDNN, for one, compiles a primitive for each of the
     last 1024 shapes, which is 0.2 MB for each on a CPU with bfloat16 instructions. A stretch that
     adds something is repeated, twice at most: a leak adds as much again.
     """
-    for _ in range(2):
-        make().run(count)
+
+    def make(passes):
+        for _ in range(passes):
+            for call in random_calls(device, count, ops, most=most):
+                results(*call)
+
+    make(2)
     for _ in range(3):
         entries, before, objects = caches(), memory(), len(gc.get_objects())
-        for _ in range(passes):
-            make().run(count)
+        make(passes)
         gained = memory() - before, len(gc.get_objects()) - objects
         assert caches() == entries
         gained = tuple(n / (passes * count) for n in gained)
@@ -265,7 +160,7 @@ def test_many_calls(backend, device, plans, monkeypatch):
     launch = pytest.importorskip("fastformer.kernels.launch")
     monkeypatch.setattr(launch, "MOST_PLANS", 2)
     few = backend == "triton" and not HAS_GPU  # some 20 ms each
-    size, objects = grown(lambda: Calls(device, most=8 if few else 24), 40 if few else MANY)
+    size, objects = grown(device, 28 if few else MANY, most=8 if few else 40)
     assert size < LEAK / 2 and objects < 1 / 20
 
 
@@ -333,7 +228,7 @@ def test_many_launches(device, plans, idle, monkeypatch):
 
     monkeypatch.setattr(launch, "MOST_PLANS", 2)
     with use_backend("triton"):
-        size, objects = grown(lambda: Calls(device), MANY)
+        size, objects = grown(device, MANY)
     assert size < LEAK / 2 and objects < 1 / 20
 
 
@@ -344,12 +239,8 @@ def test_a_leak_is_seen(device):
     def keep(choice):
         kept.append(torch.UntypedStorage(LEAK, device=device))
 
-    class Products(Calls):
-        def run(self, count):
-            super().run(count, ops=["feed_forward"])
-
     with use_backend("reference"), backends.observe(on_choice=keep):
-        size, _ = grown(lambda: Products(device), 200)
+        size, _ = grown(device, 200, [feed_forward])
     assert LEAK / 2 < size < 4 * LEAK
 
 
@@ -358,13 +249,17 @@ def test_many_plans(device, plans, idle):
     """They stop at a number, however many shapes there are, and take some 4 KB each."""
     from fastformer.kernels import launch
 
-    most, made, ops = 0, set(), ["scaled_dot_product_attention"]
-    calls = Calls(device, most=100, wanted=0)
+    def call(queries, keys):
+        q, k = (torch.empty(2, 2, n, 16, device=device) for n in (queries, keys))
+        ff.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    most, made = 0, set()
     with use_backend("triton"):
-        calls.run(100, ops)  # imports, and what torch keeps
+        call(100, 100)  # imports, and what torch keeps
         before = memory()
-        for _ in range(10 * MANY // 100):
-            calls.run(100, ops)
+        for queries in range(1, 100):
+            for keys in range(1, 101):
+                call(queries, keys)
             most, made = max(most, len(plans)), made | {hash(key) for key in plans}
     assert len(made) > 2 * launch.MOST_PLANS > 0
     assert most <= launch.MOST_PLANS
@@ -377,7 +272,7 @@ def test_many_reasons(monkeypatch):
     def choose(op, arguments, backend):
         return backends.Choice(op, "reference", f"a row has {arguments['input'].numel()} features")
 
-    monkeypatch.setattr(backends, "choose", choose)
+    monkeypatch.setattr(backends, "choose_backend", choose)
     backends._log_once.cache_clear()
     with use_backend("auto"):
         for n in range(1, 1000):
@@ -387,9 +282,8 @@ def test_many_reasons(monkeypatch):
 
 # ------------------------------------------------------------------------------ threads and streams
 
-OWN = ["scaled_dot_product_attention", "layer_norm", "rms_norm", "dropout_add_layer_norm"]
-OWN += ["embed", "cross_entropy"]  # no library of torch has a part in their kernels' results
-ROWS = ["layer_norm", "rms_norm", "dropout_add_layer_norm", "cross_entropy"]
+ROWS = [layer_norm, rms_norm, dropout_add_layer_norm, cross_entropy]
+OWN = [scaled_dot_product_attention, embed, *ROWS]  # no library of torch has a part in them
 
 
 def together(work, arguments):
@@ -419,16 +313,14 @@ def test_threads(device):
 
     def work(job):
         backend, seed = job
-        ran, results = set(), []
-        calls = Calls(device, seed, most=12)
+        ran, calls = set(), random_calls(device, 6, ops.get(backend, DRAWN[seed::3]), seed)
         with (
             use_backend(backend),
             backends.observe(on_choice=lambda choice: ran.add(choice.backend)),
         ):
-            for _ in range(6):
-                results += calls.run(1, ops.get(backend, backends.OPERATIONS))
+            made = [x for call in calls for x in results(*call)]
         assert ran == {backend}
-        return results
+        return made
 
     jobs = [(backend, seed) for seed in range(3) for backend in ("triton", "reference")]
     before = current_backend()
@@ -491,9 +383,9 @@ def test_streams(device):
     """
 
     def work(seed):
-        calls = Calls(device, seed)
+        calls = random_calls(device, 20, OWN, seed)
         with use_backend("triton"):
-            return [x for _ in range(20) for x in calls.run(1, OWN)]
+            return [x for call in calls for x in results(*call)]
 
     def on_a_stream(seed):
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -539,7 +431,7 @@ COMPILER = """
 import hashlib, json, os, sys, warnings
 sys.path[:0] = sys.argv[1:]
 import torch, triton
-from benchmarks import compile_worker
+from benchmarks.proof import compile_worker
 from fastformer.kernels import embedding
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

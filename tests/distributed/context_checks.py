@@ -148,7 +148,9 @@ def context(folder):
     mesh = init_device_mesh("cpu", (world,))
     for name, options, way in cases():
         own = ff.context_parallel(mesh, **way)
+        twice = way == WAYS["auto"] and name.partition(";")[0] in WITH_ROWS  # which is the ring
         kernels = world == 2 and way in (WAYS["ring"], WAYS["auto"]) and "dropout" in name
+        kernels = kernels and not twice
         for backend in ("reference", "triton") if kernels else ("reference",):
             exact = backend == "reference" and "large" not in name
             dtype, bound = (torch.float64, 1e-11) if exact else (torch.float32, 1e-5)
@@ -455,7 +457,7 @@ def context_refusals(folder):
         tokens = torch.zeros(1, 6, dtype=torch.int64)
         refused("positional has .* positions", lambda: ff.embed(tokens, lut, table))
         with own.of_length(6 * world + 1):
-            refused("6 tokens in each", lambda: position(x[0]))
+            refused("have 6 tokens each", lambda: position(x[0]))
         refused("length is 0", lambda: own.of_length(0).__enter__())
         with own:
             pass

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fastformer as ff
 from fastformer.dispatch.sharding import call
-from fastformer.eager import written_out
+from fastformer.eager import use_formula
 
 SEED, P = 11, 0.4
 WHOLE = "."  # of a dimension of the mesh: nothing is split
@@ -89,7 +89,7 @@ class Case:
         """The results of the whole in a dtype, of inputs that were rounded to another."""
         if (dtype, of) not in self.known:
             tensors = self.given(dtype, self.given(of))
-            with ff.use_backend("reference"), written_out():
+            with ff.use_backend("reference"), use_formula():
                 self.known[dtype, of] = results(self.function, tensors, self.gradients)
         return self.known[dtype, of]
 

@@ -1,6 +1,7 @@
 """What the processes of parallel_worker.py check: functions of a folder that they share."""
 
 import copy
+import itertools
 import math
 import os
 import re
@@ -210,12 +211,44 @@ def layouts(folder):
         assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, x), name
 
 
+def halves(model, compute, batch, mesh):
+    """Return the loss and the gradients of a batch of four, of which each of two processes has a
+    half.
+    """
+    first = 2 * mesh.get_local_rank()
+    part = copy.copy(batch)
+    for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
+        x = getattr(batch, name)
+        setattr(part, name, None if x is None else x[first : first + 2])
+    with ff.sequences_from(first):
+        # DDP and FSDP2 take the mean of the gradients of two.
+        loss, grads = step(model, lambda *args: 2 * compute(*args), part)
+    torch.distributed.all_reduce(loss, group=mesh.get_group())
+    return loss / 2, grads
+
+
+def data_parallel(folder):
+    """DDP and FSDP2 on halves of a batch, dropout on: the loss and the gradients of one process."""
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = dict(N=1, h=2, d_ff=32)
+    whole = step(*a_model(**sizes))
+    for backend, kind in itertools.product(BACKENDS, ("ddp", "fsdp")):
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        model, compute, batch = a_model(**sizes, dtype=dtype)
+        if kind == "fsdp":
+            for layer in (*model.encoder.layers, *model.decoder.layers, model):
+                fully_shard(layer, mesh=mesh)
+        parallel = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+        with ff.use_backend(backend):
+            loss, _ = halves(parallel, compute, batch, mesh)
+        all_close(f"{kind}, {backend}", (loss, in_full(model)), whole)
+
+
 def composed(folder):
     """FSDP2 over one dimension of a mesh, tensor parallelism over the other, and checkpointing: the
     loss and the gradients of the whole batch on one process.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rank = mesh["dp"].get_local_rank()
     for options in ({}, dict(decoder=True)):
         whole = step(*a_model(**options))
         model, compute, batch = a_model(**options)
@@ -225,14 +258,8 @@ def composed(folder):
                 checkpoint(layer)
                 fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        part = copy.copy(batch)
-        for name in ("src", "tgt", "src_mask", "tgt_mask", "tgt_y"):
-            x = getattr(batch, name)
-            setattr(part, name, None if x is None else x[2 * rank : 2 * rank + 2])
-        with ff.sequences_from(2 * rank):
-            ours, own = step(model, lambda *args, compute=compute: 2 * compute(*args), part)
-        torch.distributed.all_reduce(ours, group=mesh["dp"].get_group())
-        all_close(f"{options}", (ours / 2, own), whole)
+        ours = halves(model, compute, batch, mesh["dp"])
+        all_close(f"{options}", ours, whole)
 
 
 def refusals(folder):
@@ -269,7 +296,7 @@ def refusals(folder):
             ff.distributed.parallelize.__version__ = known
 
     def hidden(name, width, mesh=mesh):
-        """A feed-forward with dropout whose hidden units are split over all of a mesh."""
+        """A feed-forward with dropout whose hidden units are sharded over all of a mesh."""
         gated = name != "feed_forward"
         split = [[Shard(dim)] * mesh.ndim for dim in (0, 1)]
         w = drawn(width * (1 + gated), 8), mesh, split[0]
@@ -304,13 +331,13 @@ def refusals(folder):
         r"query has 6 heads; expected a multiple of the 4": op(
             "scaled_dot_product_attention", query=(q, mesh, [Shard(1)]), key=q, value=q
         ),
-        r"key has placement .*split over the queries; expected Replicate": op(
+        r"key has placement .*shards the queries; expected Replicate": op(
             "scaled_dot_product_attention", query=keys, key=keys, value=keys
         ),
-        r"no other dimension divides by the 4": op(
+        r"is a multiple of the 4 devices of dimension 0": op(
             "layer_norm", input=(drawn(3, 8), mesh, [Shard(1)]), normalized_shape=[8]
         ),
-        r"weight is a parameter that is no DTensor beside input": op(
+        r"weight is a plain parameter, and input is a DTensor": op(
             "layer_norm", input=(x, mesh, [Shard(0)]), normalized_shape=[8], weight=weight
         ),
         r"weight is on the mesh": op(
@@ -319,27 +346,29 @@ def refusals(folder):
             normalized_shape=[8],
             weight=(torch.ones(8), square["tp"], [Replicate()]),
         ),
-        r"attention: 24 queries on 4 devices; expected shards of a multiple of 16": op(
+        r"attention: 24 queries .* 4 devices; with dropout, expected a multiple of 16": op(
             "scaled_dot_product_attention",
             query=(drawn(1, 2, 24, 8), mesh, [Shard(2)]),
             **dict.fromkeys(("key", "value"), drawn(1, 2, 24, 8)),
             dropout_p=P,
         ),
-        r"feed_forward: 96 columns on 4 devices; expected shards of": hidden("feed_forward", 96),
-        r"geglu: 96 columns on 4 devices; expected shards of a multiple of 16": hidden("geglu", 96),
-        r"feed_forward: 48 columns on 2 devices; expected shards of": hidden(
+        r"feed_forward: 96 hidden units .* 4 devices; with dropout": hidden("feed_forward", 96),
+        r"geglu: 96 hidden units .* 4 devices; with dropout, expected a multiple of 16": hidden(
+            "geglu", 96
+        ),
+        r"feed_forward: 48 hidden units .* 2 devices; with dropout": hidden(
             "feed_forward", 96, square
         ),
         r"swiglu: w has 12 rows; expected a multiple of twice the 4": hidden("swiglu", 6),
-        r"d_ff is split over several dimensions": hidden("swiglu", 64, square),
-        r"embed: 24 columns on 4 devices; expected shards of a multiple of 4": op(
+        r"d_ff is sharded over several dimensions": hidden("swiglu", 64, square),
+        r"embed: 24 features .* 4 devices; with dropout, expected a multiple of 4": op(
             "embed",
             tokens=torch.zeros(2, 3, dtype=torch.long),
             weight=(drawn(5, 24), mesh, [Shard(1)]),
             positional=None,
             dropout_p=P,
         ),
-        r"rows split over dimensions 1, 2; expected the first one, and one other": op(
+        r"dimensions 1, 2 of its input; expected the first and at most one more": op(
             "dropout_add_rms_norm",
             **dict.fromkeys(
                 ("input", "residual"), (drawn(2, 2, 4, 8), square, [Shard(1), Shard(2)])
@@ -347,20 +376,20 @@ def refusals(folder):
             weight=(torch.ones(8), square, [Replicate(), Replicate()]),
             dropout_p=P,
         ),
-        r"rms_norm: shard is RowShard.* beside DTensors": op(
+        r"rms_norm: shard is RowShard.*; expected None, because DTensors": op(
             "dropout_add_rms_norm",
             **dict.fromkeys(("input", "residual"), (x, mesh, [Shard(0)])),
             weight=torch.ones(8),
             shard=ff.RowShard(4, 0, 8),
             dropout_p=P,
         ),
-        r"attention: shard is Shard.* beside sequences_from\(3\)": part_of_a_batch(
+        r"attention: shard is Shard.*; expected None, because sequences_from\(3\)": part_of_a_batch(
             "scaled_dot_product_attention",
             **dict.fromkeys(("query", "key", "value"), drawn(1, 2, 16, 8)),
             shard=ff.Shard(1),
             dropout_p=P,
         ),
-        r"feed_forward of \[tokens, features\] of a part of a batch": part_of_a_batch(
+        r"feed_forward of \[tokens, features\] within sequences_from\(3\)": part_of_a_batch(
             "feed_forward",
             input=drawn(4, 8),
             w_1=drawn(16, 8),
@@ -369,7 +398,7 @@ def refusals(folder):
             b_2=None,
             dropout_p=P,
         ),
-        r"packed_attention of a part of a batch": part_of_a_batch(
+        r"packed_attention within sequences_from\(3\)": part_of_a_batch(
             "packed_attention",
             **dict.fromkeys(("query", "key", "value"), drawn(6, 2, 8)),
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 6]).int()),
@@ -439,7 +468,7 @@ def resumes(folder):
     ]
     alone = train(small(steps), "reference", math.inf, False, Alone())
     own = Parallel(way, small(steps), folder / "checkpoints", 4)
-    parts = count_calls(own, "part")
+    parts = count_calls(own, "local_batch")
     run = train(small(steps), "reference", math.inf, False, own)
     assert len(parts) == trained, f"{way} trained {len(parts)} steps"
     other = replace(small(steps), d_ff=128)
@@ -464,7 +493,7 @@ def damaged_checkpoints(folder):
     def resumed(steps):
         """Return the run, how many steps it trained, and which checkpoints it passed over."""
         way = Parallel("fsdp", small(steps), saved, 4)
-        parts = count_calls(way, "part")
+        parts = count_calls(way, "local_batch")
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             run = train(small(steps), "reference", math.inf, False, way)

@@ -2,9 +2,9 @@
 fail: (check, the text of the rule, the broken text). The text stands in one of SOURCES.
 """
 
-from pathlib import Path
+from benchmarks import ROOT
 
-FOLDER = Path(__file__).resolve().parents[1] / "fastformer"
+FOLDER = ROOT / "fastformer"
 SOURCES = [
     *sorted((FOLDER / "dispatch" / "sharding").glob("[a-z]*.py")),
     FOLDER / "description.py",
@@ -13,7 +13,7 @@ SOURCES = [
 ]
 
 BROKEN = [
-    # ---- which dimensions are split
+    # ---- which dimensions are sharded
     ("attention", 'dict(lengths=x is not None), "b")', 'dict(lengths=x is not None), ".")'),
     ("attention", '"sinks", "Tensor?", dims="h"', '"sinks", "Tensor?", dims="."'),
     ("attention", 'dict(alibi=x is not None), "bh")', 'dict(alibi=x is not None), ".h")'),
@@ -23,26 +23,30 @@ BROKEN = [
     ("other_attention", '"block_table": "b."', '"block_table": ".."'),
     ("other_attention", '{"query": ".hd", "key": ".hd"', '{"query": "bhd", "key": ".hd"'),
     ("feed_forward", '    {"f": ("input",)},', "    {},"),
-    ("feed_forward", '    "f" + ROW_DIMS,', '    ROW_DIMS + "f",'),
+    ("feed_forward", '    "f" + operation.ROW_DIMS,', '    operation.ROW_DIMS + "f",'),
     ("embedding", '{"v": ("tokens",), "n": ("tokens",)}', '{"n": ("tokens",)}'),
     ("losses", 'gathers={"v": ("input", "target")}', 'gathers={"v": ("input",)}'),
-    # ---- where a shard begins, and what it is a part of
-    ("masks", "offsets.setdefault(letter, at)", "offsets[letter] = at"),
+    # ---- the offsets and the global sizes of a shard
+    ("masks", "offsets.setdefault(dim, start)", "offsets[dim] = start"),
     ("feed_forward", "and name not in rule.halves", ""),
-    ("attention", "sizes[letter] = max(size, sizes.get(letter, 0))", "sizes[letter] = size"),
-    ("feed_forward", "Partial() if way and placed == Replicate() else placed", "placed"),
+    ("attention", "sizes[dim] = max(size, sizes.get(dim, 0))", "sizes[dim] = size"),
+    (
+        "feed_forward",
+        "Partial() if dim and placement == Replicate() else placement",
+        "placement",
+    ),
     (
         "attention",
-        "Partial() if way and placed == Replicate() else placed",
-        "Partial() if placed == Replicate() else placed",
+        "Partial() if dim and placement == Replicate() else placement",
+        "Partial() if placement == Replicate() else placement",
     ),
     ("attention", "if not x.requires_grad and not any(", "if not any("),
     ("norms", "and not any(size % mesh.size(i) for size in sizes)", ""),
-    ("feed_forward", "_shards_of_halves(local[name], mesh, ways)", "local[name]"),
+    ("feed_forward", "_shards_of_halves(local[name], mesh, sharded_dims)", "local[name]"),
     (
         "norms",
-        "shape = [call.sizes[w] if w in call.ways else",
-        "shape = [n * 4 if w in call.ways else",
+        "shape = [call.sizes[d] if d in call.sharded_dims else",
+        "shape = [n * 4 if d in call.sharded_dims else",
     ),
     ("attention", "key=lambda i: (-x.stride()[i], i)", "key=lambda i: (x.stride()[i], i)"),
     (
@@ -52,7 +56,7 @@ BROKEN = [
     ),
     ("feed_forward", "return _Exchange.apply(grad, group, parts, not back)", "return grad"),
     # ---- the output
-    ("embedding", 'elif way == "v" and call.op != "embed":', 'elif way == "v":'),
+    ("embedding", 'elif dim == "v" and call.op != "embed":', 'elif dim == "v":'),
     ("losses", "[Partial() if isinstance(p, Shard) else p for p in placements]", "[*placements]"),
     ("feed_forward", 'own["b_2"] * float(_is_first(call, "f"))', 'own["b_2"]'),
     (
@@ -61,13 +65,13 @@ BROKEN = [
         "return any(dist.get_rank(group) == 0",
     ),
     # ---- the dropout of a shard
-    ("masks", 'AttentionShard(batch, at.get("h", 0)', "AttentionShard(batch, 0"),
-    ("masks", 'at.get("q", 0), 0, *sizes)', "0, 0, *sizes)"),
-    ("masks", 'at.get("b", 0) + first', "first"),
-    ("masks", 'at.get("b", 0) + first', 'at.get("b", 0)'),
-    ("masks", 'sizes = whole["h"], whole.get("q", 0)', 'sizes = 0, whole.get("q", 0)'),
-    ("attention", '(attention.dropout_p > 0 or "q" in at)', "attention.dropout_p > 0"),
-    ("other_attention", 'AttentionShard(batch, at.get("h", 0)', "AttentionShard(batch, 0"),
+    ("masks", 'AttentionShard(batch, offsets.get("h", 0)', "AttentionShard(batch, 0"),
+    ("masks", 'offsets.get("q", 0), 0, *full)', "0, 0, *full)"),
+    ("masks", 'offsets.get("b", 0) + first', "first"),
+    ("masks", 'offsets.get("b", 0) + first', 'offsets.get("b", 0)'),
+    ("masks", 'full = sizes["h"], sizes.get("q", 0)', 'full = 0, sizes.get("q", 0)'),
+    ("attention", '(attention.dropout_p > 0 or "q" in offsets)', "attention.dropout_p > 0"),
+    ("other_attention", 'AttentionShard(batch, offsets.get("h", 0)', "AttentionShard(batch, 0"),
     ("masks", 'call.offsets.get("f", call.offsets.get("n", 0))', 'call.offsets.get("f", 0)'),
     ("masks", 'call.offsets.get("f", call.offsets.get("n", 0))', 'call.offsets.get("n", 0)'),
     ("masks", "begins[:1] = [b + first for b in begins[:1]]", "pass"),
@@ -76,20 +80,20 @@ BROKEN = [
     ("masks", "if not math.prod(x.shape[: len(rows)]):", "if False:"),
     ("masks", "itertools.count(begin, sequence)", "itertools.count(begin, run)"),
     ("masks", "shard._replace(row=shard.row - before)", "shard"),
-    ("masks", "before = shard.row % _PLANE_GROUP", "before = shard.row % 8"),
+    ("masks", "before = shard.row % _TILE_ROWS", "before = shard.row % 8"),
     # ---- sequences that are sharded
-    ("context_model", "RowShard(first * sequence + whole, 0", "RowShard(first * sequence, 0"),
-    ("context_model", "RowShard(first * sequence + whole, 0", "RowShard(whole, 0"),
+    ("context_model", "row = first * sequence + chunk.global_start", "row = first * sequence"),
+    ("context_model", "row = first * sequence + chunk.global_start", "row = chunk.global_start"),
     # ---- the embedding
     ("embedding", 'own["positional"][call.offsets[last] :]', 'own["positional"]'),
     ("embedding", "inside = (tokens >= 0) & (tokens < here)", "inside = tokens < here"),
     ("embedding", "padding if 0 <= padding < here else None", 'own["padding_idx"]'),
     ("embedding", ".masked_fill(~inside.unsqueeze(-1), 0.0)", ""),
     # ---- the losses
-    ("losses", "for way in dict.fromkeys(call.ways):", "for way in call.ways:"),
-    ("losses", 'if way and way != "v" else ()', 'if way == "0" else ()'),
+    ("losses", "for dim in dict.fromkeys(call.sharded_dims):", "for dim in call.sharded_dims:"),
+    ("losses", 'if dim and dim != "v" else ()', 'if dim == "0" else ()'),
     ("losses", 'own["target"] != own["ignore_index"]).sum()', 'own["target"] >= 0).sum()'),
-    ("losses", 'place = call.offsets["v"], call.sizes["v"]', 'place = 0, call.sizes["v"]'),
+    ("losses", 'shard = call.offsets["v"], call.sizes["v"]', 'shard = 0, call.sizes["v"]'),
     ("losses", "dist.all_reduce(top, dist.ReduceOp.MAX, group)", "pass"),
     ("losses", "            dist.all_reduce(dot, group=group)\n", ""),
     ("losses", "            dist.all_reduce(lse, group=group)\n", ""),
@@ -106,16 +110,16 @@ BROKEN = [
     ("torch_transformer", "if parts > 1 else local", "if False else local"),
     ("tensor_parallel", "if id(old) not in self._made:", "if True:"),
     # ---- what is refused
-    ("refusals", "if split and want == Replicate() and", "if False and"),
-    ("refusals", 'if way == "h" and want != Replicate() and', "if False and"),
+    ("refusals", "if sharded and want == Replicate() and", "if False and"),
+    ("refusals", 'if dim == "h" and want != Replicate() and', "if False and"),
     ("refusals", "if mesh is not None and type(x) is torch.nn.Parameter:", "if False:"),
     ("refusals", "elif x.device_mesh != mesh:", "elif False:"),
     ("refusals", "if mesh.size(i) > 1 and shard % group:", "if False:"),
-    ("refusals", 'require_group(call, "q", _PLANE_GROUP', 'require_group(call, "q", 1'),
+    ("refusals", 'require_group(call, "q", _TILE_ROWS', 'require_group(call, "q", 1'),
     ("refusals", "        size //= 2\n", "        pass\n"),
     ("refusals", "            size = shard\n", ""),
-    ("refusals", "if any(letter in call.ways for letter in rows[1:cut]):", "if False:"),
-    ("refusals", 'x.shape[0] % (2 * mesh.size(ways.index("f")))', "False"),
+    ("refusals", "if any(dim in call.sharded_dims for dim in rows[1:last]):", "if False:"),
+    ("refusals", 'x.shape[0] % (2 * mesh.size(sharded_dims.index("f")))', "False"),
     ("refusals", 'if flattened.get("shard") is not None and (', "if False and ("),
     ("refusals", "if first and len(rows) < 2:", "if False:"),
 ]

@@ -66,7 +66,7 @@ def of_parts(inputs, described, grads):
                     shard=attention.shard._replace(query=rows.start),
                 ),
             )
-            merged.add(rows, *backends.attention_part(*of_rows))
+            merged.add(rows, *backends.attention_block(*of_rows))
     outputs = merged.outputs()
     found = [backends.attention_gradients(grads, *part, outputs) for part in parts]
     dq, dk, dv, dbias, dsinks = zip(*found)

@@ -12,6 +12,7 @@ import torch
 from sharding_mutants import BROKEN, SOURCES
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer import cli
 
 HERE = Path(__file__).parent
@@ -90,6 +91,11 @@ def test_damaged_checkpoints(tmp_path):
     run(tmp_path, 2, "damaged_checkpoints")
 
 
+def test_data_parallel(tmp_path):
+    """DDP and FSDP2 on halves of a batch, on both backends."""
+    run(tmp_path, 2, "data_parallel")
+
+
 def test_bytes_sent(tmp_path):
     """A training step of each way sends what it has to, and no more."""
     run(tmp_path, 2, "bytes_sent")
@@ -111,7 +117,7 @@ def test_torchrun(way, tmp_path, request):
         text=True,
         timeout=600,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent,
+        cwd=ROOT,
     )
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stdout.count("Largest loss difference from one process over steps 1..20") == 1
@@ -145,7 +151,7 @@ def test_a_death_under_torchrun(tmp_path, request):
         text=True,
         timeout=600,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent,
+        cwd=ROOT,
     )
     assert process.returncode == 1
     report = process.stderr.partition("Root Cause")[2]

@@ -1,10 +1,12 @@
 """Compares fastformer to eager attention in every model type of transformers, small and randomly
 initialised.
 
-    python tests/hugging_face.py                 all types; exits with 1 if one got worse
-    python tests/hugging_face.py bert llama      some of them
-    python tests/hugging_face.py --write         writes docs/hugging_face.md, or with types only
-                                                 their rows
+    cd tests/drop_in
+    python hugging_face.py                 all types; exits with 1 if one got worse
+    python hugging_face.py bert llama      some of them
+    python hugging_face.py --write         also writes benchmarks/results/hugging_face.json
+                                           and docs/hugging_face.md; with types, their rows
+    python hugging_face.py --print         prints the data, or with types only their rows
 
 It compares the outputs and the gradient of every parameter, without padding and with padding on
 either side, and the tokens of generate(). A type has one status:
@@ -39,8 +41,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "hugging_face.md"
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "benchmarks" / "results" / "hugging_face.json"
+PAGE = ROOT / "docs" / "hugging_face.md"
 BEST_FIRST = ("agrees", "never calls us", "refused", "not built", "fails", "differs")
 LARGEST = 200 * 10**6  # parameters: a copy of a model, its gradients, in float64
 SECONDS = 900  # for one type: for those that hang, on any machine
@@ -609,38 +612,45 @@ def sweep(kinds, seconds=SECONDS):
         worker.wait()
 
 
-def table(rows, version):
-    counts = {status: sum(row[1] == status for row in rows) for status in BEST_FIRST}
-    lines = [
-        "# Model types of transformers",
-        "",
-        f"Written by `python tests/hugging_face.py --write`, with transformers {version}. Each",
-        "type is built small, with random weights, and fastformer's attention is compared to eager",
-        "attention: the outputs and the gradient of every parameter to a relative error of",
-        f"{BOUND:.0e}, without padding (none) and with padding on the right and on the left, and",
-        "every token of `generate()`. The note lists what was compared.",
-        "",
-        "- **agrees**: all that the note lists agrees, and fastformer's attention ran.",
-        "- **never calls us**: the outputs agree, but the model runs an attention of its own, or",
-        "  has none: fastformer changes nothing.",
-        "- **refused**: fastformer raises an error that names what it does not support.",
-        "- **not built**: no small model could be built and run with eager attention, so nothing",
-        "  is known. The note holds the reason.",
-        "",
-        ", ".join(f"{n} {status}" for status, n in counts.items() if n) + ".",
-        "",
-        "| type | status | note |",
-        "|---|---|---|",
-    ]
-    for kind, status, note in rows:
-        lines.append(f"| {kind} | {status} | {note.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
+def page(rows, version):
+    """Return the text of PAGE: how many types have each status, and those that need a remark."""
+    of = {status: [row[0] for row in rows if row[1] == status] for status in BEST_FIRST}
+    return f"""# Model types of transformers
+
+Every model type of transformers {version}, against eager attention. Each is built small, with
+random weights. Compared are the outputs and the gradient of every parameter, to a relative error of
+{BOUND:.0e}, without padding and with padding on the right and on the left, and every token of
+`generate()`.
+
+| status | types | meaning |
+|---|---|---|
+| agrees | {len(of["agrees"])} | all that was compared agrees, and fastformer's attention ran |
+| never calls us | {len(of["never calls us"])} | the outputs agree; fastformer changes nothing |
+| refused | {len(of["refused"])} | fastformer raises an error that names what it does not support |
+| not built | {len(of["not built"])} | no small model runs with eager attention |
+| fails, differs | {len(of["fails"] + of["differs"])} | a fault |
+
+`python tests/drop_in/hugging_face.py --print` prints each type with its status and a note: what
+was compared, or the reason. `--print bert llama` prints those types only. The data are in
+benchmarks/results/hugging_face.json; `python tests/drop_in/hugging_face.py --write` measures them
+again, and writes this page.
+
+**Refused:** {", ".join(of["refused"])}.
+
+**Never calls us**, because the model runs an attention of its own, or has none:
+{", ".join(of["never calls us"])}.
+"""
+
+
+def write(rows, version):
+    lines = ",\n".join(map(json.dumps, rows))
+    DATA.write_text(f'{{"transformers": "{version}", "rows": [\n{lines}\n]}}\n')
+    PAGE.write_text(page(rows, version))
 
 
 def read_rows():
-    """(type, status, note) of each row of the table."""
-    rows = re.findall(r"^\| (\S+) \| ([a-z ]+) \| (.*) \|$", TABLE.read_text(), re.M)
-    return [row for row in rows if row[1] in BEST_FIRST]
+    """(type, status, note) of each type."""
+    return [tuple(row) for row in json.loads(DATA.read_text())["rows"]]
 
 
 def committed():
@@ -654,14 +664,20 @@ def worse(status, before):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; all by default")
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="write the data and the page")
+    parser.add_argument("--print", action="store_true", help="print the data, and measure nothing")
     parser.add_argument("--json", type=Path, help="also write the rows to this file, one by one")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         return work()
+    if args.print:
+        for row in read_rows():
+            if not args.types or row[0] in args.types:
+                print(*row, sep="\t")
+        return 0
     rows, bad = [], 0
-    before = committed() if TABLE.exists() else {}
+    before = committed() if DATA.exists() else {}
     for row in sweep(args.types or types()):
         rows.append(row)
         bad += worse(row[1], before.get(row[0], row[1])) or row[1] in ("fails", "differs")
@@ -673,7 +689,7 @@ def main():
 
         old = read_rows() if args.types else []
         rows = sorted({row[0]: row for row in [*old, *rows]}.values())
-        TABLE.write_text(table(rows, transformers.__version__))
+        write(rows, transformers.__version__)
     return 1 if bad else 0
 
 

@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
+from benchmarks import ROOT
 from fastformer import use_backend
 from fastformer.drop_in import patch
 from fastformer.drop_in.replacements.base import running
@@ -405,7 +405,7 @@ def test_what_the_op_cannot_do_is_torchs(backend, device):
 
 
 def test_rows_too_wide_for_the_kernels(backend, device):
-    from fastformer.kernels.layer_norm import MAX_FEATURES
+    from fastformer.kernels.layer_norm.launchers import MAX_FEATURES
 
     norm = nn.LayerNorm(MAX_FEATURES + 1).to(device)
     x = torch.randn(2, MAX_FEATURES + 1, device=device)
@@ -1268,7 +1268,7 @@ def test_under_ddp(tmp_path):
 @pytest.fixture(scope="module")
 def annotated():
     """The tutorial model of the examples, as a user has it."""
-    path = Path(__file__).parents[1] / "examples" / "annotated_transformer.py"
+    path = ROOT / "examples" / "annotated_transformer.py"
     spec = importlib.util.spec_from_file_location("annotated_transformer", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -1604,6 +1604,32 @@ def test_causal_masks_are_seen(monkeypatch, device):
     given.clear()
     model(x, x, src_mask=causal * 0, tgt_mask=torch.zeros(S, S, requires_grad=True, device=device))
     assert given == [(True, False), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize("heads", [(), (N * H,)], ids=["one mask", "a mask of each head"])
+def test_two_boolean_masks_are_one(heads, monkeypatch, device):
+    """Then the kernels need no bias, and skip what either of them hides."""
+    given = []
+    op = ff.ops.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, mask, *rest, bias):
+        given.append((mask, bias))
+        return op(query, key, value, mask, *rest, bias=bias)
+
+    monkeypatch.setattr(ff.ops.functional, "scaled_dot_product_attention", spy)
+    module = nn.MultiheadAttention(E, H, batch_first=True).to(device)
+    x = torch.randn(N, S, E, device=device)
+    hidden = torch.rand(*heads, S, S, device=device) < 0.4
+    padding = torch.arange(S, device=device) >= torch.tensor([[S], [4]], device=device)
+    hidden[..., 0] = False
+    masks = dict(attn_mask=hidden, key_padding_mask=padding, need_weights=False)
+    want, _ = module(x, x, x, **masks)
+    ff.accelerate(module)
+    torch.testing.assert_close(module(x, x, x, **masks)[0], want)
+    ((mask, bias),) = given
+    shape = (N, H if heads else 1, S, S)
+    both = (hidden.view(N, H, S, S) if heads else hidden) | padding[:, None, None]
+    assert bias is None and torch.equal(mask, ~both.expand(shape))
 
 
 # ------------------------------------------------------------------------------------ sdpa_override

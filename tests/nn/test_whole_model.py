@@ -1,15 +1,9 @@
-"""The model as a whole: compiled, captured, exported, in mixed precision, checkpointed, spread over
-processes; how many ops it takes and how much it saves.
+"""The model as a whole: compiled, captured, exported, in mixed precision, checkpointed; its ops and
+what it saves.
 """
 
 import collections
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import distributed_worker
 import pytest
 import torch
 from torch import nn
@@ -18,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import use_backend
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -156,38 +148,6 @@ def test_captured_training_step(device):
         graph.replay()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and len(set(losses)) > 20
-
-
-# ---------------------------------------------------------------------------------- processes
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes(tmp_path, backend, kind):
-    """DDP and FSDP2 on halves of a batch: the loss and the gradients of the whole one."""
-    if torch.cuda.is_available():
-        pytest.skip("two gloo processes on a CPU")
-    model, batch = distributed_worker.model_and_batch()
-    loss = distributed_worker.Loss(model)
-    parts = (distributed_worker.half(batch, rank) for rank in range(2))
-    value = sum(loss(*part) for part in parts) / 2
-    grads = torch.autograd.grad(value, list(model.parameters()))
-    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-    command = [sys.executable, str(HERE / "distributed_worker.py"), kind]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), backend],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    answers = [p.communicate(timeout=600) for p in processes]
-    assert all(p.returncode == 0 for p in processes), answers[0][1] + answers[1][1]
-    found = json.loads(answers[0][0].strip().splitlines()[-1])
-    assert abs(found["loss"] - value.item()) < 1e-5
-    assert abs(found["norm"] - norm.item()) < 1e-4 * norm.item()
 
 
 # --------------------------------------------------------------------------- ops and memory

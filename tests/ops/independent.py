@@ -57,19 +57,19 @@ def kept(words, p):
     return np.zeros(words.shape) if p == 1 else (words >= p * 2**16) / (1 - p)
 
 
-def tile_factors(shape, plane, p, seed, first=(0, 0)):
+def tile_factors(shape, batch_head, p, seed, first=(0, 0)):
     """Of [rows, columns] of scores from the `first` on, or of the hidden elements of a
-    feed-forward, plane 0: an element takes the low half, or the high one if j // 8 is odd, of the
-    first word, or the second if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers x
-    with bit 3 left out. Output plane + 1 of SplitMix64 gives the key, its low word, and the shift,
-    its high word.
+    feed-forward, batch_head 0: an element takes the low half, or the high one if j // 8 is odd, of
+    the first word, or the second if i // 8 is odd, of counter (i', j' ^ shift), in which x' numbers
+    x with bit 3 left out. Output batch_head + 1 of SplitMix64 gives the key, its low word, and the
+    shift, its high word.
     """
     if not p:
         return 1.0
     (a, b), (rows, columns) = first, map(int, shape)
     i, j = np.ogrid[:rows, b : b + columns]
     i = i + a if np.ndim(a) == 0 else np.reshape(a, (-1, 1))  # of each row, or of the first
-    z = splitmix(plane + 1, seed)
+    z = splitmix(batch_head + 1, seed)
     words = philox_of_two(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32, z & M32)
     word = np.where(i // 8 % 2, words[1], words[0])
     return kept(np.where(j // 8 % 2, word >> np.uint64(16), word & np.uint64(0xFFFF)), p)

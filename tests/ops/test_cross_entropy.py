@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import eager, numerics, use_backend
-from fastformer.ops import functional, reference
-from fastformer.ops.loss import reference as loss_reference
+from fastformer.ops import functional
+from fastformer.ops.loss import reference
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -85,7 +85,7 @@ def test_linear(backend, device, against_oracle, case, dtype):
 @pytest.mark.parametrize("bias", [True, False])
 def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
     """Several chunks of tokens, the last one cut, and several blocks of classes."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "CHUNK", 8)
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     for rows in (21, 9, 1):  # the last chunk has five, or one, or is the first
@@ -97,7 +97,7 @@ def test_chunks_and_blocks(device, against_oracle, monkeypatch, case, bias):
 
 def test_weight_gradients_are_summed_in_float32(backend, device, monkeypatch):
     """Over the chunks: with 16-bit logits and gradients, what is left is rounding their terms."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     product, seen = kernels._wide_product, []
 
     def wide_product(a, b, dtype):
@@ -169,7 +169,7 @@ def test_strided_targets(backend, device, reduction):
 
 def test_a_target_past_the_classes(device):
     """It is not checked on a GPU, and never reads out of bounds."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     x = torch.full((3, 7), float("nan"), device=device)[1:2].normal_()
     for bad in (-1, 7):
         target = torch.tensor([bad], device=device)
@@ -180,7 +180,7 @@ def test_a_target_past_the_classes(device):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf less -inf
 def test_the_statistics_of_a_row(device):
     """A finite shift and what remains of the log-sum-exp: -inf, not NaN, of a row of -inf alone."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     x = torch.randn(4, 7, device=device) * 5
     x[1, :3] = x[2] = -torch.inf
     x[3] += 100.0
@@ -373,7 +373,7 @@ def test_large_and_hidden_logits(backend, device):
 
 def test_groups_of_hidden_logits(device, monkeypatch):
     """Whole blocks and groups at -inf, before and behind others."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     monkeypatch.setattr(kernels, "group_size", lambda *_: 4)
     x, target = torch.randn(5, 40, device=device), torch.tensor([16, 17, 25, 26, 39], device=device)
@@ -404,7 +404,7 @@ def test_some_gradients(backend, device, reduction, needed):
 
 def test_the_logits_are_never_there(device, monkeypatch):
     """The largest tensor that forward and backward make holds a chunk of them."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "CHUNK", 8)
     seen = []
     logits = kernels._logits
@@ -422,7 +422,7 @@ def test_the_logits_are_never_there(device, monkeypatch):
 
 def test_kernels_that_are_launched(device, monkeypatch, work):
     """Of a chunk one, for its loss and for a gradient that somebody wants."""
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "CHUNK", 20)
     x = linear(50, 8, 40, device=device)
     target = targets(50, classes=40, device=device)
@@ -447,14 +447,15 @@ def test_same_bits_every_time(backend, device):
         return [loss, *torch.autograd.grad(loss, list(x.values()))]
 
     first = run()
-    for _ in range(49):
+    for _ in range(49 if device.type == "cuda" else 4):  # a CPU runs programs one after another
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 
 @pytest.mark.parametrize("op", [functional.cross_entropy, functional.linear_cross_entropy])
 def test_a_gradient_without_strides(backend, device, in_bounds, op):
-    """The gradient of a sum is one number, which an expanded tensor repeats. The reference gives it
-    to BLAS, which sums in another order for a stride of 0.
+    """The gradient of a sum is one number, which an expanded tensor repeats. The results are equal
+    bit by bit, but for one: the reference's gradient of linear_bias is a product of BLAS with that
+    tensor, and BLAS may sum in another order for a stride of 0.
     """
     given = logits(3, 5, 37, device=device)
     if op is functional.linear_cross_entropy:
@@ -466,13 +467,12 @@ def test_a_gradient_without_strides(backend, device, in_bounds, op):
     for gradient in (torch.full((3, 5), 0.7), torch.tensor(0.7).expand(3, 5)):
         loss = op(**given, target=target, reduction="none")
         found.append(torch.autograd.grad(loss, leaves, gradient.to(device)))
-    for repeated, expanded in zip(*found):
-        if backend == "triton":
-            assert torch.equal(repeated, expanded)
+    for name, repeated, expanded in zip(given, *found):
+        if backend == "reference" and name == "linear_bias":
+            bound = numerics.RELATIVE[torch.float32] * repeated.norm()
+            assert (repeated - expanded).norm() <= bound
         else:
-            assert (repeated - expanded).norm() <= numerics.RELATIVE[
-                torch.float32
-            ] * repeated.norm()
+            assert torch.equal(repeated, expanded), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
@@ -481,7 +481,7 @@ def test_rows_that_start_anywhere(device, against_oracle, in_bounds, monkeypatch
     """At every place among 16 aligned bytes: rows are read in whole groups of them, and the rest of
     a row, at both ends, class by class. What stands between the rows is NaN.
     """
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "configuration", lambda *_: (16, 4))
     monkeypatch.setattr(kernels, "group_size", lambda x, _: 16 // x.element_size())
     for place, step in ((0, v), (0, v + 1), (1, v + 3), (5, 8 * v), (8, v + 4)):
@@ -512,7 +512,7 @@ def test_a_gradient_of_one_is_written_ahead(device, work, monkeypatch, dtype, sm
     """One launch computes it with the loss; the backward returns that memory, and its launch reads
     no logits. It has the bits of a gradient that the backward computes.
     """
-    kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+    kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
     monkeypatch.setattr(kernels, "group_size", lambda *_: group)
     x = logits(9, 37, dtype=dtype, device=device)["logits"].requires_grad_()
     target = targets(9, classes=37, device=device, ignored=(2,))
@@ -582,7 +582,7 @@ def test_gradients_that_are_not_written_ahead(device):
             x = logits(5, 37, dtype=dtype, device=device)["logits"].requires_grad_()
             loss = functional.cross_entropy(x, target, reduction)
             assert (written_ahead(loss).numel() > 0) == there
-        kernels = pytest.importorskip("fastformer.kernels.cross_entropy")
+        kernels = pytest.importorskip("fastformer.kernels.cross_entropy.launchers")
         with torch.no_grad():
             found = kernels.forward(x.float(), target, "mean", -100, 0.0, "uniform", False)
         assert found[-1].numel() == 0
@@ -624,8 +624,8 @@ BUGS = PLANTED["cross_entropy"]
 def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_check, bug):
     from fastformer.kernels import cross_entropy
 
-    monkeypatch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
-    monkeypatch.setattr(cross_entropy, "group_size", lambda *_: 4)
+    monkeypatch.setattr(cross_entropy.launchers, "configuration", lambda *_: (16, 4))
+    monkeypatch.setattr(cross_entropy.launchers, "group_size", lambda *_: 4)
 
     def check():
         for case in ("kl", "kl, none", "smoothed, ignored"):
@@ -694,8 +694,8 @@ def test_the_reference_saves_passes(monkeypatch, reduction, smoothing, e):
     options = reduction, 2, e, smoothing
     want = loss(x, w, b)
     grads = torch.autograd.grad(want.sum(), (x, w, b))
-    monkeypatch.setattr(loss_reference, "_saves_passes", lambda *_: not eager.formula.always)
-    monkeypatch.setattr(loss_reference, "_BLOCK", 1)
+    monkeypatch.setattr(reference, "_saves_passes", lambda *_: not eager.formula.always)
+    monkeypatch.setattr(reference, "_BLOCK", 1)
     torch.testing.assert_close(loss(x, w, b), want)
     torch.testing.assert_close(torch.autograd.grad(loss(x, w, b).sum(), (x, w, b)), grads)
     assert torch.autograd.gradcheck(loss, (x, w, b))

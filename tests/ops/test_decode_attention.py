@@ -17,7 +17,7 @@ def near(have, call, tensors, options, dtype):
 
     def eager(kind):
         moved = {n: x.to(kind) if x.is_floating_point() else x for n, x in tensors.items()}
-        with use_backend("reference"), ff.eager.written_out():
+        with use_backend("reference"), ff.eager.use_formula():
             results = call(**moved, **options)
         return results if isinstance(results, tuple) else (results,)
 
@@ -34,13 +34,13 @@ def near(have, call, tensors, options, dtype):
 def split(monkeypatch):
     """The calls that the kernels of decode.py have computed, as their plans."""
     launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
-    plans, forward = [], launchers._Decode.forward
+    plans, forward = [], launchers.DecodePlan.forward
 
     def seen(self, *pointers):
         plans.append(self)
         return forward(self, *pointers)
 
-    monkeypatch.setattr(launchers._Decode, "forward", seen)
+    monkeypatch.setattr(launchers.DecodePlan, "forward", seen)
     with use_backend("triton"):
         yield plans
 
@@ -384,8 +384,8 @@ def test_a_window_of_each_query(split, device):
 @pytest.mark.parametrize("first", [0, 1000])
 def test_many_parts(split, device, monkeypatch, first):
     """More than the merge reads at a time, the largest score in the first or in the last."""
-    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
-    monkeypatch.setattr(launchers, "processors", lambda device: 20)
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    monkeypatch.setattr(plan, "processors", lambda device: 20)
     tensors = qkv(1, 2, 1, 1, 1024, device=device)
     tensors["key"][0, 0, first] = 200 * tensors["query"][0, 1, 0]
     check(tensors, dict(enable_gqa=True, return_lse=True))

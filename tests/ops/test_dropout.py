@@ -1,5 +1,5 @@
-"""One dropout rule on every backend: a function of (seed, plane, i, j), whatever computes it and in
-whatever tile.
+"""One dropout rule on every backend: a function of (seed, batch_head, i, j), whatever computes it
+and in whatever tile.
 """
 
 import pytest
@@ -20,11 +20,11 @@ except ImportError:
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
-def word_by_hand(seed, plane, i, j):
+def word_by_hand(seed, batch_head, i, j):
     """The word of one element in Python integers, from Salmon et al. 2011, Steele et al. 2014 and
     the rule of `reference.dropped`.
     """
-    z = seed + (plane + 1) * 0x9E3779B97F4A7C15 & M64
+    z = seed + (batch_head + 1) * 0x9E3779B97F4A7C15 & M64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
     z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
     z ^= z >> 31
@@ -51,9 +51,9 @@ def test_known_answer():
     """Single elements against the rule worked out in Python integers above."""
     seed = -0x123456789ABCDEF
     drop = dropout.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
-    for plane, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
-        word = word_by_hand(seed & (2**64 - 1), plane, i, j)
-        assert drop[plane, i, j] == (word < round(0.4 * 2**16))
+    for batch_head, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
+        word = word_by_hand(seed & (2**64 - 1), batch_head, i, j)
+        assert drop[batch_head, i, j] == (word < round(0.4 * 2**16))
 
 
 if triton is not None:
@@ -176,7 +176,7 @@ def test_forward_and_backward_use_one_mask(backend, device):
     assert torch.equal(v.grad[0, 0, :, 0] == 0, drop[0, 0])
 
 
-def test_feed_forward_draws_plane_zero(backend, device):
+def test_feed_forward_draws_the_first_mask(backend, device):
     x = torch.ones(40, 1, device=device)
     w = torch.ones(56, 1, device=device)
     hidden = ff.feed_forward(
@@ -189,8 +189,8 @@ def test_feed_forward_draws_plane_zero(backend, device):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_fraction_and_independence(p):
-    """2 million elements: fraction and variance within five standard deviations; neighbours, planes
-    and seeds uncorrelated.
+    """2 million elements: fraction and variance within five standard deviations; neighbours,
+    heads and seeds uncorrelated.
     """
     seeds = torch.tensor([11]), torch.tensor([12])
     a, b = (dropout.dropped(s, 8, 512, 512, p).float() for s in seeds)

@@ -158,7 +158,7 @@ def test_same_bits_every_time(backend, device):
         return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
 
     first = run()
-    for _ in range(49):
+    for _ in range(49 if device.type == "cuda" else 4):  # a CPU runs programs one after another
         assert all(torch.equal(a, b) for a, b in zip(first, run()))
 
 

@@ -52,7 +52,7 @@ def test_runs_of_rows(device, against_oracle, monkeypatch, n):
     """Weight gradients from two programs that walk several blocks of rows each, the last one
     cut.
     """
-    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    layer_norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
     with use_backend("triton"):
         against_oracle(
@@ -400,7 +400,7 @@ class Made(TorchDispatchMode):
 @pytest.mark.parametrize("op, expected", [("", 1), ("rms_", 1), ("add_", 2), ("add_rms_", 2)])
 def test_gradients_that_nobody_takes_are_not_made(device, monkeypatch, op, expected):
     """Nor written: beside a residual there are two of the size of the input, else one."""
-    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     monkeypatch.setattr(norm.Launch, "__call__", lambda *_: None)
     norm.plans.clear()
     x, row, ones = (torch.ones(n, device=device) for n in (24, 6, 4))
@@ -440,7 +440,7 @@ BUGS = PLANTED["layer_norm"]
 def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_check, bug):
     from fastformer.kernels import layer_norm
 
-    monkeypatch.setattr(layer_norm, "PARTIAL_SUMS", 2)
+    monkeypatch.setattr(layer_norm.launchers, "PARTIAL_SUMS", 2)
 
     def check():
         for shape, unbiased in (((300, 50), False), ((9, 50), True), ((30, 8500), False)):
@@ -543,7 +543,7 @@ def test_too_wide_for_the_kernels(device):
 
 def in_blocks(monkeypatch):
     """Rows of 30 features wider than a block, in the kernels for such."""
-    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 16, 4))
 
 
@@ -582,7 +582,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
     """A row that fits a block takes one in the backward; a wider one each of what is wanted. The
     rows of a program are as many as leave few partial sums.
     """
-    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
     monkeypatch.setattr(norm, "PARTIAL_SUMS", 3)
     x, weight = torch.randn(40, n, device=device), torch.randn(n, device=device)
@@ -602,7 +602,7 @@ def test_kernels_that_are_launched(device, monkeypatch, work, n, kernels, needed
 @pytest.mark.parametrize("n", [16, 40])
 def test_sums_that_nobody_wants(device, monkeypatch, n, bias):
     """Without a bias there are none for it: a norm without one, and RMSNorm."""
-    norm = pytest.importorskip("fastformer.kernels.layer_norm")
+    norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
     monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(2, 16, 4))
     run, seen = norm._run_backward, []
 
@@ -626,7 +626,7 @@ def test_sums_that_nobody_wants(device, monkeypatch, n, bias):
 def test_the_norm_is_of_the_sum_that_is_returned(backend, device, monkeypatch, dtype, n):
     """Rounded as the residual is, in one block and in several."""
     if backend == "triton":
-        norm = pytest.importorskip("fastformer.kernels.layer_norm")
+        norm = pytest.importorskip("fastformer.kernels.layer_norm.launchers")
         monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(4, 32, 4))
     x, residual, weight, bias = (torch.randn(s, device=device) for s in [(40, n)] * 2 + [n] * 2)
     x, residual = x.to(dtype), 8 * residual.to(dtype)

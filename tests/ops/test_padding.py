@@ -1,5 +1,5 @@
 """Packed batches: unpad, pad, packed_attention, and an encoder that computes no padding. Padding
-masks whose lengths are known to the kernels.
+masks, whose padding the kernels skip.
 """
 
 import pytest
@@ -9,8 +9,6 @@ from torch import nn
 import fastformer as ff
 from fastformer import use_backend
 from fastformer.description import Attention, pack
-from fastformer.dispatch import backends
-from fastformer.nn import padding
 from fastformer.ops import functional
 
 
@@ -225,6 +223,45 @@ def test_keep_attention_of_a_packed_batch(kv_heads, backend, device):
     assert (m.attn[1, :, 3:] == 0).all()
 
 
+# ------------------------------------------------------------------------------------ padding masks
+
+
+def padded_model(device):
+    """A model as a list of calls: (module, arguments, keyword arguments)."""
+    src, tgt = torch.randint(1, 9, (2, 140)), torch.randint(1, 9, (2, 131))
+    src[0, :134] = src[1, 5:] = tgt[1, 50:] = 0
+    batch = ff.Batch(src.to(device), tgt.to(device))
+    model = ff.make_model(9, 9, 1, 16, 32, 2, 0.0).to(device)
+    return [(model, (batch.src, batch.tgt, batch.src_mask, batch.tgt_mask), {})]
+
+
+def padded_stacks_of_torch(device):
+    model = nn.Transformer(16, 2, 1, 1, 32, 0.0, batch_first=True).to(device)  # in training
+    src, tgt = torch.randn(2, 140, 16, device=device), torch.randn(2, 130, 16, device=device)
+    hidden = torch.ones(2, 140, dtype=torch.bool, device=device)
+    hidden[0, 134:] = hidden[1, :5] = False
+    causal = torch.ones(130, 130, dtype=torch.bool, device=device).triu(1)
+    masks = dict(tgt_mask=causal, memory_key_padding_mask=hidden)
+    masks["tgt_key_padding_mask"] = hidden[:, 10:]
+    ff.accelerate(model)
+    return [(model.encoder, (src, None, hidden), {}), (model.decoder, (tgt, src), masks)]
+
+
+@pytest.mark.parametrize("make", [padded_model, padded_stacks_of_torch])
+def test_padding_is_skipped(make, device):
+    """On the left as well: each attention of a stack computes the bounds of its mask."""
+    torch.manual_seed(0)
+    ran = []
+    for module, given, masks in make(device):
+        with use_backend("reference"):
+            want = module(*given, **masks)
+        with use_backend("triton"):
+            torch.testing.assert_close(module(*given, **masks), want, rtol=1e-4, atol=1e-5)
+            ran += ff.explain(module, *given, **masks).rows
+    ran = [reason for _, op, _, reason in ran if op == "scaled_dot_product_attention"]
+    assert len(ran) == 3 and all("the mask is bounded" in reason for reason in ran)
+
+
 # ---------------------------------------------------------------------------------------- bad input
 
 
@@ -300,16 +337,6 @@ def test_bad_padding(call, error, words):
         call(x, lengths, ff.unpad(x, lengths)[1])
 
 
-def test_masks_with_lengths():
-    """Boolean masks of the keys of each sequence alone have lengths."""
-    visible = torch.tensor([[True] * 5, [True, True, False, True, False]])[:, None]
-    with use_backend("triton"):
-        for mask in (None, visible.float(), visible[:1], visible[0], visible.expand(2, 3, 5)):
-            assert padding.with_lengths(mask, 2) is mask
-        found = padding.with_lengths(visible, 2)
-    assert found.mask is visible and found.lengths.tolist() == [5, 4]
-
-
 def test_bad_packed_modules():
     m = ff.MultiHeadedAttention(2, 16)
     tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
@@ -357,105 +384,6 @@ def test_padding_of_bits():
     bits, packing = ff.unpad(torch.tensor([[True, False, True]]), torch.tensor([2]))
     for value in (False, True):
         assert ff.pad(bits, packing, value).tolist() == [[True, False, value]]
-
-
-# ---------------------------------------------------------------------------- lengths beside a mask
-
-# Six tokens of two kept ones, where a mask is a prefix, has a hole, is none, or begins late.
-VISIBLE = torch.tensor(
-    [[1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]],
-    dtype=torch.bool,
-)
-
-
-def test_lengths_of_a_mask(device):
-    visible = VISIBLE.to(device)
-    with use_backend("triton"):
-        lengths = padding.lengths_of(visible)
-        assert lengths.dtype == torch.int32 and lengths.tolist() == [2, 4, 0, 6]
-        assert padding.lengths_of(visible[:0]).shape == (0,)
-        assert padding.lengths_of(visible[:, :0]) is None
-    with use_backend("reference"):
-        assert padding.lengths_of(visible) is None
-    with use_backend("auto"):
-        assert (padding.lengths_of(visible) is None) == (device.type == "cpu")
-
-
-def attentions(backend, call):
-    """Return the result of a call, and the descriptions of the attentions that ran in it."""
-    seen = []
-    with use_backend(backend), backends.observe(on_call=lambda op, given: seen.append((op, given))):
-        out = call()
-    return out, [given["attention"] for op, given in seen if "attention" in op]
-
-
-def check_lengths(call, layers, device):
-    """Compare a call with lengths to one without; each of `layers` says how many attentions of one
-    stack follow, and whether these have lengths.
-    """
-    want, plain = attentions("reference", call)
-    assert all(described.key_lengths is None for described in plain)
-    got, calls = attentions("triton", call)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    known = [described.key_lengths for described in calls]
-    assert [x is not None for x in known] == layers
-    assert all(x is None or x.tolist() == [2, 4, 0, 6] for x in known)
-    return known
-
-
-def test_a_stack_computes_the_lengths_of_its_keys_once(device):
-    torch.manual_seed(0)
-    model = ff.make_model(9, 9, 2, 16, 32, 2, 0.0).to(device).eval()
-    src = torch.where(VISIBLE, 5, 0).to(device)
-    batch = ff.Batch(src, torch.randint(1, 9, (4, 5), device=device))
-    given = batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
-    decoder = [False, True] * 2
-    known = check_lengths(lambda: model(*given), [True, True, *decoder], device)
-    assert known[0] is known[1] and known[3] is known[5]
-    model.encoder.layers[0].register_forward_hook(lambda *_: None)  # it is called as a module
-    check_lengths(lambda: model(*given), [False, True, *decoder], device)
-    seen = []
-
-    class Own(nn.Module):
-        def forward(self, query, key, value, mask):
-            seen.append(mask)
-            return query
-
-    model.encoder.layers[1].self_attn = Own()
-    check_lengths(lambda: model(*given), [False, *decoder], device)
-    assert all(mask is batch.src_mask for mask in seen) and len(seen) == 2
-
-
-def test_a_stack_of_torchs_knows_the_lengths_of_its_keys(device):
-    torch.manual_seed(0)
-    model = nn.Transformer(16, 2, 2, 2, 32, 0.0, batch_first=True).to(device)  # in training
-    src, tgt = torch.randn(4, 6, 16, device=device), torch.randn(4, 6, 16, device=device)
-    hidden = ~VISIBLE.to(device)
-    causal = torch.ones(6, 6, dtype=torch.bool, device=device).triu(1)
-    masks = dict(tgt_mask=causal, memory_key_padding_mask=hidden)
-    ff.accelerate(model)
-
-    def call():
-        return model(src, tgt, src_key_padding_mask=hidden, tgt_key_padding_mask=hidden, **masks)
-
-    def call_apart():  # the decoder alone: the encoder computes no padding that nobody sees
-        memory = model.encoder(src, None, hidden)
-        return model.decoder(tgt, memory, tgt_key_padding_mask=hidden, **masks)
-
-    known = check_lengths(call_apart, [True] * 6, device)
-    assert known[0] is known[1] and known[2] is known[4] and known[3] is known[5]
-    _, calls = attentions("triton", call)
-    assert [x.key_lengths is not None for x in calls] == [False, False, True, True, True, True]
-
-
-@pytest.mark.parametrize("appended", [{"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_appended_keys_lie_past_any_length(appended, device):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-    layer.self_attn = nn.MultiheadAttention(16, 2, batch_first=True, **appended)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).to(device)
-    x, hidden = torch.randn(4, 6, 16, device=device), ~VISIBLE.to(device)
-    ff.accelerate(model)
-    check_lengths(lambda: model(x, src_key_padding_mask=hidden), [False], device)
 
 
 def test_a_packed_input_has_two_dimensions():

@@ -149,7 +149,7 @@ def test_shards_are_the_whole_in_float64(names):
 
 
 IN_TWO = {name: WHOLE | {"query": CUTS["query"], "key": CUTS["key"]} for name in OPTIONS}
-IN_TWO["window, dropout"] = CUTS  # which has planes
+IN_TWO["window, dropout"] = CUTS  # dropout, which depends on the head
 
 
 @pytest.mark.parametrize("names", OPTIONS)
@@ -442,10 +442,10 @@ def test_second_derivatives_of_shards(device):
         ("0000000", "expected Shard"),
         ((0, 0, 0, 0, 0, 0, 1.0), "shard.keys is a float"),
         ((0, -1, 0, 0, 0, 0, 0), "shard.head is -1"),
-        ((0, 1, 0, 0, 0, 0, 0), r"heads 1 .. 2 of 2; expected all of its 2 heads"),
-        ((0, 0, 0, 16, 0, 0, 20), r"keys 16 .. 31 of 20"),
-        ((0, 0, 8, 0, 0, 64, 0), r"begins at query 8 and key 0; expected multiples of 16"),
-        ((0, 0, 0, 8, 0, 0, 64), r"begins at query 0 and key 8; expected multiples of 16"),
+        ((0, 1, 0, 0, 0, 0, 0), r"heads 1 .. 2; expected its 2 heads within the global 2"),
+        ((0, 0, 0, 16, 0, 0, 20), r"keys 16 .. 31; expected its 16 keys within the global 20"),
+        ((0, 0, 8, 0, 0, 64, 0), "query 8 and key 0; with dropout, expected multiples of 16"),
+        ((0, 0, 0, 8, 0, 0, 64), "query 0 and key 8; with dropout, expected multiples of 16"),
     ],
 )
 def test_wrong_shards(shard, words):
@@ -460,11 +460,11 @@ def test_wrong_shards(shard, words):
         ((0, 0), "expected RowShard"),
         ((0, 0, 0, 0, 0, 0), "expected RowShard"),
         ((0, True, 0), "shard.column is a bool"),
-        ((0, 16, 40), r"columns 16 .. 47 of 40; expected all of its 32 columns"),
-        ((0, 0, 0, 16, 8), "runs of 16 rows in sequences of 8"),
-        ((0, 0, 0, 12, 24), "divide its 32 rows"),
-        ((0, 0, 0, 0, 24), "runs of 0 rows"),
-        ((8, 0, 0), "row 8 .* expected multiples of 16 rows and 16 columns"),
+        ((0, 16, 40), r"columns 16 .. 47; expected its 32 columns within the global 40"),
+        ((0, 0, 0, 16, 8), "run 16 and sequence 8, for 32 rows"),
+        ((0, 0, 0, 12, 24), "run 12 and sequence 24, for 32 rows"),
+        ((0, 0, 0, 0, 24), "run 0 and sequence 24"),
+        ((8, 0, 0), "row 8, .* expected multiples of 16 rows and 16 columns"),
         ((0, 8, 64), "column 8"),
     ],
 )
@@ -474,6 +474,6 @@ def test_wrong_shards_of_rows(shard, words):
         ff.feed_forward(x, w, None, w.t(), None, **DROPOUT, shard=shard)
     with pytest.raises(ValueError, match="shard has rows of 16; expected all 8 features"):
         ff.dropout_add_layer_norm(x, x, w[0], None, **DROPOUT, shard=(0, 0, 16, 16, 32))
-    with pytest.raises(ValueError, match="whole sequences"):
+    with pytest.raises(ValueError, match="packed batch are complete"):
         cu = torch.tensor([0, 32], dtype=torch.int32)
         ff.packed_attention(*[x.view(32, 1, 8)] * 3, cu, cu, 32, 32, shard=(0, 0, 16, 0, 0, 64, 0))

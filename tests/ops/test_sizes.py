@@ -187,7 +187,7 @@ def same_in_the_end(run):
 
 @pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
 def test_norms_past_int32(last_program, in_bounds, random, monkeypatch, wide):
-    from fastformer.kernels import layer_norm as norm
+    from fastformer.kernels.layer_norm import launchers as norm
 
     if wide:
         monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 512, 4))
@@ -223,7 +223,7 @@ def test_embed_past_int32(last_program, in_bounds, random, monkeypatch):
 
 
 def test_losses_past_int32(last_program, in_bounds, random):
-    from fastformer.kernels import cross_entropy
+    from fastformer.kernels.cross_entropy import launchers as cross_entropy
 
     x, lse = random(FEATURES), torch.tensor([1.0, 2.0])
 
@@ -332,25 +332,25 @@ def places(last_program, monkeypatch):
     return found
 
 
-def test_planes_past_int32(places, monkeypatch):
+def test_batch_heads_past_int32(places, monkeypatch):
     """Each kernel of attention finds the statistics of the last head, and the gradient of its bias,
     past 2^31 elements.
     """
-    from fastformer.kernels.attention import launchers as attention
+    from fastformer.kernels.attention import plan
 
     batch_heads, length = 2**12 + 1, 2**19
     memory = torch.zeros(8)
     x = memory.expand(batch_heads, 1, length, 8)
-    monkeypatch.setattr(attention, "_heads_like", lambda like, *_: like)
-    monkeypatch.setattr(attention, "_outputs", lambda *_: (x, x[..., 0], x[..., :2]))
+    monkeypatch.setattr(plan, "heads_like", lambda like, *_: like)
+    monkeypatch.setattr(plan, "empty_outputs", lambda *_: (x, x[..., 0], x[..., :2]))
     tensors, saved = (x, x, x, x), (memory, memory)
     for of_keys in (False, True):
         k = x if of_keys else x[:, :, :16]
         bias = memory[0].expand((1, 1, 1, length) if of_keys else (batch_heads, 1, length, 16))
         described = Attention(None, 0.0, True, 1.0, bias)  # causal: a query sees few keys
-        call, optional = (x, k, k, described), attention._optional_inputs(x, described)
-        attention._Forward(*call).forward(tensors[:3], *[memory] * 4, optional)
-        launch = attention._Backward(x, x, x, (True, False, False, True, False), *call).launch
+        call, optional = (x, k, k, described), plan.optional_inputs(x, described)
+        plan.ForwardPlan(*call).forward(tensors[:3], *[memory] * 4, optional)
+        launch = plan.BackwardPlan(x, x, x, (True, False, False, True, False), *call).launch
         launch["delta"](x, x, *[memory] * 4)
         launch["dq"](tensors, memory, *saved, optional)
         if of_keys:
@@ -368,16 +368,14 @@ def test_planes_past_int32(places, monkeypatch):
 
 def test_rows_of_a_bias_past_int32(places):
     """The rows of one tile of its gradient stand more than 2^31 elements apart."""
-    from fastformer.kernels.attention import launchers as attention
+    from fastformer.kernels.attention.plan import BackwardPlan, optional_inputs
 
     rows, keys = 64, 2**26
     memory = torch.zeros(8)
     q, k = memory.expand(1, 1, rows, 8), memory.expand(1, 1, keys, 8)
     described = Attention(None, 0.0, False, 1.0, memory[0].expand(1, 1, rows, keys))
-    plan = attention._Backward(q, None, q, (False,) * 3 + (True, False), q, k, k, described)
-    plan.launch["dbias"](
-        (q, k, k, q), memory, memory, memory, attention._optional_inputs(q, described)
-    )
+    plan = BackwardPlan(q, None, q, (False,) * 3 + (True, False), q, k, k, described)
+    plan.launch["dbias"]((q, k, k, q), memory, memory, memory, optional_inputs(q, described))
     ((_, writes),) = places
     ends = memory.data_ptr() + 4 * torch.tensor([keys - len(writes) // rows, rows * keys - 1])
     assert [min(writes), max(writes)] == ends.tolist()
@@ -386,7 +384,7 @@ def test_rows_of_a_bias_past_int32(places):
 @pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
 def test_partial_sums_past_int32(places, random, monkeypatch, wide):
     """Those of the weights' gradients, a row of each program."""
-    from fastformer.kernels import layer_norm as norm
+    from fastformer.kernels.layer_norm import launchers as norm
 
     if wide:
         monkeypatch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(1, 512, 4))

@@ -257,7 +257,7 @@ CALLS = {
     "sample": lambda: (
         ff.sample, lambda: dict(**search(), temperature=0.5, top_k=3, top_p=0.5, seed=1)),
     "beam_search": lambda: (
-        ff.beam_search, lambda: dict(**search(), beams=3, alpha=0.5, n_best=2)),
+        ff.beam_search, lambda: dict(**search(), num_beams=3, length_penalty=0.5, n_best=2)),
     "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
     "Batch.make_std_mask": lambda: (ff.Batch.make_std_mask, lambda: dict(tgt=ids(B, T), pad=0)),
     "Batch.to": lambda: (batch().to, lambda: dict(device="cpu", non_blocking=True)),
@@ -563,7 +563,7 @@ def test_modules_on_meta(name):
         ),
         "a slice past the heads": (
             lambda: ff.attention_weights(**heads(), heads=slice(9, 12)),
-            r"heads is slice\(9, 12, None\); there are 2",
+            r"heads is slice\(9, 12, None\); expected bounds from -2 to 2",
         ),
         "flash-attn's window": (
             lambda: ff.scaled_dot_product_attention(

@@ -1,4 +1,5 @@
-"""Calls ops on a GPU that is not there, and checks each launch: benchmarks/stand_in is the driver.
+"""Calls ops on a GPU that is not there, and checks each launch: the driver is
+benchmarks/gpu/stand_in.
 
     python gpu_path_worker.py FD FOLDER MAJOR MINOR
 
@@ -28,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]  # each has a conftest
 
@@ -43,7 +44,7 @@ from triton.runtime.jit import JITFunction
 
 import conftest
 import fastformer as ff
-from benchmarks import stand_in
+from benchmarks.gpu import stand_in
 
 SCALARS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I",

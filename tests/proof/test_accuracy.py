@@ -2,20 +2,16 @@
 committed one.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import fastformer as ff
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def accuracy():
     pytest.importorskip("triton")
-    from benchmarks import accuracy
+    from benchmarks.proof import accuracy
 
     return accuracy
 
@@ -30,19 +26,17 @@ def test_the_ledger_holds(accuracy, device, op, condition):
     cases = [case for case in accuracy.CASES if case.op == op and case.sampled]
     rows = accuracy.ledger(cases, accuracy.DTYPES, device, [condition])
     assert {row["provider"] for row in rows} >= {"eager", "reference", "triton"}
-    ours, peers = {}, {}
-    for row in rows:
-        key = tuple(row[name] for name in accuracy.KEY)
-        if row["provider"] in accuracy.OURS:
-            ours[key] = row
-        else:
-            peers.setdefault(key[:5], []).append(row["error"])
-    for key, row in ours.items():
-        assert row["of limit"] <= 1, (key, row)
-        # On a CPU the reference calls torch's op, whose rounding differs from CPU to CPU.
-        if row["provider"] == "reference" and row["error"] <= max(peers[key[:5]]):
+    # The reference calls torch's op, whose rounding differs from CPU to CPU, while the ledger is of
+    # one CPU. So the reference may have the error that this op has here: of `sdpa flash`, torch's
+    # attention on a CPU, which comes after eager PyTorch, or else of the latter.
+    found = {tuple(row[name] for name in accuracy.KEY): row for row in rows}
+    theirs = {k[:5]: row["error"] for k, row in found.items() if k[5] in ("eager", "sdpa flash")}
+    for key, row in found.items():
+        if row["provider"] not in accuracy.OURS:
             continue
-        assert not committed or not accuracy.worse(row, committed[key]), (key, row)
+        assert row["of limit"] <= 1, (key, row)
+        if row["provider"] == "triton" or row["error"] > theirs[key[:5]]:
+            assert not committed or not accuracy.worse(row, committed[key]), (key, row)
 
 
 def test_the_ledger_is_whole(accuracy):

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
 
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    import benchmarks.archives
-    import benchmarks.gpu
+    import benchmarks.gpu.archives
+    import benchmarks.gpu.run
     import benchmarks.report
 
     return benchmarks
@@ -179,7 +179,7 @@ def go(benchmarks, tmp_path):
     def go(parts, seconds=1800, out="out", resume=None):
         work = tmp_path / f"work{next(numbers)}"
         work.mkdir(), (tmp_path / out).mkdir(exist_ok=True)
-        run = benchmarks.gpu.Run(tmp_path / out, work, resume)
+        run = benchmarks.gpu.run.Run(tmp_path / out, work, resume)
         run.go(parts, seconds, lambda: None)
         return run.save()
 
@@ -192,10 +192,10 @@ def part(benchmarks, folder, source, name="tests", **more):
     code = "import os, sys; os.chdir(sys.argv[1]); os.environ['PYTHONPATH'] = sys.argv[2];"
     code += "os.execv(sys.argv[3], sys.argv[3:])"
     command = [sys.executable, "-c", code, folder, ROOT, sys.executable, "-m", "pytest"]
-    command += ["-p", "benchmarks.journal", "--rootdir", folder, "-c", os.devnull]
+    command += ["-p", "benchmarks.gpu.journal", "--rootdir", folder, "-c", os.devnull]
     command = [*map(str, command), f"test_{name}.py"]
     options = {"seconds": 600, "journal": True, **more}
-    return benchmarks.gpu.Part(name, command, **options)
+    return benchmarks.gpu.run.Part(name, command, **options)
 
 
 def statuses(data):
@@ -229,7 +229,7 @@ def patience(benchmarks, tmp_path):
 
 
 def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_path, go, patience):
-    Part = benchmarks.gpu.Part
+    Part = benchmarks.gpu.run.Part
     parts = [
         part(benchmarks, tmp_path, TESTS, silence=patience),
         Part("broken", [sys.executable, "-c", "raise SystemExit(7)"], 300),
@@ -259,7 +259,7 @@ def test_a_part_that_crashes_hangs_or_fails_costs_that_alone(benchmarks, tmp_pat
 def test_a_test_that_the_time_cuts_is_run_the_next_time(
     benchmarks, tmp_path, monkeypatch, go, patience
 ):
-    monkeypatch.setattr(benchmarks.gpu, "LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(benchmarks.gpu.run, "LEAST_SECONDS", 0.1)
     source = (
         "import pathlib, time\n"
         "def test_slow(): pathlib.Path('now').exists() or time.sleep(3600)\n"
@@ -307,7 +307,7 @@ def test_it(i):
 def test_a_run_that_is_killed_keeps_what_it_has(tmp_path):
     parts = """
 import sys
-from benchmarks import gpu
+from benchmarks.gpu import run as gpu
 gpu.SAVE_SECONDS = 0.1
 quick = gpu.Part("quick", [sys.executable, "-c", "pass"], 300)
 print_it = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
@@ -348,7 +348,7 @@ sys.exit(gpu.main(sys.argv[1:]))
 
 def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatch):
     """In one line, before anything starts, and nothing is overwritten."""
-    gpu, archives = benchmarks.gpu, benchmarks.archives
+    gpu, archives = benchmarks.gpu.run, benchmarks.gpu.archives
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir(), work.mkdir()
     (work / "tests.jsonl").write_text('{"begun": "a"}\n{"test": "a", "outcome": "passed"}\n' * 99)
@@ -413,7 +413,7 @@ def test_what_cannot_be_used_is_refused(benchmarks, tmp_path, capsys, monkeypatc
 
 def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
     """Triton writes whole paths into it."""
-    archives = benchmarks.archives
+    archives = benchmarks.gpu.archives
     here, there, file = tmp_path / "here", tmp_path / "there", tmp_path / "kernels.zip"
     (here / "key").mkdir(parents=True)
     (here / "key" / "it.cubin").write_bytes(b"code")
@@ -457,13 +457,13 @@ def test_the_forward_kernel_of_one_query(device, monkeypatch):
 
     launch.plans.clear()
     outs = [attend(q, k, v)]
-    assert kernels() == ["_Decode"]
+    assert kernels() == ["DecodePlan"]
     with monkeypatch.context() as context:
         bench_decode._forward_kernel_alone(context)
         outs.append(attend(q, k, v))
-        assert kernels() == ["_Forward"]
+        assert kernels() == ["ForwardPlan"]
     torch.testing.assert_close(*outs)
-    assert kernels() == ["_Decode"]
+    assert kernels() == ["DecodePlan"]
 
 
 def test_pages_of_a_cache_are_what_it_holds(device):
@@ -539,11 +539,11 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     """Collected as on a GPU: the sizes and so the ids are others there."""
     collect = "import sys, torch; torch.cuda.is_available = lambda: True; import pytest;"
     collect += "sys.exit(pytest.main(sys.argv[1:]))"
-    done = python("-c", collect, "--collect-only", "-q", "tests/test_sizes.py", "benchmarks")
+    done = python("-c", collect, "--collect-only", "-q", "tests/ops/test_sizes.py", "benchmarks")
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     assert len(ids) > 500, done.stdout + done.stderr
     found = {}
-    for part in benchmarks.gpu.chosen(benchmarks.gpu.on_gpu(), None):
+    for part in benchmarks.gpu.run.chosen(benchmarks.gpu.run.on_gpu(), None):
         if "--matching" in part.command and part.name != "kernel-tests":
             matching = part.command[part.command.index("--matching") + 1]
             mine = [i for i in ids if i.split("::")[0] in part.command and re.search(matching, i)]
@@ -563,7 +563,7 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
 
 
 def test_the_parts_for_a_gpu_are_in_order(benchmarks):
-    groups = benchmarks.gpu.on_gpu()
+    groups = benchmarks.gpu.run.on_gpu()
     assert [[part.name for part in parts] for parts in groups.values()] == [
         ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "decode", "loss",
          "norms", "model"],
@@ -572,14 +572,14 @@ def test_the_parts_for_a_gpu_are_in_order(benchmarks):
         ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",
          "more-flex", "more-decode", "flex-decode", "generation", "compiled-model", "embedding"],
     ]  # fmt: skip
-    for part in benchmarks.gpu.chosen(
+    for part in benchmarks.gpu.run.chosen(
         groups, "flex,more-flex,flex-decode,first-call,compiled-model"
     ):
         assert part.silence > 120, f"{part.name} compiles for long, and says nothing meanwhile"
     (kernel_tests,) = groups["tests"]
     commands = [part.command for part in kernel_tests.shards()]
     assert len(commands) == 8 and not any("-n" in command for command in commands)
-    assert [part.name for part in benchmarks.gpu.chosen(groups, "model,tests")] == [
+    assert [part.name for part in benchmarks.gpu.run.chosen(groups, "model,tests")] == [
         "model",
         "kernel-tests",
     ]
@@ -587,7 +587,7 @@ def test_the_parts_for_a_gpu_are_in_order(benchmarks):
 
 def test_the_commands_of_the_documents_are_understood(benchmarks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where `--out` makes its folder
-    gpu, commands = benchmarks.gpu, []
+    gpu, commands = benchmarks.gpu.run, []
     for name in ("README.md", "docs/first_run.md", "docs/benchmarks.md"):
         text = (ROOT / name).read_text()
         commands += re.findall(r"python -m benchmarks\.gpu( [^\n`]*)", text)

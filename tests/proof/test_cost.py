@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks import compile_gate, cost, sass
+from benchmarks.proof import compile_gate, cost, sass
 
 # A loop that starts behind the copies, and the wait behind EXIT that is none.
 CODE = """
@@ -200,19 +200,18 @@ unless_changed = pytest.mark.with_all if not STALE else lambda test: test
 
 @unless_changed
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
+def test_the_backward_of_a_norm_keeps_the_memory_busy(compiled, op):
     name = f"sm_90 {op} bf16 N=512"
-    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
-    entries = {entry.kernel: entry for entry in cost.ledger(answers)[name]}
+    entries = {entry.kernel: entry for entry in cost.ledger({name: compiled(name)})[name]}
     assert entries["backward"].part == "loop" and entries["backward"].in_flight > 26
 
 
 @unless_changed
 @pytest.mark.parametrize("kind", ["one query, lengths", "pages of 16"])
-def test_few_queries_keep_the_memory_busy(kind):
+def test_few_queries_keep_the_memory_busy(compiled, kind):
     """Two programs for each multiprocessor at batch 1 and 4096 keys, and the loads of both."""
     name = f"sm_90 decode bf16 D=128 {kind}"
-    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
+    answers = {name: compiled(name)}
     split, merge = answers[name]["records"]
     assert split["programs"] >= 2 * cost.CHIPS["sm_90"].count and merge["programs"] == 32
     [entry] = [entry for entry in cost.ledger(answers)[name] if entry.kernel == "split"]
@@ -221,12 +220,52 @@ def test_few_queries_keep_the_memory_busy(kind):
 
 
 @unless_changed
-def test_the_loss_of_an_odd_vocabulary():
+def test_the_loss_of_an_odd_vocabulary(compiled):
     """Rows that start anywhere are read 16 bytes at a time, with few exponentials."""
     name = "sm_90 cross_entropy bf16 V=50257"
-    answers = compile_gate.compile_all({name: {**compile_gate.CASES[name], "loops": True}})
-    whole, _ = [entry for entry in cost.ledger(answers)[name] if entry.kernel == "loss"]
+    entries = cost.ledger({name: compiled(name)})[name]
+    whole, _ = [entry for entry in entries if entry.kernel == "loss"]
     assert whole.issue <= 13 and whole.exponentials <= 1.2
+
+
+ATTENTION = ("forward", "backward_dkdv", "backward_dq")
+
+
+def slots(name, part, kernel):
+    """Return the issue slots of a loop in the ledger, for a tile of 128 x 64 scores."""
+    known = cost.read(compile_gate.Table.read(cost.DATA))[f"sm_90 attention bf16 {name}"]
+    (entry,) = (e for e in known if (e.kernel, e.part) == (kernel, part))
+    return entry.issue
+
+
+@pytest.mark.parametrize("mask", ["key mask", "2-D mask"])
+@pytest.mark.parametrize("dropout", ["", ", dropout"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_inside_of_a_mask_a_loop_costs_what_it_does_without_one(d, dropout, mask):
+    for kernel in ATTENTION:
+        inside = slots(f"D={d} {mask}{dropout}", "full", kernel)
+        assert inside <= 1.03 * slots(f"D={d} plain{dropout}", "full", kernel)
+
+
+@pytest.mark.parametrize("dropout", ["", ", dropout"])
+def test_the_bounds_of_a_mask_pay(dropout):
+    """At S = 512, B = 64, H = 8 they take at most a tenth of the time that they save in forward and
+    backward, under a causal mask [B, 1, S, S]. It is read from memory once by the forward and once
+    by the backward, whose second reader finds it in the L2 cache.
+    """
+    tiles, edge, inside = 32, 8, 12  # of a head: all, on the diagonal, below it
+    saved = 0.0
+    for kernel in ATTENTION:
+        named = f"D=64 2-D mask{dropout}"
+        visited = edge * slots(named, "edge", kernel) + inside * slots(named, "full", kernel)
+        saved += tiles * slots(f"D=64 2-D mask, all tiles{dropout}", "full", kernel) - visited
+    elements, chip = 64 * 512 * 512, cost.CHIPS["sm_90"]
+    known = cost.read(compile_gate.Table.read(cost.DATA))["sm_90 attention bf16 D=64 2-D mask"]
+    reading = [e for e in known if e.kernel == "bounds"]
+    issued = sum(e.issue for e in reading) / len(reading) * elements / 128
+    assert elements < 50e6  # bytes of the L2 cache of an H200
+    taken = 2 * max(issued, elements / chip.bandwidth) + issued
+    assert taken <= 0.1 * saved * 64 * 8
 
 
 def test_bad_options(monkeypatch, capsys):
@@ -239,7 +278,7 @@ def test_bad_options(monkeypatch, capsys):
 @pytest.mark.parametrize("template", ["flex_attention", "flex_backwards"])
 def test_the_templates_of_flex_attention_are_rendered(template):
     """As Python that Triton can compile: every function that it calls is there."""
-    from benchmarks import cost_peers
+    from benchmarks.proof import cost_peers
 
     forward = template == "flex_attention"
     pointers = cost_peers._POINTERS if forward else cost_peers._BACKWARD_POINTERS

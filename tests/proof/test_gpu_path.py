@@ -1,6 +1,6 @@
 """The path to a GPU on a machine without one: Triton's own CUDA driver and launcher over a driver
-that starts nothing (benchmarks/stand_in), each launch checked against what was compiled, computed
-from the bytes that the driver got, and the results held to the float64 oracle.
+that starts nothing (benchmarks/gpu/stand_in), each launch checked against what was compiled,
+computed from the bytes that the driver got, and the results held to the float64 oracle.
 
 gpu_path_worker.py makes the calls of gpu_path_cases.py, in a process that compiles for the GPU;
 this process computes what it launches, in Triton's interpreter.
@@ -18,10 +18,9 @@ import gpu_path_cases as cases
 import pytest
 import torch
 
-from benchmarks import stand_in
+from benchmarks.gpu import stand_in
 from fastformer.dispatch import backends
 
-ROOT = Path(__file__).resolve().parents[1]
 HAS_GPU = torch.cuda.is_available()
 MARGIN = 4096  # bytes before and behind a tensor's memory, at least
 # What they hold: a NaN of each type, that no arithmetic leaves as it is.
@@ -66,7 +65,7 @@ class Gpu:
     def __init__(self, folder, capability):
         self.pipe, theirs = Pipe()
         environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton")}
-        command = [sys.executable, str(ROOT / "tests" / "gpu_path_worker.py")]
+        command = [sys.executable, str(Path(__file__).with_name("gpu_path_worker.py"))]
         command += [str(theirs.fileno()), str(folder), *map(str, capability)]
         self.process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()

@@ -7,19 +7,30 @@ import os
 import subprocess
 import symtable
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 SAMPLE = "^(embedding: scaled twice|cross_entropy: one g for all rows)$"
 
 
 @pytest.fixture(scope="module")
 def mutation():
-    from benchmarks import mutation
+    from benchmarks.proof import mutation
 
     return mutation
+
+
+@pytest.fixture
+def untested(mutation, monkeypatch):
+    """Checkouts hold what mutants are planted in, for runs that do not start pytest."""
+    monkeypatch.setattr(mutation, "COPIED", ("fastformer", "kernels"))
+    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
+
+
+def syntax(source):
+    return ast.dump(ast.parse(source))
 
 
 def test_every_mutant_can_be_planted(mutation):
@@ -31,6 +42,7 @@ def test_every_mutant_can_be_planted(mutation):
         original = (ROOT / mutant.file()).read_text()
         planted = mutant.planted()
         assert planted != original, mutant
+        assert all((ROOT / test.partition("::")[0]).exists() for test in mutant.quick())
         compile(planted, str(mutant), "exec")
         assert unknown_names(planted) == set(), mutant  # else any test that calls it fails
     covered = {m.kernel for m in mutation.MUTANTS}
@@ -75,9 +87,8 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
     )
     assert {m.change.operator for m in chosen} == {c.operator for c in mutation.candidates()}
     assert len({m.kernel for m in chosen}) > 6
-    for mutant in chosen:
-        original = (ROOT / mutant.file()).read_text()
-        assert ast.dump(ast.parse(mutant.planted())) != ast.dump(ast.parse(original)), mutant
+    originals = {file: syntax((ROOT / file).read_text()) for file in {m.file() for m in chosen}}
+    assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
 
 def test_a_draw_of_the_modules_is_weighted_by_lines(mutation):
@@ -92,9 +103,8 @@ def test_a_draw_of_the_modules_is_weighted_by_lines(mutation):
     for file in files:
         share = 300 * lines[file] / sum(lines.values())
         assert abs(sum(m.file() == file for m in chosen) - share) <= 1
-    for mutant in chosen:
-        original = (ROOT / mutant.file()).read_text()
-        assert ast.dump(ast.parse(mutant.planted())) != ast.dump(ast.parse(original)), mutant
+    originals = {file: syntax((ROOT / file).read_text()) for file in {m.file() for m in chosen}}
+    assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
 
 SOURCE = '''"""Text."""
@@ -135,8 +145,9 @@ def test_lines_are_recorded(mutation, tmp_path):
         "def test_there():\n"
         "    subprocess.run([sys.executable, '-c', 'import a; a.f(1)'], check=True)\n"
     )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.proof.mutation_lines"]
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.mutation_lines", "test_a.py"],
+        [*command, "test_a.py"],
         cwd=tmp_path, check=True,
         env={
             **os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "LINES_OF": "a.py",
@@ -239,7 +250,7 @@ def test_changes_beside_them_are_made(mutation, case):
     assert [c for c in mutation.changes("a.py", source) if change in c.apply(source)]
 
 
-def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
+def test_a_draw(mutation, untested, monkeypatch, tmp_path, capsys):
     """It goes on where it stopped, and its score is that of the first time."""
     answers = {"quick": 1, "others": 0}
 
@@ -252,7 +263,6 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
         return status, "FAILED tests/test_a.py::test_b - E\n" if status else ""
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)
-    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
     monkeypatch.setattr(mutation.Mutant, "quick", lambda self: ["quick"])  # of whichever file
     monkeypatch.setattr(mutation.Mutant, "others", lambda self: [["others"], ["more"]])
     stem = tmp_path / "mutation_draw"
@@ -275,7 +285,7 @@ def test_a_draw(mutation, monkeypatch, tmp_path, capsys):
     assert "saw 0 at first (0.0%)" in capsys.readouterr().out
 
 
-def test_a_draw_of_the_modules(mutation, monkeypatch, tmp_path, capsys):
+def test_a_draw_of_the_modules(mutation, untested, monkeypatch, tmp_path, capsys):
     """The tests that execute a statement try it; where there are none, it survives at once."""
     files, ran = mutation.DRAWN_FROM["api"], []
 
@@ -286,7 +296,6 @@ def test_a_draw_of_the_modules(mutation, monkeypatch, tmp_path, capsys):
         return 1, f"FAILED {tests[0]} - E\n"
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)
-    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
     lines = [[f, n] for f in files if "/cache/" not in f for n in range(1, 3000)]
     (tmp_path / "lines").mkdir()
     found = {"test": "tests/test_a.py::test_b", "seconds": 1.0, "lines": lines}
@@ -310,7 +319,7 @@ def test_a_draw_of_the_modules(mutation, monkeypatch, tmp_path, capsys):
 
 
 def test_every_verdict_is_there(mutation):
-    """And of the kernels as they are: else `python -m benchmarks.mutation --resume`."""
+    """And of the kernels as they are: else `python -m benchmarks.proof.mutation --resume`."""
     verdicts = mutation.load(mutation.RESULTS / "mutation")
     known = {(v.kernel, v.name) for v in verdicts}
     assert known == {(m.kernel, m.name) for m in mutation.MUTANTS}
@@ -355,7 +364,7 @@ def test_a_sample_of_them_is_killed(mutation, device, tmp_path, capsys):
     assert "2 mutants: 2 killed, 0 left" in capsys.readouterr().out
     verdicts = mutation.load(tmp_path / "mutation")
     assert [v.verdict for v in verdicts] == ["killed"] * 2
-    assert all(v.test.startswith("tests/test_") and mutation.still_holds(v) for v in verdicts)
+    assert all(v.test.startswith("tests/ops/test_") and mutation.still_holds(v) for v in verdicts)
     assert mutation.main(["--print", "--out", str(tmp_path)]) == 0
     assert "| all | " in capsys.readouterr().out
 
@@ -377,7 +386,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
+def test_verdicts(mutation, untested, monkeypatch, tmp_path, outcome):
     status, output, verdict, test = OUTCOMES[outcome]
     clean = []
 
@@ -394,8 +403,7 @@ def test_verdicts(mutation, monkeypatch, tmp_path, outcome):
         return status, output
 
     monkeypatch.setattr(mutation.Checkout, "pytest", run)
-    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
-    words = ["--only", "embedding: scaled twice", "--out", str(tmp_path)]
+    words = ["--only", "embedding: scaled twice", "--out", str(tmp_path), "--workers", "1"]
     assert mutation.main(words) == (0 if verdict == "killed" else 1)
     (found,) = mutation.load(tmp_path / "mutation")
     assert found.verdict == verdict and found.test.endswith(test)
@@ -413,17 +421,15 @@ def test_bad_options(mutation, words):
     assert ended.value.code == 2
 
 
-def test_a_test_that_fails_by_itself_kills_nothing(mutation, monkeypatch, tmp_path):
+def test_a_test_that_fails_by_itself_kills_nothing(mutation, untested, monkeypatch, tmp_path):
     failed = 1, "FAILED tests/test_a.py::test_b - assert\n"
     monkeypatch.setattr(mutation.Checkout, "pytest", lambda *_: failed)
-    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
     with pytest.raises(RuntimeError, match="test_b fails without any mutant"):
         mutation.main(["--only", "embedding: scaled twice", "--out", str(tmp_path)])
 
 
-def test_tests_that_never_end_by_themselves_kill_nothing(mutation, monkeypatch, tmp_path):
+def test_tests_that_never_end_by_themselves_kill_nothing(mutation, untested, monkeypatch, tmp_path):
     monkeypatch.setattr(mutation.Checkout, "pytest", lambda *_: (None, ""))
-    monkeypatch.setattr(mutation.Checkout, "imports_its_own", lambda self: True)
     with pytest.raises(RuntimeError, match="exceeds the limit without any mutant as well"):
         mutation.main(["--only", "embedding: scaled twice", "--out", str(tmp_path)])
 

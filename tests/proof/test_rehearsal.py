@@ -1,4 +1,4 @@
-"""benchmarks.gpu from end to end over a GPU that is not there (benchmarks/stand_in/device.py).
+"""benchmarks.gpu from end to end over a GPU that is not there (benchmarks/gpu/stand_in/device.py).
 
 Kernels are compiled for an H100 and their launches accepted, and nothing computes: the figures mean
 nothing, and say so. What breaks on the way costs the test that it broke in, and a run that is cut
@@ -14,26 +14,24 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import journal, report, stand_in
-from benchmarks.stand_in import device
-
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT, report
+from benchmarks.gpu import journal, stand_in
+from benchmarks.gpu.stand_in import device
 
 ATTENTION = "benchmarks/bench_attention.py::test_attention[forward-4096-padding+dropout-d64-{}]"
 NORM = "benchmarks/bench_layer_norm.py::test_widths[forward-512-{}]"
 HOST = "benchmarks/bench_host_cost.py::test_{}]"
-EMBED = "tests/test_embedding.py::test_shapes[{}-shape0-5-torch.{}]"
+EMBED = "tests/ops/test_embedding.py::test_shapes[{}-shape0-5-torch.{}]"
 FAILS_IN_A_CAPTURE = NORM.format("torch")
 LOSES_THE_GPU = EMBED.format("triton", "float16-0.3")
 HANGS = EMBED.format("reference", "float32-0.3")
 CUT = ATTENTION.format("triton")  # the run is, while this test runs
 TESTS = [
-    "tests/test_sizes.py::test_attention[plain-32]",
+    "tests/ops/test_sizes.py::test_attention[plain-32]",
     *(ATTENTION.format(name) for name in ("torch", "triton", "packed")),
     *(NORM.format(name) for name in ("torch", "triton")),
     HOST.format("dispatch[layer_norm-triton"),
@@ -49,11 +47,11 @@ from pathlib import Path
 
 import pytest, torch
 import torch.nn.functional as F
-from benchmarks.stand_in import device
+from benchmarks.gpu.stand_in import device
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    all_of_it = ("benchmarks/", "tests/test_sizes.py") if os.environ.get("ALL_OF_IT") else ()
+    all_of_it = ("benchmarks/", "tests/ops/test_sizes.py") if os.environ.get("ALL_OF_IT") else ()
     items[:] = [i for i in items if i.nodeid in {TESTS!r} or i.nodeid.startswith(all_of_it)]
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,7 +76,7 @@ def pytest_runtest_call(item):
 RUN = """
 import sys
 from dataclasses import replace
-from benchmarks import gpu
+from benchmarks.gpu import run as gpu
 gpu.SAVE_SECONDS = 1.0
 groups = gpu.on_gpu()
 for parts in groups.values():
@@ -239,10 +237,10 @@ def test_the_part_that_tunes(environment, tmp_path):
 
 def test_no_test_hands_the_kernels_tensors_of_the_cpu(environment, request):
     """--slow: of all that test_autograd.py and test_backends.py ask of the kernels."""
-    tests = ["tests/test_backends.py::test_explain"]
-    tests += ["tests/test_autograd.py::test_forward_mode[triton-layer_norm]"]
+    tests = ["tests/dispatch/test_backends.py::test_explain"]
+    tests += ["tests/dispatch/test_autograd.py::test_forward_mode[triton-layer_norm]"]
     if request.config.getoption("slow"):
-        tests = ["tests/test_autograd.py::test_forward_mode", *tests[:1]]
+        tests = ["tests/dispatch/test_autograd.py::test_forward_mode", *tests[:1]]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -10,9 +10,9 @@ import tuning_worker
 from tuning_worker import CANDIDATES, by_itself
 
 import fastformer as ff
-from fastformer.dispatch import autograd, backends, cases, measurements
-from fastformer.dispatch.cases import case
+from fastformer.dispatch import autograd, backends, measurements, workloads
 from fastformer.dispatch.operation import OPERATIONS, Alternative
+from fastformer.dispatch.workloads import workload
 from fastformer.tuning import measuring, tuner
 from fastformer.tuning.measuring import Candidate, Job, Work, measure, supervise
 
@@ -158,10 +158,10 @@ def test_a_gpu_is_measured(file, monkeypatch):
     monkeypatch.setenv("FASTFORMER_TUNING", str(file))
     device = tuner.gpu()
     wanted = [
-        case("layer_norm", "bfloat16", dict(M=4096, N=1024), weight=True, bias=True),
-        case(OP, "bfloat16", dict(B=4, H=8, G=8, Sq=512, Sk=512, D=64, Dv=64), causal=True),
+        workload("layer_norm", "bfloat16", dict(M=4096, N=1024), weight=True, bias=True),
+        workload(OP, "bfloat16", dict(B=4, H=8, G=8, Sq=512, Sk=512, D=64, Dv=64), causal=True),
     ]
-    result = tuner.run(wanted, device, file, 8.0, progress=False)
+    result = tuner.measure(wanted, device, file, 8.0, progress=False)
     assert result.done and all(choice for _, choice, *_ in result.rows), str(result)
     assert any(name.startswith("torch") for _, _, us, _ in result.rows for name in us)
     for one in wanted:
@@ -191,14 +191,14 @@ def test_candidates_that_crash_or_hang_are_dropped_and_the_others_measured():
     done, kept, work, steps = supervised(groups, silence=10.0, done=known)
     assert done
     assert {case: entry.choice for case, entry in kept.items()} == dict.fromkeys("abd", "better")
-    assert [kept[case].dropped for case in "abd"] == [
+    assert [kept[workload].dropped for workload in "abd"] == [
         {"crashes": "it crashes: SIGABRT: the kernel is gone"},
         {"hangs": "it hangs: nothing was heard for 10 s"},
         {},
     ]
     assert work.skipped == {
         2: "RuntimeError: out of memory",
-        3: "it crashes: the GPU is lost to its process",
+        3: "it crashes: exit status 1: the GPU is lost to its process",
     }
     assert sorted(set(steps)) == list(range(6))
 
@@ -279,22 +279,22 @@ FEW = dict(B=1, H=2, G=1, Sq=1, Sk=300, D=16, Dv=16)
 
 def attention(gradient=False, H=1, G=None, **options):
     sizes = dict(B=1, H=H, G=G or H, Sq=24, Sk=24, D=16, Dv=16)
-    return case(OP, "float32", sizes, gradient, **options)
+    return workload(OP, "float32", sizes, gradient, **options)
 
 
 @pytest.fixture
 def one_row(monkeypatch):
     """Of the other tiles of attention one alone is a candidate, and no other kernel."""
-    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
     from fastformer.kernels.attention.configurations import Tiles
 
-    monkeypatch.setattr(launchers, "rows", lambda *_: [Tiles(16, 32, 4, 1)])
-    monkeypatch.setattr(launchers, "WARP_SPECIALISED", {})
+    monkeypatch.setattr(plan, "rows", lambda *_: [Tiles(16, 32, 4, 1)])
+    monkeypatch.setattr(plan, "WARP_SPECIALISED", {})
 
 
-def all_of(case, timer=by_itself, only=lambda candidate: True):
+def all_of(workload, timer=by_itself, only=lambda candidate: True):
     done = {}
-    for job in tuner.jobs_on(CPU)(case, done):
+    for job in tuner.jobs_on(CPU)(workload, done):
         chosen = [c for c in job.candidates if only(c)]
         done[job.key] = measure(job._replace(candidates=chosen), timer, {}, lambda name: None)
     return done
@@ -316,7 +316,7 @@ def test_the_jobs_of_a_call_are_its_kernels_and_then_the_op(one_row):
     assert {entry.choice for (kind, _), entry in done.items() if "attention " in kind}
     forward = next(entry for (kind, _), entry in done.items() if kind == "attention forward")
     assert forward.us.keys() == {"32 32 4 1", "16 32 4 1"}
-    (last,) = (entry for (kind, case), entry in done.items() if kind == OP)
+    (last,) = (entry for (kind, workload), entry in done.items() if kind == OP)
     assert last.choice == "triton" and last.us.keys() == {"triton", "reference"}
     assert set(OPERATIONS[OP].alternatives) == set(last.dropped)  # they need a GPU
     assert all(reason.startswith("it fails: ") for reason in last.dropped.values())
@@ -351,7 +351,7 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, monkeypatch):
     """Here the one that is one launch, where the others are two."""
     from fastformer.kernels import launch, tuned
 
-    one = case(OP, "float32", FEW, lengths=True)
+    one = workload(OP, "float32", FEW, lengths=True)
     done = all_of(one, launches, lambda c: not c.baseline)
     assert [kind for kind, _ in done] == ["attention decode", "attention split-KV", OP]
     (key,) = (key for key in done if key[0] == "attention split-KV")
@@ -369,7 +369,7 @@ def test_few_queries_take_the_faster_of_two_kernels(one_row, monkeypatch):
 
 
 def test_keys_in_pages_have_a_class_of_their_own(one_row):
-    one = case("paged_attention", "float32", FEW | dict(Sk=256, page=32), lengths=True)
+    one = workload("paged_attention", "float32", FEW | dict(Sk=256, page=32), lengths=True)
     done = all_of(one, flat)
     assert [kind for kind, _ in done] == ["attention decode", "paged_attention"]
     (tiles,) = (key for kind, key in done if kind == "attention decode")
@@ -455,7 +455,7 @@ def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_ro
     monkeypatch.setenv("FASTFORMER_TUNING", str(file))
     monkeypatch.setattr(measurements, "machine", lambda device: HERE)
     one = attention(causal=True)
-    result = tuner.run([one], CPU, file, 10.0, tuning_worker.by_tiles, progress=False)
+    result = tuner.measure([one], CPU, file, 10.0, tuning_worker.by_tiles, progress=False)
     assert result.done and result.file == file
     ((name, choice, us, _),) = result.rows
     assert name == str(one) and choice == "triton" and us.keys() == {"triton", "reference"}
@@ -475,7 +475,7 @@ def test_a_run_writes_what_calls_then_take_and_goes_on_where_it_was(file, one_ro
 
     monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("it is measured again"))
     before = file.read_text()
-    again = tuner.run([one], CPU, file, 10.0, by_itself, progress=False)
+    again = tuner.measure([one], CPU, file, 10.0, by_itself, progress=False)
     assert again == result and file.read_text() == before
 
 
@@ -579,12 +579,12 @@ def test_no_call_measures_by_itself(file, monkeypatch):
     assert not file.exists()
 
 
-# ---------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------ workloads
 
 
 def case_of(op, *args, **kwargs):
     found = []
-    with backends.observe(on_call=lambda op, arguments: found.append(cases.of(op, arguments))):
+    with backends.observe(on_call=lambda op, arguments: found.append(workloads.of(op, arguments))):
         OPERATIONS[op].contract(*args, **kwargs)
     return found[-1]
 
@@ -596,30 +596,30 @@ EVERY = [
     attention(True, mask="keys", bias="all", bias_gradient=True, dropout=True),
     attention(mask="all", bias="keys", softcap=True, sinks=True),
     attention(True, lengths=True, alibi=True, bias="rows"),
-    case(OP, "float16", HEADS),
-    case("packed_attention", "float32", HEADS, True, causal=True, sinks=True),
-    case("paged_attention", "bfloat16", PAGES, lengths=True, causal=True, bottom_right=True),
-    case(
+    workload(OP, "float16", HEADS),
+    workload("packed_attention", "float32", HEADS, True, causal=True, sinks=True),
+    workload("paged_attention", "bfloat16", PAGES, lengths=True, causal=True, bottom_right=True),
+    workload(
         "paged_attention", "float32", PAGES | dict(B=2),
         lengths=True, alibi=True, mask="keys", bias="all", right=4,
     ),
-    case("layer_norm", "bfloat16", ROWS, weight=True, bias=True),
-    case("layer_norm", "float32", ROWS, unbiased=True),
-    case("layer_norm", "float16", ROWS, True, weight=True, bias=True, weight_dtype="float32"),
-    case("rms_norm", "float32", ROWS, True, weight=True),
-    case("dropout_add_layer_norm", "float32", ROWS, True, weight=True, bias=True, dropout=True),
-    case("dropout_add_rms_norm", "float32", ROWS, True, weight=True, dropout=True),
-    case(
+    workload("layer_norm", "bfloat16", ROWS, weight=True, bias=True),
+    workload("layer_norm", "float32", ROWS, unbiased=True),
+    workload("layer_norm", "float16", ROWS, True, weight=True, bias=True, weight_dtype="float32"),
+    workload("rms_norm", "float32", ROWS, True, weight=True),
+    workload("dropout_add_layer_norm", "float32", ROWS, True, weight=True, bias=True, dropout=True),
+    workload("dropout_add_rms_norm", "float32", ROWS, True, weight=True, dropout=True),
+    workload(
         "feed_forward", "float32", dict(M=5, d=8, F=12, out=6), True,
         activation="gelu", b_1=True, b_2=True, dropout=True,
     ),
-    case("geglu", "float32", dict(M=5, d=8, F=12, out=6), True, b_1=True, dropout=True),
-    case("swiglu", "float16", dict(M=5, d=8, F=12, out=6), b_2=True),
-    case("cross_entropy", "float32", dict(M=5, V=9), True, reduction="mean"),
-    case("cross_entropy", "float32", dict(M=5, V=9), True, smoothing="kl", reduction="sum"),
-    case("embed", "float32", dict(M=10, S=5, N=8, V=9), True, positional=True, dropout=True),
-    case("embed", "bfloat16", dict(M=10, S=5, N=8, V=9)),
-    case(
+    workload("geglu", "float32", dict(M=5, d=8, F=12, out=6), True, b_1=True, dropout=True),
+    workload("swiglu", "float16", dict(M=5, d=8, F=12, out=6), b_2=True),
+    workload("cross_entropy", "float32", dict(M=5, V=9), True, reduction="mean"),
+    workload("cross_entropy", "float32", dict(M=5, V=9), True, smoothing="kl", reduction="sum"),
+    workload("embed", "float32", dict(M=10, S=5, N=8, V=9), True, positional=True, dropout=True),
+    workload("embed", "bfloat16", dict(M=10, S=5, N=8, V=9)),
+    workload(
         "linear_cross_entropy", "float32", dict(M=5, N=8, V=9), True,
         reduction="mean", bias=True,
     ),

@@ -17,7 +17,7 @@ import torch
 
 import fastformer as ff
 from fastformer import use_backend
-from fastformer.dispatch import autograd, backends, cases, measurements
+from fastformer.dispatch import autograd, backends, measurements, workloads
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS
 
@@ -226,19 +226,19 @@ def test_shipped_measurements_are_the_defaults_of_their_gpu(file, logged):
 @pytest.fixture
 def attention():
     """attention(): a call and its backward on the kernels; returns the tiles of its launches."""
-    launchers = pytest.importorskip("fastformer.kernels.attention.launchers")
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
 
     def attention():
         x = torch.randn(1, 2, 40, 16, requires_grad=True)
         taken = {}
 
-        def launch(kernel, grid, arguments, warps, *rest, former=launchers.Launch):
+        def launch(kernel, grid, arguments, warps, *rest, former=plan.Launch):
             tile = arguments["tile"]
             taken[kernel.fn.__name__] = tile.rows.value, tile.columns.value, warps
             return former(kernel, grid, arguments, warps, *rest)
 
         with pytest.MonkeyPatch.context() as patch, use_backend("triton"):
-            patch.setattr(launchers, "Launch", launch)
+            patch.setattr(plan, "Launch", launch)
             out = ff.scaled_dot_product_attention(x, x, x, is_causal=True)
             out.sum().backward()
         return taken, out, x
@@ -285,10 +285,10 @@ def test_measured_tiles_reach_the_launches(file, attention):
 
 ROWS = dict(M=40, N=48)
 OTHERS = [
-    cases.case("layer_norm", "float32", ROWS, True, weight=True, bias=True),
-    cases.case("rms_norm", "float32", ROWS, True, weight=True),
-    cases.case("dropout_add_layer_norm", "float32", ROWS, True, weight=True, dropout=True),
-    cases.case(
+    workloads.workload("layer_norm", "float32", ROWS, True, weight=True, bias=True),
+    workloads.workload("rms_norm", "float32", ROWS, True, weight=True),
+    workloads.workload("dropout_add_layer_norm", "float32", ROWS, True, weight=True, dropout=True),
+    workloads.workload(
         "feed_forward",
         "float32",
         dict(M=40, d=24, F=48, out=16),
@@ -297,9 +297,9 @@ OTHERS = [
         b_1=True,
         dropout=True,
     ),
-    cases.case("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
-    cases.case("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
-    cases.case(
+    workloads.workload("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
+    workloads.workload("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
+    workloads.workload(
         "embed", "float32", dict(M=40, S=20, N=48, V=9), True, positional=True, dropout=True
     ),
 ]
@@ -336,7 +336,7 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
         taken.clear()
         call()
         assert option in taken
-        assert call.obstacle() is None
+        assert call.drop_reason() is None
 
 
 def test_a_forced_choice_ends_with_its_context(file, attention):
@@ -373,7 +373,7 @@ def plain(gradient=False, S=40):
 
 def key(gradient=False):
     sizes = dict(B=1, H=2, G=2, Sq=40, Sk=40, D=16, Dv=16)
-    return OP, cases.case(OP, "float32", sizes, gradient, causal=True).key
+    return OP, workloads.workload(OP, "float32", sizes, gradient, causal=True).key
 
 
 MEASURED = {"triton": 100.0, "torch (cuDNN)": 131.0, "torch (flash)": 200.0, "reference": 900.0}
@@ -405,7 +405,7 @@ def test_explain_says_what_was_measured(file, us, reason):
 def test_explain_of_a_model_says_it_too(file):
     pytest.importorskip("triton")
     sizes = dict(M=4, N=8)
-    case = cases.case("layer_norm", "float32", sizes, weight=True, bias=True)
+    case = workloads.workload("layer_norm", "float32", sizes, weight=True, bias=True)
     us = {"triton": 10.0, "torch (layer_norm)": 15.0}
     measurements.write(file, HERE, {("layer_norm", case.key): Entry("triton", us, {})})
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
@@ -417,7 +417,7 @@ def test_explain_of_a_model_says_it_too(file):
 
 def on_a_gpu(monkeypatch):
     """`auto` chooses for tensors of the CPU as it does for those of a GPU."""
-    former = backends.choose
+    former = backends.choose_backend
 
     def choose(op, arguments, backend):
         if backend == "auto":
@@ -426,7 +426,7 @@ def on_a_gpu(monkeypatch):
             return backends.Choice(op, name, "the tensors are on a GPU")
         return former(op, arguments, backend)
 
-    monkeypatch.setattr(backends, "choose", choose)
+    monkeypatch.setattr(backends, "choose_backend", choose)
 
 
 @pytest.fixture
@@ -503,7 +503,7 @@ def test_torchs_norms_compute_the_same_as_ours(op):
     backends._load(op)
     sizes = dict(M=6, N=16)
     options = dict(weight=True, bias="rms" not in op)
-    given = cases.case(op, "float32", sizes, **options).arguments(CPU)
+    given = workloads.workload(op, "float32", sizes, **options).arguments(CPU)
     found = []
     with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
         OPERATIONS[op].contract(**given)
@@ -526,7 +526,7 @@ def test_torchs_norms_compute_the_same_as_ours(op):
 
 def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
     op = "layer_norm"
-    case = cases.case(op, "float32", dict(M=6, N=16), True, weight=True)
+    case = workloads.workload(op, "float32", dict(M=6, N=16), True, weight=True)
     name = f"torch ({op}, backward)"
     measurements.write(file, HERE, {(op, case.key): Entry(name, {name: 1.0, "triton": 2.0}, {})})
     on_a_gpu(monkeypatch)
@@ -560,7 +560,9 @@ NOT_TORCHS = [
 
 @pytest.mark.parametrize("op, options, more", NOT_TORCHS)
 def test_norms_that_torch_does_not_have(op, options, more):
-    given = cases.case(op, "float32", dict(M=6, N=16), weight=True, **options).arguments(CPU)
+    given = workloads.workload(op, "float32", dict(M=6, N=16), weight=True, **options).arguments(
+        CPU
+    )
     if "weight" in given and "weight_dtype" in options:
         given["weight"] = given["weight"].float()
         given["input"] = given["input"].half()
@@ -591,7 +593,7 @@ def test_the_classes_of_a_kernel_round_sizes_up():
 
     assert tuned.named(torch.float16, "tf32", q=1000, D=64, none=0) == "float16 q1024 D64 none1"
     assert tuned.named(torch.float32, "tf32", q=65) == "float32 tf32 q128"
-    assert [cases.power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [workloads.next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
 
 
 def test_of_several_drivers_in_a_shipped_file_the_last_counts(file):

@@ -11,7 +11,7 @@ outputs keep what was in their memory, unless `see` computes it.
         fastformer.layer_norm(x, 512)        # compiles for sm_90, launches nothing
     assert gpu.launches == 1
 
-It holds for the rest of the process. benchmarks/stand_in needs a C compiler, cuda.h, which
+It holds for the rest of the process. benchmarks/gpu/stand_in needs a C compiler, cuda.h, which
 Triton's wheel brings, and Python.h, which Triton's launcher needs: `obstacle` says what is missing.
 """
 
@@ -241,5 +241,7 @@ def install(
     if not torch.cuda.is_available():
         properties = SimpleNamespace(multi_processor_count=DEVICES[capability][2])
         torch.cuda.get_device_properties = lambda device=None: properties
-    backends._obstacle = lambda op, arguments, device: backends._load(op).supports(**arguments)
+    backends._unsupported_reason = lambda op, arguments, device: backends._load(op).supports(
+        **arguments
+    )
     return gpu

@@ -23,14 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import stand_in
+from benchmarks import ROOT
+from benchmarks.gpu import stand_in
 from benchmarks.report import STAND_IN
 
 DRIVER = "FASTFORMER_STAND_IN"  # the folder of libcuda.so.1, in the environment of such a process
 MILLISECONDS = 1.0  # between any two events
 MOST = {True: 1 << 8, False: 1 << 20}  # elements of a tensor that has values: floating point or not
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 
 
 def environment(folder: Path, first: Path | None = None) -> dict[str, str]:
@@ -230,9 +230,9 @@ def appear(folder: Path) -> None:
 
     from fastformer.dispatch import backends
 
-    obstacle = backends._obstacle
+    original = backends._unsupported_reason
     stand_in.install(folder)
-    backends._obstacle = obstacle  # the tensors are on a GPU
+    backends._unsupported_reason = original  # the tensors are on a GPU
     Device().__enter__()
 
 

@@ -28,7 +28,7 @@ struct Module {
   int loaded;
 };
 
-// What the callback gets; benchmarks/stand_in/__init__.py has the same fields.
+// What the callback gets; benchmarks/gpu/stand_in/__init__.py has the same fields.
 typedef struct {
   const Function *function;
   const char *name;

@@ -1,4 +1,4 @@
-"""`Call`, which describes a sharded call of an op, and helpers of the sharding modules."""
+"""`Call`, which describes a sharded call of an op, and what the sharding modules share."""
 
 from __future__ import annotations
 
@@ -36,51 +36,57 @@ class Call(NamedTuple):
     """A call of an op, and how it is sharded.
 
     arguments: the local arguments by name, with an `Attention` expanded to its fields.
-    letters: for each tensor argument, one letter per dimension, as in `ShardingRule`.
-    ways: for each mesh dimension, the letter that is sharded over it, or "".
-    sizes: for each letter, the global size.
-    offsets: for each sharded letter, the first global index of this shard.
+    dims: the dimensions of each tensor argument, as in `ShardingRule`.
+    sharded_dims: for each dimension of the mesh, the dimension that is sharded over it, or "".
+    sizes: the global size of each dimension.
+    offsets: for each sharded dimension, the global index of the first local element.
     """
 
     op: str
     arguments: Arguments
-    letters: dict[str, str]
+    dims: dict[str, str]
     mesh: DeviceMesh | None
-    ways: tuple[str, ...]
+    sharded_dims: tuple[str, ...]
     sizes: dict[str, int]
     offsets: dict[str, int]
 
-    def groups(self, letter: str) -> list[dist.ProcessGroup]:
-        """Return the process groups over which a letter is sharded."""
+    def groups(self, dim: str) -> list[dist.ProcessGroup]:
+        """Return the process groups over which a dimension is sharded."""
         assert self.mesh is not None
-        return [self.mesh.get_group(i) for i, way in enumerate(self.ways) if way == letter]
+        return [
+            self.mesh.get_group(i) for i, sharded in enumerate(self.sharded_dims) if sharded == dim
+        ]
 
 
-def require_group(call: Call, letter: str, group: int, what: str) -> None:
-    """Require that every shard of a letter begins at a multiple of `group`, the number of elements
-    that share the random words of dropout. All devices raise the same error.
+def require_group(call: Call, dim: str, group: int, what: str) -> None:
+    """Require that every shard of a dimension begins at a multiple of `group`.
+
+    Dropout draws one set of random words for `group` consecutive elements. All devices raise the
+    same error.
+
+    what: the plural name of the elements, for the error message.
     """
-    size, mesh = call.sizes.get(letter, 0), call.mesh
-    if letter == "f" and OPERATIONS[call.op].sharding.halves:
+    size, mesh = call.sizes.get(dim, 0), call.mesh
+    if dim == "f" and OPERATIONS[call.op].sharding.halves:
         size //= 2
-    for i, way in enumerate(call.ways):
-        if way == letter and mesh is not None:
+    for i, sharded in enumerate(call.sharded_dims):
+        if sharded == dim and mesh is not None:
             shard = -(-size // mesh.size(i))
             if mesh.size(i) > 1 and shard % group:
                 raise ValueError(
-                    f"{call.op}: {size} {what} on {mesh.size(i)} devices; "
-                    f"expected shards of a multiple of {group}, of which dropout draws its words"
+                    f"{call.op}: {size} {what} are sharded over {mesh.size(i)} devices; with "
+                    f"dropout, expected a multiple of {group} {what} on each device"
                 )
             size = shard
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
-    """Return this device's shard of each of the equal parts of a tensor, concatenated.
+    """Exchange the shards of stacked tensors: return this device's shard of each of them, stacked.
 
-    x is this device's shard of the first dimension of that tensor, in which the parts follow each
-    other: z and v, or q, k and v.
+    x: this device's shard of `parts` tensors of equal size that are stacked in the first dimension,
+        such as q, k and v. For z and v on two devices (the bar separates the devices):
 
-        two devices, of z and v    z0 z1 | v0 v1  ->  z0 v0 | z1 v1
+            z0 z1 | v0 v1  ->  z0 v0 | z1 v1
 
     Each device sends its shard once, and once more in the backward.
     """
@@ -121,7 +127,7 @@ class _Exchange(torch.autograd.Function):
 
 def as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return x as a replicated DTensor. A plain tensor must be the same on all devices."""
-    whole = [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
     if isinstance(x, DTensor):
-        return x.redistribute(mesh, whole)
-    return DTensor.from_local(x, mesh, whole, run_check=False)
+        return x.redistribute(mesh, replicated)
+    return DTensor.from_local(x, mesh, replicated, run_check=False)

@@ -1,4 +1,4 @@
-"""Run an op on the shard of this device, or on some rows of a larger call."""
+"""Run an op on the shard of this device, or on some sequences of a larger batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastformer.dispatch.operation import ROW_DIMS, Arguments
 from fastformer.dispatch.sharding.call import Call, Run, holds_dtensor, require_group
 from fastformer.dispatch.sharding.losses import sharded_loss
 
-_PLANE_GROUP = 16  # attention and feed-forward: so many rows share random words of dropout
+_TILE_ROWS = 16  # attention and feed-forward draw random words for so many rows at a time
 
 
 def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
@@ -25,42 +25,44 @@ def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
     if call.op in ("cross_entropy", "linear_cross_entropy"):
         return sharded_loss(inner, call)
     if "block_table" in call.arguments or "is_causal" in call.arguments:
-        return _attention(inner, call, arguments, first)
-    if call.op == "embed" and "v" in call.ways:
-        return _vocabulary(inner, call, first)
+        return _run_attention(inner, call, arguments, first)
+    if call.op == "embed" and "v" in call.sharded_dims:
+        return _embed_local_vocabulary(inner, call, first)
     own = dict(call.arguments)
     if call.op == "embed":
-        own = _positions(call)
-    if "f" in call.ways and own["b_2"] is not None:  # a partial sum: only one device adds it
+        own = _with_local_positions(call)
+    if (
+        "f" in call.sharded_dims and own["b_2"] is not None
+    ):  # a partial sum: only one device adds it
         own["b_2"] = own["b_2"] * float(_is_first(call, "f"))
-    return _by_rows(inner, call, own, first)
+    return _run_rows(inner, call, own, first)
 
 
-def _is_first(call: Call, letter: str) -> bool:
-    return all(dist.get_rank(group) == 0 for group in call.groups(letter))
+def _is_first(call: Call, dim: str) -> bool:
+    return all(dist.get_rank(group) == 0 for group in call.groups(dim))
 
 
-def _attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
-    given, at = call.arguments, call.offsets
+def _run_attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
+    given, offsets = call.arguments, call.offsets
     fields = {name: given[name] for name in Attention._fields if name in given}
     attention = Attention(**fields)
     if first and call.op != "scaled_dot_product_attention":
         raise ValueError(
-            f"{call.op} of a part of a batch; "
-            "expected scaled_dot_product_attention, whose sequences are padded"
+            f"{call.op} within sequences_from({first}); expected scaled_dot_product_attention, "
+            "which takes padded sequences"
         )
-    if attention.shard is None and (attention.dropout_p > 0 or "q" in at):
-        whole, batch = call.sizes, at.get("b", 0) + first
-        sizes = whole["h"], whole.get("q", 0), whole.get("k", 0)  # 0 if the batch is packed
-        shard = AttentionShard(batch, at.get("h", 0), at.get("q", 0), 0, *sizes)
+    if attention.shard is None and (attention.dropout_p > 0 or "q" in offsets):
+        batch, sizes = offsets.get("b", 0) + first, call.sizes
+        full = sizes["h"], sizes.get("q", 0), sizes.get("k", 0)  # 0 if the batch is packed
+        shard = AttentionShard(batch, offsets.get("h", 0), offsets.get("q", 0), 0, *full)
         if attention.dropout_p > 0:
-            require_group(call, "q", _PLANE_GROUP, "queries")
+            require_group(call, "q", _TILE_ROWS, "queries")
         attention = attention._replace(shard=shard)
     own = {name: given.get(name, attention) for name in arguments}  # in the op's order
     return inner(call.op, **own)
 
 
-def _positions(call: Call) -> Arguments:
+def _with_local_positions(call: Call) -> Arguments:
     """Return the arguments of an embedding, with `positional` from the first local token on."""
     own, last = dict(call.arguments), ROW_DIMS[call.arguments["tokens"].dim() - 1]
     if own["positional"] is not None and last in call.offsets:
@@ -68,64 +70,68 @@ def _positions(call: Call) -> Arguments:
     return own
 
 
-def _vocabulary(inner: Run, call: Call, first: int) -> Tensor:
+def _embed_local_vocabulary(inner: Run, call: Call, first: int) -> Tensor:
     """Return the embeddings of the tokens whose weight rows are local, and zeros for the others."""
-    own, begin = _positions(call), call.offsets["v"]
+    own, begin = _with_local_positions(call), call.offsets["v"]
     tokens, here = own["tokens"] - begin, own["weight"].shape[0]
     inside = (tokens >= 0) & (tokens < here)
     own["tokens"] = tokens.where(inside, 0)
     if own["padding_idx"] is not None:
         padding = own["padding_idx"] - begin
         own["padding_idx"] = padding if 0 <= padding < here else None
-    return _by_rows(inner, call, own, first).masked_fill(~inside.unsqueeze(-1), 0.0)
+    return _run_rows(inner, call, own, first).masked_fill(~inside.unsqueeze(-1), 0.0)
 
 
-def _by_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
+def _run_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
     """Run an op on rows, with the dropout mask that they have in the full tensor."""
     if not own.get("dropout_p") or (first == 0 and not call.offsets):
         return inner(call.op, **own)
     x = own["tokens" if call.op == "embed" else "input"]
-    rows = [letter for letter in next(iter(call.letters.values())) if letter in ROW_DIMS]
+    rows = [dim for dim in next(iter(call.dims.values())) if dim in ROW_DIMS]
     if first and len(rows) < 2:
         raise ValueError(
-            f"{call.op} of [tokens, features] of a part of a batch; expected [B, S, features]"
+            f"{call.op} of [tokens, features] within sequences_from({first}); "
+            "expected [B, S, features]"
         )
-    require_group(call, "f" if "w_2" in own else "n", 16 if "w_2" in own else 4, "columns")
+    if "w_2" in own:
+        require_group(call, "f", 16, "hidden units")
+    else:
+        require_group(call, "n", 4, "features")
     column = call.offsets.get("f", call.offsets.get("n", 0))
-    sizes = [call.sizes[letter] for letter in rows]
-    begins = [call.offsets.get(letter, 0) for letter in rows]
+    sizes = [call.sizes[dim] for dim in rows]
+    begins = [call.offsets.get(dim, 0) for dim in rows]
     begins[:1] = [b + first for b in begins[:1]]
     begin = sum(b * math.prod(sizes[i + 1 :]) for i, b in enumerate(begins))
-    cut = max((i for i, letter in enumerate(rows) if letter in call.ways), default=0)
-    if any(letter in call.ways for letter in rows[1:cut]):
+    last = max((i for i, dim in enumerate(rows) if dim in call.sharded_dims), default=0)
+    if any(dim in call.sharded_dims for dim in rows[1:last]):
         raise ValueError(
-            f"{call.op} with dropout of rows split over dimensions {', '.join(call.ways)}; "
-            "expected the first one, and one other"
+            f"{call.op} with dropout is sharded over the dimensions "
+            f"{', '.join(call.sharded_dims)} of its input; expected the first and at most one more"
         )
     if not math.prod(x.shape[: len(rows)]):  # there are no local rows
         return inner(call.op, **own)
-    if cut == 0 or math.prod(x.shape[:cut]) == 1:
-        return _aligned(inner, call.op, own, RowShard(begin, column))
-    run, sequence = math.prod(x.shape[cut : len(rows)]), math.prod(sizes[cut:])
-    return _in_runs(inner, call.op, own, RowShard(begin, column, 0, run, sequence), cut)
+    if last == 0 or math.prod(x.shape[:last]) == 1:
+        return _run_consecutive(inner, call.op, own, RowShard(begin, column))
+    run, sequence = math.prod(x.shape[last : len(rows)]), math.prod(sizes[last:])
+    return _run_sequences(inner, call.op, own, RowShard(begin, column, 0, run, sequence), last)
 
 
-def _in_runs(inner: Run, op: str, own: Arguments, shard: RowShard, cut: int) -> Any:
-    """Run an op on a run of rows of each sequence.
+def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading: int) -> Any:
+    """Run an op on consecutive rows of each sequence.
 
-    cut: the number of leading dimensions that count sequences; the rows of a run follow them.
+    leading: the number of leading dimensions, which count the sequences.
     """
     begin, column, _, run, sequence = shard
-    # In the feed-forward, groups of 16 rows share random words. Runs that are not aligned with the
-    # groups run one sequence at a time.
+    # The feed-forward draws random words for 16 rows at a time. If a sequence does not begin at a
+    # multiple of 16, the sequences run one at a time.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
         return inner(op, **{**own, "shard": shard})
     x = own["input"]
-    parts = [
-        _aligned(inner, op, own | {"input": part}, RowShard(at, column))
-        for part, at in zip(x.flatten(0, cut - 1), itertools.count(begin, sequence))
+    outputs = [
+        _run_consecutive(inner, op, own | {"input": rows}, RowShard(row, column))
+        for rows, row in zip(x.flatten(0, leading - 1), itertools.count(begin, sequence))
     ]
-    return torch.stack(parts).unflatten(0, x.shape[:cut])
+    return torch.stack(outputs).unflatten(0, x.shape[:leading])
 
 
 def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) -> Any:
@@ -134,36 +140,37 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
     """
     tokens = op == "embed"
     x = own["tokens" if tokens else "input"]
-    cut = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1
-    if cut < 0:
+    dim = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1
+    if dim < 0:
         raise ValueError(f"{op} of one row within context_parallel; expected [.., S, features]")
     if holds_dtensor(own.values()):
         raise ValueError(f"{op} of DTensors within context_parallel; expected plain tensors")
-    places = {"tokens": cut, "input": cut, "residual": cut, "positional": 0}
-    places = {name: dim for name, dim in places.items() if own.get(name) is not None}
-    sequence, several = context.whole(x.shape[cut]), math.prod(x.shape[:cut]) != 1
+    row_dims = {"tokens": dim, "input": dim, "residual": dim, "positional": 0}
+    row_dims = {name: i for name, i in row_dims.items() if own.get(name) is not None}
+    sequence = context.unpadded_length(x.shape[dim])
     outputs = []
-    if not math.prod(x.shape[: cut + 1]):  # there are no local rows
+    if not math.prod(x.shape[: dim + 1]):  # there are no local rows
         return inner(op, **{**own, "shard": RowShard()})
-    for here, whole, length in context.chunks(x.shape[cut]):
-        part = {name: own[name].narrow(dim, here, length) for name, dim in places.items()}
-        shard = RowShard(first * sequence + whole, 0, 0, length, sequence)
-        if several:
-            outputs.append(_in_runs(inner, op, own | part, shard, cut))
+    for chunk in context.chunks(x.shape[dim]):
+        local = {n: own[n].narrow(i, chunk.local_start, chunk.length) for n, i in row_dims.items()}
+        row = first * sequence + chunk.global_start
+        if math.prod(x.shape[:dim]) != 1:
+            shard = RowShard(row, 0, 0, chunk.length, sequence)
+            outputs.append(_run_sequences(inner, op, own | local, shard, dim))
         else:
-            outputs.append(_aligned(inner, op, own | part, shard._replace(run=0, sequence=0)))
+            outputs.append(_run_consecutive(inner, op, own | local, RowShard(row)))
     if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs, cut)
-    return tuple(torch.cat(parts, cut) for parts in zip(*outputs))
+        return torch.cat(outputs, dim)
+    return tuple(torch.cat(chunks, dim) for chunks in zip(*outputs))
 
 
-def _aligned(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
+def _run_consecutive(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
     """Run an op on rows that are consecutive in the full tensor.
 
-    In the feed-forward, groups of 16 rows share random words: if the first row is not the first of
-    its group, rows of zeros go before it.
+    The feed-forward draws random words for 16 rows at a time. If the first row is not at a multiple
+    of 16, rows of zeros go before it.
     """
-    before = shard.row % _PLANE_GROUP if "w_2" in own else 0
+    before = shard.row % _TILE_ROWS if "w_2" in own else 0
     if not before:
         return inner(op, **{**own, "shard": shard})
     x = own["input"]

@@ -14,21 +14,21 @@ from fastformer.dispatch.sharding.call import Call, Run
 
 
 def sharded_loss(inner: Run, call: Call) -> Tensor:
-    """Return the loss of each local row, or the sum of the local losses; for "mean", divide it by
-    the number of rows on all devices: the results of the row shards add up to the mean.
+    """Return the loss of each local row, or their sum. For the reduction "mean", the sum is divided
+    by the number of rows on all devices, so that the sums of the devices add up to the mean.
     """
     own, reduction = dict(call.arguments), call.arguments["reduction"]
-    if "v" in call.ways:
-        rows = _over_the_vocabulary(call)
-        loss = rows if reduction == "none" else rows.sum()
+    if "v" in call.sharded_dims:
+        losses = _over_the_vocabulary(call)
+        loss = losses if reduction == "none" else losses.sum()
     else:
         own["reduction"] = "none" if reduction == "none" else "sum"
         loss = inner(call.op, **own)
     if reduction != "mean":
         return loss
     count = (own["target"] != own["ignore_index"]).sum()
-    for way in dict.fromkeys(call.ways):
-        for group in call.groups(way) if way and way != "v" else ():
+    for dim in dict.fromkeys(call.sharded_dims):
+        for group in call.groups(dim) if dim and dim != "v" else ():
             dist.all_reduce(count, group=group)
     return torch.where(count > 0, loss / count.clamp(min=1), float("nan"))
 
@@ -40,8 +40,8 @@ def _over_the_vocabulary(call: Call) -> Tensor:
         x, weight, bias = own["logits"], None, None
     else:
         x, weight, bias = own["input"], own["linear_weight"], own["linear_bias"]
-    place = call.offsets["v"], call.sizes["v"], call.groups("v")
-    return _VocabularyLoss.apply(x, weight, bias, own["target"], labels, place)
+    shard = call.offsets["v"], call.sizes["v"], call.groups("v")
+    return _VocabularyLoss.apply(x, weight, bias, own["target"], labels, shard)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -62,16 +62,16 @@ class _VocabularyLoss(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         labels: tuple[int, float, str],
-        place: tuple[int, int, list[dist.ProcessGroup]],
+        shard: tuple[int, int, list[dist.ProcessGroup]],
     ) -> Tensor:
-        ctx.labels = smoothed = _Labels(*labels, *place[:2])
+        ctx.labels = smoothed = _Labels(*labels, *shard[:2])
         x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
         wide = torch.float64 if input.dtype == torch.float64 else torch.float32
         lse, dot = (x.new_empty(len(x), dtype=wide) for _ in range(2))
-        for part in smoothed.chunks(x, weight):
-            logits = _logits(x[part], weight, bias, wide)
-            lse[part], dot[part] = logits.logsumexp(1), smoothed.dot(logits, flat[part])
-        for group in place[2]:
+        for rows in smoothed.chunks(x, weight):
+            logits = _logits(x[rows], weight, bias, wide)
+            lse[rows], dot[rows] = logits.logsumexp(1), smoothed.dot(logits, flat[rows])
+        for group in shard[2]:
             top = lse.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group)
             top.clamp_(min=torch.finfo(wide).min)
@@ -93,14 +93,14 @@ class _VocabularyLoss(torch.autograd.Function):
         dx = torch.empty_like(x)
         dw = None if weight is None else torch.zeros_like(weight, dtype=lse.dtype)
         db = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
-        for part in smoothed.chunks(x, weight):
-            logits = _logits(x[part], weight, bias, lse.dtype)
-            d = smoothed.gradient(logits, flat[part], lse[part]) * g[part]
+        for rows in smoothed.chunks(x, weight):
+            logits = _logits(x[rows], weight, bias, lse.dtype)
+            d = smoothed.gradient(logits, flat[rows], lse[rows]) * g[rows]
             if weight is None:
-                dx[part] = d
+                dx[rows] = d
                 continue
-            dx[part] = d.to(weight.dtype) @ weight
-            dw += d.t() @ x[part].to(d.dtype)
+            dx[rows] = d.to(weight.dtype) @ weight
+            dw += d.t() @ x[rows].to(d.dtype)
             if db is not None:
                 db += d.sum(0)
         dw = None if weight is None or dw is None else dw.to(weight.dtype)

@@ -7,52 +7,29 @@ original forward, and is counted on the module.
 
     KINDS        torch's class -> the kind that replaces it and its subclasses
     ANNOTATED    the kinds that replace classes that look like those of the Annotated Transformer
-
-    base.py      the class of a replaced module, fallbacks, and what `explain` records
-    attention.py nn.MultiheadAttention
-    layers.py    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    stacks.py    nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer; drop padding
-    norms.py     nn.LayerNorm, nn.RMSNorm
-    annotated.py the attention, norm and feed-forward of the Annotated Transformer
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from fastformer.drop_in.replacements.annotated import (
-    AnnotatedModule,
-    FusedAnnotatedAttention,
-    FusedAnnotatedFeedForward,
-    FusedAnnotatedNorm,
-)
-from fastformer.drop_in.replacements.attention import FusedMultiheadAttention
+from fastformer.drop_in.replacements import annotated, attention, layers, norms, stacks
 from fastformer.drop_in.replacements.base import Accelerated
-from fastformer.drop_in.replacements.layers import (
-    FusedTransformerDecoderLayer,
-    FusedTransformerEncoderLayer,
-)
-from fastformer.drop_in.replacements.norms import FusedLayerNorm, FusedRMSNorm
-from fastformer.drop_in.replacements.stacks import (
-    FusedTransformer,
-    FusedTransformerDecoder,
-    FusedTransformerEncoder,
-)
 
 __all__ = ["ANNOTATED", "KINDS"]
 
 KINDS: dict[type[nn.Module], type[Accelerated]] = {
-    nn.MultiheadAttention: FusedMultiheadAttention,
-    nn.TransformerEncoderLayer: FusedTransformerEncoderLayer,
-    nn.TransformerDecoderLayer: FusedTransformerDecoderLayer,
-    nn.TransformerEncoder: FusedTransformerEncoder,
-    nn.TransformerDecoder: FusedTransformerDecoder,
-    nn.Transformer: FusedTransformer,
-    nn.LayerNorm: FusedLayerNorm,
-    nn.RMSNorm: FusedRMSNorm,
+    nn.MultiheadAttention: attention.FusedMultiheadAttention,
+    nn.TransformerEncoderLayer: layers.FusedTransformerEncoderLayer,
+    nn.TransformerDecoderLayer: layers.FusedTransformerDecoderLayer,
+    nn.TransformerEncoder: stacks.FusedTransformerEncoder,
+    nn.TransformerDecoder: stacks.FusedTransformerDecoder,
+    nn.Transformer: stacks.FusedTransformer,
+    nn.LayerNorm: norms.FusedLayerNorm,
+    nn.RMSNorm: norms.FusedRMSNorm,
 }
-ANNOTATED: tuple[type[AnnotatedModule], ...] = (
-    FusedAnnotatedAttention,
-    FusedAnnotatedNorm,
-    FusedAnnotatedFeedForward,
+ANNOTATED: tuple[type[annotated.AnnotatedModule], ...] = (
+    annotated.FusedAnnotatedAttention,
+    annotated.FusedAnnotatedNorm,
+    annotated.FusedAnnotatedFeedForward,
 )

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastformer.drop_in.replacements.base import Accelerated, ops_of, tensor_obstacle
+from fastformer.drop_in.replacements.base import Accelerated, ops_of, unsupported_tensor
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
@@ -50,7 +50,7 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        reason = tensor_obstacle(query, key, value, mask)
+        reason = unsupported_tensor(query, key, value, mask)
         if reason is None and self.d_k > arguments.MAX_HEAD_DIM:
             reason = f"the head dim is {self.d_k}; the op takes up to {arguments.MAX_HEAD_DIM}"
         if type(self.dropout) is not nn.Dropout or not is_unmodified(self.dropout):
@@ -94,7 +94,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
     eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        reason = tensor_obstacle(x, self.a_2, self.b_2)
+        reason = unsupported_tensor(x, self.a_2, self.b_2)
         if x.dtype != self.a_2.dtype:  # the original returns the promoted dtype
             reason = f"the input is {x.dtype}, the weight {self.a_2.dtype}"
         if reason is not None:
@@ -123,7 +123,7 @@ class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
     activation = "relu"  # for an original class that does not set it
 
     def forward(self, x: Tensor) -> Tensor:
-        reason = tensor_obstacle(x)
+        reason = unsupported_tensor(x)
         if reason is not None:
             return self._original_forward(reason, x)
         with ops_of(self):

@@ -20,10 +20,10 @@ from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
     record_fallback,
-    tensor_obstacle,
-    weight_obstacle,
+    unsupported_tensor,
+    unsupported_weight,
 )
-from fastformer.nn.padding import Packing, lengths_of
+from fastformer.nn.padding import Packing
 from fastformer.ops import functional
 from fastformer.ops.attention import arguments
 
@@ -49,8 +49,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         need_weights = need_weights and self._returns_weights
-        reason = tensor_obstacle(query, key, value, key_padding_mask, attn_mask)
-        reason = reason or self._obstacle()
+        reason = unsupported_tensor(query, key, value, key_padding_mask, attn_mask)
+        reason = reason or self._unsupported_reason()
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
             return self._original_forward(reason, query, key, value, *options)
@@ -92,7 +92,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
                 p,
                 seen.is_causal,
                 bias=seen.bias,
-                key_lengths=seen.key_lengths,
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
@@ -134,12 +133,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     # --------------------------------------------------------------------- checks, reading of masks
 
-    def _obstacle(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         """Return why the op cannot replace the forward of this module, or None."""
         if self.head_dim > arguments.MAX_HEAD_DIM:
             return f"the head dim is {self.head_dim}; the op takes up to {arguments.MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        return weight_obstacle(
+        return unsupported_weight(
             (packed, self.in_proj_bias),
             (self.k_proj_weight, self.v_proj_weight),
             (self.bias_k, self.bias_v),
@@ -260,16 +259,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             return x.squeeze(0).transpose(0, 1).flatten(1)
         return (x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)).flatten(2)
 
-    def with_lengths(self, seen: Visibility, key_padding_mask: Tensor | None) -> Visibility:
-        """Return `seen` with the key lengths from key_padding_mask [N, S] or [S].
-
-        A stack computes them once for all its layers.
-        """
-        padding = key_padding_mask
-        if padding is None or padding.dtype != torch.bool or self._appends_keys():
-            return seen
-        return seen._replace(key_lengths=lengths_of(~torch.atleast_2d(padding)))
-
     def _appends_keys(self) -> bool:
         return self.bias_k is not None or self.add_zero_attn
 
@@ -306,8 +295,7 @@ class Visibility(NamedTuple):
     attn_mask: boolean, True for a visible key, and bias: added to the scores; both broadcast to
     [N, H, L, S]. packing: the `Packing` of a batch whose padding was dropped. padding:
     key_padding_mask [N, S], True for a masked key, if attn_mask holds only the padding.
-    key_lengths: [N], the padding masks out all keys at or past it; None if unknown. cache: holds
-    the keys of earlier positions, or the keys of the memory.
+    cache: holds the keys of earlier positions, or the keys of the memory.
     """
 
     attn_mask: Tensor | None = None
@@ -315,7 +303,6 @@ class Visibility(NamedTuple):
     is_causal: bool = False
     packing: Packing | None = None
     padding: Tensor | None = None
-    key_lengths: Tensor | None = None
     cache: LayerCache | MemoryCache | None = None
 
 
@@ -369,12 +356,10 @@ def _joined(
     for hidden in (mask, padding):
         if hidden is None:
             continue
-        if hidden.dtype == torch.bool and visible is None:
-            visible = ~hidden
+        if hidden.dtype == torch.bool:
+            visible = ~hidden if visible is None else visible & ~hidden
             continue
-        if hidden.dtype == torch.bool:  # the second boolean mask becomes a bias
-            hidden = torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
-        elif hidden.dtype != torch.float32:
+        if hidden.dtype != torch.float32:
             hidden = hidden.to(dtype)
         bias = hidden if bias is None else bias + hidden
     return visible, bias

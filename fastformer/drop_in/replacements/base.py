@@ -1,6 +1,6 @@
 """What all replacements share: the base class, fallbacks, and the records for `explain`.
 
-Functions named `.._obstacle` return why the ops cannot run a call, or None if they can.
+Functions named `unsupported_..` return why the ops cannot run a call, or None if they can.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class ops_of(backends.observe):
     """A context that attributes the ops that run in it, and their fallbacks, to `module`."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(on_obstacle=lambda op, reason: _count_fallback(module, f"{op}: {reason}"))
+        super().__init__(
+            on_unsupported=lambda op, reason: _count_fallback(module, f"{op}: {reason}")
+        )
         self._module = module
 
     def __enter__(self) -> None:
@@ -121,10 +123,10 @@ def record_torch(op: str, reason: str) -> None:
     backends.report(backends.Choice(op, "torch", reason))
 
 
-# --------------------------------------------------------------------------------------- obstacles
+# ------------------------------------------------------------------------------- unsupported calls
 
 
-def tensor_obstacle(*tensors: Tensor | None) -> str | None:
+def unsupported_tensor(*tensors: Tensor | None) -> str | None:
     """Return why a kernel cannot read one of the tensors, or None; entries of None are skipped."""
     tracing = torch.compiler.is_compiling()
     for x in tensors:
@@ -141,16 +143,16 @@ def tensor_obstacle(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def weight_obstacle(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
+def unsupported_weight(*pairs: tuple[Tensor | None, Tensor | None]) -> str | None:
     """Return why the ops cannot read one of the (weight, bias) pairs, or None."""
     for weight, bias in pairs:
         if weight is not None and bias is not None and weight.dtype != bias.dtype:
             return f"a weight is {weight.dtype}, its bias {bias.dtype}"
-    return tensor_obstacle(*(x for pair in pairs for x in pair))
+    return unsupported_tensor(*(x for pair in pairs for x in pair))
 
 
-def parameter_obstacle(*modules: nn.Module) -> str | None:
+def unsupported_parameter(*modules: nn.Module) -> str | None:
     """Return why the ops cannot read the weight or bias of one of the modules, or None."""
-    return weight_obstacle(
+    return unsupported_weight(
         *((getattr(m, "weight", None), getattr(m, "bias", None)) for m in modules)
     )

@@ -21,9 +21,9 @@ from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, V
 from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
-    parameter_obstacle,
     record_torch,
-    tensor_obstacle,
+    unsupported_parameter,
+    unsupported_tensor,
 )
 from fastformer.drop_in.replacements.norms import FusedLayerNorm
 from fastformer.eager import eager
@@ -35,7 +35,7 @@ class OnStream(Accelerated):
 
     _through: Callable[..., None]  # (stream, *context): run on the stream
 
-    def _obstacle(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         """Return why the module cannot run on one stream, or None."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class OnStream(Accelerated):
         tensors and hints: the arguments of `forward`, in order. read_masks: returns the `context`
         arguments of `_through`, or raises TypeError or ValueError.
         """
-        reason = tensor_obstacle(*tensors) or self._obstacle()
+        reason = unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
             return self._original_forward(reason, *tensors, *hints)
         try:
@@ -77,7 +77,7 @@ class Layer(OnStream):
     dropout: nn.Dropout
     activation: Callable[[Tensor], Tensor]
 
-    def _obstacle(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         first = attention_of(self, self._attentions[0])
         for name in self._attentions:
             attention = attention_of(self, name)
@@ -87,12 +87,12 @@ class Layer(OnStream):
                 return f"{name} has hooks"
             if attention.batch_first != first.batch_first:
                 return "one attention has batch_first, another has not"
-            reason = attention._obstacle()
+            reason = attention._unsupported_reason()
             if reason is not None:
                 return f"{name}: {reason}"
         names = ("norm1", "norm2", "norm3")
         norms = (getattr(self, name) for name in names if name in self._modules)
-        return parameter_obstacle(self.linear1, self.linear2, *norms)
+        return unsupported_parameter(self.linear1, self.linear2, *norms)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
         out = stream.value()
@@ -139,7 +139,7 @@ def in_order_of(x: Tensor, out: Tensor) -> Tensor:
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
     """Return the attention `name` of a layer, typed as the class that replaced it.
 
-    `Layer._obstacle` checks the class.
+    `Layer._unsupported_reason` checks the class.
     """
     return getattr(layer, name)
 

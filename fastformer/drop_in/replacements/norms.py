@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.checks import autocast_dtype
-from fastformer.drop_in.replacements.base import Accelerated, ops_of, weight_obstacle
+from fastformer.drop_in.replacements.base import Accelerated, ops_of, unsupported_weight
 from fastformer.ops import functional
 
 
 class FusedLayerNorm(Accelerated, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        reason = _norm_obstacle(input, self.weight, self.bias, self.eps)
+        reason = _unsupported_norm(input, self.weight, self.bias, self.eps)
         if reason is not None:
             return self._original_forward(reason, input)
         with ops_of(self):
@@ -26,7 +26,7 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
 
         x and residual: [..., *normalized_shape].
         """
-        if _norm_obstacle(residual, self.weight, self.bias, self.eps) is not None:
+        if _unsupported_norm(residual, self.weight, self.bias, self.eps) is not None:
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total
         inputs = _autocast_input(x), _autocast_input(residual)
@@ -38,7 +38,7 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
 
 class FusedRMSNorm(Accelerated, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
-        reason = _norm_obstacle(x, self.weight, None, self.eps)
+        reason = _unsupported_norm(x, self.weight, None, self.eps)
         if reason is not None:
             return self._original_forward(reason, x)
         with ops_of(self):
@@ -52,11 +52,11 @@ def _autocast_input(x: Tensor) -> Tensor:
     return x.float() if low and autocast_dtype(x) is not None else x
 
 
-def _norm_obstacle(
+def _unsupported_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> str | None:
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return f"the input is {x.dtype}, the weight {weight.dtype}"
     if eps is not None and eps < 0:
         return f"eps is {eps}"
-    return weight_obstacle((weight, bias), (x, None))
+    return unsupported_weight((weight, bias), (x, None))

@@ -21,8 +21,8 @@ from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, V
 from fastformer.drop_in.replacements.base import (
     Accelerated,
     ops_of,
-    parameter_obstacle,
-    tensor_obstacle,
+    unsupported_parameter,
+    unsupported_tensor,
 )
 from fastformer.drop_in.replacements.layers import (
     FusedTransformerDecoderLayer,
@@ -55,7 +55,7 @@ class Stack(OnStream):
     def _layers(self) -> Sequence[Layer]:
         return self.layers  # type: ignore[return-value]
 
-    def _obstacle(self) -> str | None:
+    def _unsupported_reason(self) -> str | None:
         layers = self._layers()
         if len(layers) == 0:
             return "it has no layers"
@@ -64,13 +64,13 @@ class Stack(OnStream):
                 return f"layers.{i} is a {type(layer).__name__} that was not replaced"
             if not is_unmodified(layer):
                 return f"layers.{i} has hooks"
-            reason = layer._obstacle()
+            reason = layer._unsupported_reason()
             if reason is not None:
                 return f"layers.{i}: {reason}"
             for name in layer._attentions:
                 if _mask_form(layer, name) != _mask_form(layers[0], name):
                     return f"layers.{i} has another form of {name} than layers.0"
-        return None if self.norm is None else parameter_obstacle(self.norm)
+        return None if self.norm is None else unsupported_parameter(self.norm)
 
     def _through(self, stream: ResidualStream, *context: object) -> None:
         for layer in self._layers():
@@ -127,7 +127,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
     ) -> Tensor:
         """Run the layers on one stream. _unseen: nothing reads the output at the padding."""
         padding = src_key_padding_mask
-        reason = tensor_obstacle(src, mask, padding) or self._obstacle()
+        reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = self._padding_to_zero(src, padding)
         if reason is not None:
@@ -149,7 +149,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             if packing is not None:
                 return self._forward_packed(src, packing, seen.is_causal)
         stream = ResidualStream(src)
-        self._through(stream, attention_of(first, "self_attn").with_lengths(seen, padding))
+        self._through(stream, seen)
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
@@ -244,11 +244,7 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
             hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            first = self._layers()[0]
-            seen, _, memory_seen = decoder_context(first, tgt, memory, masks, hints)
-            seen = attention_of(first, "self_attn").with_lengths(seen, tgt_key_padding_mask)
-            cross = attention_of(first, "multihead_attn")
-            return seen, memory, cross.with_lengths(memory_seen, memory_key_padding_mask)
+            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
@@ -299,8 +295,8 @@ def decode_step(
     if not isinstance(cache, DecoderCache):
         raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache")
     _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
-    reason = tensor_obstacle(tgt, memory, memory_mask, memory_key_padding_mask)
-    reason = reason or decoder._obstacle()
+    reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
+    reason = reason or decoder._unsupported_reason()
     layers = decoder._layers()
     if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
         reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
@@ -392,7 +388,7 @@ class FusedTransformer(Accelerated, nn.Transformer):
             return False
         if not isinstance(decoder, FusedTransformerDecoder) or not is_unmodified(encoder, decoder):
             return False
-        if decoder._obstacle() is not None:
+        if decoder._unsupported_reason() is not None:
             return False
         if padding is from_decoder:
             return True

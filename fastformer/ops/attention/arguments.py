@@ -11,7 +11,6 @@ from torch import Tensor
 from fastformer.checks import (
     INTEGERS,
     autocast_dtype,
-    may_read,
     require_device,
     require_int,
     require_number,
@@ -21,6 +20,7 @@ from fastformer.checks import (
 )
 from fastformer.description import Shard
 from fastformer.dispatch import backends
+from fastformer.eager import may_read
 
 MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -130,8 +130,8 @@ def require_table(table: Tensor, key_lengths: Tensor, keys: Tensor) -> None:
 def refuse_context(name: str) -> None:
     if backends.sequences_are_sharded():
         raise ValueError(
-            f"{name} within context_parallel, which shards scaled_dot_product_attention alone; "
-            f"expected it, or {name} outside of the context"
+            f"{name} within context_parallel; expected scaled_dot_product_attention, or {name} "
+            "outside of the context"
         )
 
 
@@ -140,7 +140,7 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
         if x is not None and x.requires_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, which paged_attention does not compute; "
-                "expected tensors without, or a call under torch.no_grad()"
+                "expected a tensor that requires none, or a call under torch.no_grad()"
             )
 
 
@@ -256,7 +256,7 @@ def require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) ->
             if bound is not None:
                 require_int(name, bound)
                 if not -n <= bound <= n:
-                    raise ValueError(f"{name} is {x}; there are {n}")
+                    raise ValueError(f"{name} is {x}; expected bounds from {-n} to {n}")
         if x.step is not None:
             require_int(name, x.step)
             if x.step < 1:
@@ -269,7 +269,9 @@ def require_index(name: str, x: slice | Tensor | None, n: int, query: Tensor) ->
         )
     require_device(name, x, "query", query)
     if may_read(x) and x.numel() and not (-n <= int(x.min()) and int(x.max()) < n):
-        raise ValueError(f"{name} holds {int(x.min())} .. {int(x.max())}; there are {n}")
+        raise ValueError(
+            f"{name} holds {int(x.min())} .. {int(x.max())}; expected indices from {-n} to {n - 1}"
+        )
 
 
 def checked_window(window: Sequence[int | None] | None) -> tuple[int, int] | None:
@@ -332,31 +334,31 @@ def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | Non
         require_size(0, **{f"shard.{name}": n})
     given = Shard(*shard)
     _, *here = scores
-    firsts, wholes = given[1:4], tuple(n or own for n, own in zip(given[4:], here))
-    for name, first, own, whole in zip(Shard._fields[4:], firsts, here, wholes):
-        if first + own > whole:
+    firsts, sizes = given[1:4], tuple(n or own for n, own in zip(given[4:], here))
+    for name, first, own, full in zip(Shard._fields[4:], firsts, here, sizes):
+        if first + own > full:
             raise ValueError(
-                f"shard has {name} {first} .. {first + own - 1} of {whole}; "
-                f"expected all of its {own} {name} in the whole"
+                f"shard has {name} {first} .. {first + own - 1}; "
+                f"expected its {own} {name} within the global {full}"
             )
     if p == 0:
-        given, wholes = given._replace(batch=0, head=0), (here[0], *wholes[1:])
+        given, sizes = given._replace(batch=0, head=0), (here[0], *sizes[1:])
     elif given.query % 16 or given.key % 16:
         raise ValueError(
             f"shard begins at query {given.query} and key {given.key}; "
-            "expected multiples of 16, of which dropout draws its words"
+            "with dropout, expected multiples of 16"
         )
-    is_whole = given[:4] == (0,) * 4 and wholes == tuple(here)
-    if is_whole and not backends.sequences_are_sharded():
+    is_full = given[:4] == (0,) * 4 and sizes == tuple(here)
+    if is_full and not backends.sequences_are_sharded():
         return None
-    return Shard(*given[:4], *wholes)
+    return Shard(*given[:4], *sizes)
 
 
 def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | None:
     if isinstance(shard, (tuple, list)) and any((*shard[2:4], *shard[5:])):
         raise ValueError(
-            f"shard is {tuple(shard)}; expected one of whole sequences, whose query, key, queries "
-            "and keys are 0"
+            f"shard is {tuple(shard)}; expected query, key, queries and keys of 0, because the "
+            "sequences of a packed batch are complete"
         )
     return checked_shard(shard, (0, heads, 0, 0), p)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastformer.description import Attention
-from fastformer.eager import eager, formula, readable
+from fastformer.eager import eager, formula, may_read
 from fastformer.ops.attention.masks import LEAST, NO_TERMS, finite, is_causal_as_torch
 
 
@@ -123,7 +123,7 @@ def _biased_attention(
     Return None if the bias masks out all keys of a query, or if the gradient of torch's op would
     lose too many digits.
     """
-    if not readable(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
+    if not may_read(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
         return None
     terms, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
     if float(terms.min()) >= least:
@@ -139,7 +139,7 @@ def near_zero(added: Tensor) -> bool:
 
     The backward of torch's op keeps only lse. A large term leaves no digits for the scores in it.
     """
-    if not readable(added):
+    if not may_read(added):
         return False
     peak = added.detach().amax(-1)
     low, high = map(float, peak.aminmax())

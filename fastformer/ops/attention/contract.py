@@ -13,7 +13,6 @@ from fastformer.checks import (
     STRIDED,
     autocast,
     autocasts,
-    may_read,
     require_choice,
     require_dropout,
     require_flag,
@@ -23,7 +22,8 @@ from fastformer.checks import (
 )
 from fastformer.description import Attention
 from fastformer.dispatch import backends
-from fastformer.ops import reference
+from fastformer.eager import may_read
+from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
     Scores,
@@ -82,7 +82,8 @@ def scaled_dot_product_attention(
             query head h reads key-value head h // (H / G).
         value: [B, G, Sk, Dv]. All three may be given without heads, as [B, S, D].
         attn_mask: boolean, broadcastable to [B, H, Sq, Sk] (without heads: to [B, Sq, Sk]); True
-            keeps the key. It is read through its strides, never expanded. None keeps all keys. A
+            keeps the key. It is read through its strides, never expanded. Large calls skip blocks
+            of keys before the first and past the last key that it keeps. None keeps all keys. A
             floating mask is a `bias`, as in torch.
         dropout_p: probability in [0, 1] that a weight is dropped, rounded to a multiple of 2^-16;
             the others are scaled by 1/(1 - dropout_p). Dropout is always on: pass 0 in evaluation.

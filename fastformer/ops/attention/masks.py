@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastformer.description import Attention
-from fastformer.eager import readable
+from fastformer.eager import may_read
 
 # A bias below this, the lowest float32 times log 2, masks its key out: -inf, and the finfo.min of
 # float32 and bfloat16, which overflow float32 when they are converted to base 2.
@@ -82,7 +82,7 @@ LEAST = {
 def _left_by(bias: Tensor) -> Tensor | None:
     """Return the keys that a bias does not mask out, or None if it is known to mask out none."""
     bias, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
-    if readable(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
+    if may_read(bias) and (bias.numel() == 0 or float(bias.min()) >= least):
         return None
     return ~(bias < least)  # NaN stays
 
@@ -134,7 +134,7 @@ def score_terms(
 
 def finite(x: Tensor) -> bool:
     """Return whether x is known to be finite: its sum is. So a sum that overflows gives False."""
-    return readable(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
+    return may_read(x) and math.isfinite(x.detach().sum() if x.requires_grad else x.sum())
 
 
 def hidden_rows(keys: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import Attention, beyond_torch
-from fastformer.eager import readable
+from fastformer.eager import may_read
 from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -90,7 +90,7 @@ def scaled_dot_product_attention(
     return out, peak + log_sum
 
 
-def attention_part(
+def attention_block(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
@@ -102,7 +102,7 @@ def attention_part(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> Any:
-    """Return the output, or (output, peak, log_sum) as `attention_part` does."""
+    """Return the output, or (output, peak, log_sum) as `attention_block` does."""
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
@@ -129,7 +129,7 @@ def _attend(
         scores = _scores(query, key, attention, added, visible)
         out = _weighted(scores, value, attention)
     empty = None if visible is None else ~visible.any(-1, keepdim=True)
-    if empty is not None and (not readable(empty) or empty.any()):
+    if empty is not None and (not may_read(empty) or empty.any()):
         out = out.masked_fill(empty, 0.0)
     if not return_lse:
         return out

@@ -6,32 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.dispatch import backends, cases
-from fastformer.dispatch.operation import (
-    ROW_DIMS,
-    Arguments,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    Workload,
-)
+from fastformer.dispatch import backends, operation, workloads
 from fastformer.ops.feed_forward import contract, reference
 
 # --------------------------------------------------------------------------------------- sharding
 
 
-def _dims(arguments: Arguments) -> dict[str, str]:
+def _dims(arguments: operation.Arguments) -> dict[str, str]:
     w, b = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
-    rows = ROW_DIMS[: arguments["input"].dim() - 1]
+    rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
     given = {"input": rows + "d", w: "fd", b: "f", "w_2": "of", "b_2": "o"}
     return given | {"dropout_seed": "."}
 
 
-_SHARDING = ShardingRule(
+_SHARDING = operation.ShardingRule(
     _dims,
     lambda x: (x["input"][:-1] + "o",),
-    "f" + ROW_DIMS,
+    "f" + operation.ROW_DIMS,
     {"f": ("input",)},
 )
 
@@ -41,7 +32,7 @@ _SHARDING = ShardingRule(
 
 def _describe(
     input: Tensor, w_2: Tensor, b_2: Tensor | None, dropout_p: float, **more: Any
-) -> tuple[Sizes, Options]:
+) -> tuple[operation.Sizes, operation.Options]:
     rows, b = (more["w"], more["b"]) if "w" in more else (more["w_1"], more["b_1"])
     d, (out, width) = rows.shape[1], w_2.shape
     options = dict(b_1=b is not None, b_2=b_2 is not None, dropout=dropout_p > 0)
@@ -49,17 +40,19 @@ def _describe(
     return sizes, dict(activation=more.get("activation", False), **options)
 
 
-def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+def _arguments(
+    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
+) -> operation.Arguments:
     """Return the arguments of feed_forward, or of a gated layer if no activation is given."""
     M, d, F, out = sizes.values()
     gated = "activation" not in options
     w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)
-    given: Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
+    given: operation.Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
     given |= {w: make.normal(rows, d, scale=d**-0.5), "w_2": make.normal(out, F, scale=F**-0.5)}
     given |= {b: make.normal(rows)} if "b_1" in options else {}
     given |= {"b_2": make.normal(out)} if "b_2" in options else {}
     activation = {} if gated else dict(activation=options["activation"])
-    return given | activation | cases.dropout(options)
+    return given | activation | workloads.dropout(options)
 
 
 # ----------------------------------------------------------------------------------------- records
@@ -67,12 +60,14 @@ def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
 _LIMITS, _SIZES = dict(M=496), dict(M=1, d=16, F=16, out=16)
 
 backends.register(
-    Operation(
+    operation.Operation(
         kernel="feed_forward",
         contract=contract.feed_forward,
         reference=reference.feed_forward,
         sharding=_SHARDING,
-        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))),
+        workloads=operation.WorkloadFamily(
+            _describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))
+        ),
         tuned=("feed_forward first", "feed_forward activated", "feed_forward hidden_backward"),
     )
 )
@@ -81,12 +76,12 @@ for _contract, _reference in (
     (contract.swiglu, reference.swiglu),
 ):
     backends.register(
-        Operation(
+        operation.Operation(
             kernel="feed_forward",
             contract=_contract,
             reference=_reference,
             sharding=_SHARDING._replace(halves=("w", "b")),
-            workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+            workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
             tuned=("feed_forward gated", "feed_forward gated_backward"),
         )
     )

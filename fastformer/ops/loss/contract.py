@@ -10,7 +10,6 @@ from torch import Tensor
 from fastformer.checks import (
     autocast,
     autocast_dtype,
-    may_read,
     require_choice,
     require_device,
     require_floating,
@@ -20,6 +19,7 @@ from fastformer.checks import (
     shape_of,
 )
 from fastformer.dispatch import backends
+from fastformer.eager import may_read
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.eager import formula, readable, written_out
+from fastformer.eager import eager, formula, use_formula
 
 _BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
 
@@ -72,7 +72,7 @@ def linear_cross_entropy(
 def _saves_passes(*tensors: Tensor | None) -> bool:
     """Return whether `_LinearLoss` takes these tensors: eager float32 on a CPU, with a gradient."""
     given = [x for x in tensors if x is not None]
-    if not all(x.dtype == torch.float32 and readable(x.detach()) for x in given):
+    if not all(x.dtype == torch.float32 and x.is_cpu and eager(x.detach()) for x in given):
         return False
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     return wanted and not formula.always and forward_ad._current_level < 0
@@ -132,7 +132,7 @@ class _LinearLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             x, w = input.view_as(input), weight.view_as(weight)
             b = None if bias is None else bias.view_as(bias)
-            with written_out():
+            with use_formula():
                 rows = linear_cross_entropy(x, w, target, b, "none", *ctx.labels)
             wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
             results = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.dispatch import backends, cases
-from fastformer.dispatch.operation import (
-    ROW_DIMS,
-    Alternative,
-    Arguments,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    Workload,
-)
+from fastformer.dispatch import backends, operation, workloads
 from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
@@ -27,15 +18,15 @@ _aten = torch.ops.aten
 # --------------------------------------------------------------------------------------- sharding
 
 
-def _dims(arguments: Arguments) -> dict[str, str]:
+def _dims(arguments: operation.Arguments) -> dict[str, str]:
     x, shape = arguments["input"], arguments.get("normalized_shape")
     n = len(arguments["weight"].shape if shape is None else shape)
-    rows, features = ROW_DIMS[: x.dim() - n], "." * n
+    rows, features = operation.ROW_DIMS[: x.dim() - n], "." * n
     given = dict.fromkeys(("input", "residual"), rows + features)
     return given | {"weight": features, "bias": features, "dropout_seed": "."}
 
 
-_SHARDING = ShardingRule(_dims, lambda x: (x["input"],), ROW_DIMS)
+_SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
 _SHARDING_OF_SUMS = _SHARDING._replace(outputs=lambda x: (x["input"],) * 2)
 
 
@@ -51,17 +42,21 @@ def _describe(
     dropout_p: float = 0.0,
     residual: Tensor | None = None,
     **_: Any,
-) -> tuple[Sizes, Options]:
+) -> tuple[operation.Sizes, operation.Options]:
     n = torch.Size(normalized_shape or weight.shape).numel()  # type: ignore[union-attr]
-    options: Options = dict(weight=weight is not None, bias=bias is not None, unbiased=unbiased)
+    options: operation.Options = dict(
+        weight=weight is not None, bias=bias is not None, unbiased=unbiased
+    )
     if weight is not None and weight.dtype != input.dtype:
         options["weight_dtype"] = str(weight.dtype).removeprefix("torch.")
     return dict(M=input.numel() // n, N=n), dict(**options, dropout=dropout_p > 0)
 
 
-def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+def _arguments(
+    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
+) -> operation.Arguments:
     n = sizes["N"]
-    given: Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
+    given: operation.Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
     for name in ("weight", "bias"):
         if name in options:
             x = make.normal(n)
@@ -70,12 +65,16 @@ def _arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
     return given | (dict(unbiased=True) if "unbiased" in options else {})
 
 
-def _sum_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
+def _sum_arguments(
+    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
+) -> operation.Arguments:
     return dict(bias=None) | _rms_sum_arguments(make, sizes, options)
 
 
-def _rms_sum_arguments(make: cases.Maker, sizes: Sizes, options: Options) -> Arguments:
-    given = _arguments(make, sizes, options) | cases.dropout(options)
+def _rms_sum_arguments(
+    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
+) -> operation.Arguments:
+    given = _arguments(make, sizes, options) | workloads.dropout(options)
     del given["normalized_shape"]
     return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
 
@@ -151,7 +150,7 @@ def _sum_and_rms_norm(
     return y, total, r.view(-1)
 
 
-def _signature(arguments: Arguments) -> Hashable | None:
+def _signature(arguments: operation.Arguments) -> Hashable | None:
     if arguments.get("dropout_p") or arguments.get("unbiased"):
         return None
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
@@ -167,57 +166,65 @@ _LIMITS, _SIZES = dict(M=496), dict(M=1, N=16)
 _TUNED = "layer_norm forward", "layer_norm backward"
 
 backends.register(
-    Operation(
+    operation.Operation(
         kernel="layer_norm",
         contract=contract.layer_norm,
         reference=reference.layer_norm,
         sharding=_SHARDING,
-        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+        workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
         tuned=_TUNED,
         alternatives={
-            "torch (layer_norm)": Alternative(_layer_norm),
-            "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
+            "torch (layer_norm)": operation.Alternative(_layer_norm),
+            "torch (layer_norm, backward)": operation.Alternative(
+                _layer_norm, _layer_norm_backward
+            ),
         },
         signature=_signature,
     )
 )
 backends.register(
-    Operation(
+    operation.Operation(
         kernel="layer_norm",
         contract=contract.rms_norm,
         reference=reference.rms_norm,
         sharding=_SHARDING,
-        workload=Workload(_describe, _arguments, _LIMITS, (_SIZES, {})),
+        workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
         tuned=_TUNED,
-        alternatives={"torch (rms_norm)": Alternative(_rms_norm)},
+        alternatives={"torch (rms_norm)": operation.Alternative(_rms_norm)},
         signature=_signature,
     )
 )
 backends.register(
-    Operation(
+    operation.Operation(
         kernel="layer_norm",
         contract=contract.dropout_add_layer_norm,
         reference=reference.dropout_add_layer_norm,
         sharding=_SHARDING_OF_SUMS,
-        workload=Workload(
+        workloads=operation.WorkloadFamily(
             _describe, _sum_arguments, _LIMITS, (_SIZES, dict(weight=True, bias=True))
         ),
         tuned=_TUNED,
-        alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
+        alternatives={"torch (add, layer_norm)": operation.Alternative(_sum_and_norm)},
         signature=_signature,
-        reference_backward=reference.dropout_add_layer_norm_backward,
+        reference_backward=functools.partial(
+            reference.dropout_add_norm_backward, reference.layer_norm
+        ),
     )
 )
 backends.register(
-    Operation(
+    operation.Operation(
         kernel="layer_norm",
         contract=contract.dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
         sharding=_SHARDING_OF_SUMS,
-        workload=Workload(_describe, _rms_sum_arguments, _LIMITS, (_SIZES, dict(weight=True))),
+        workloads=operation.WorkloadFamily(
+            _describe, _rms_sum_arguments, _LIMITS, (_SIZES, dict(weight=True))
+        ),
         tuned=_TUNED,
-        alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
+        alternatives={"torch (add, rms_norm)": operation.Alternative(_sum_and_rms_norm)},
         signature=_signature,
-        reference_backward=reference.dropout_add_rms_norm_backward,
+        reference_backward=functools.partial(
+            reference.dropout_add_norm_backward, reference.rms_norm
+        ),
     )
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import RowShard
-from fastformer.eager import formula, written_out
+from fastformer.eager import formula, use_formula
 from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs
 
 
@@ -112,79 +112,34 @@ def masked(
     return x.masked_fill(drop.view(x.shape), 0.0)
 
 
-def dropout_add_layer_norm_backward(
-    grad_normalized: Tensor,
-    grad_residual_out: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    eps: float,
-    unbiased: bool,
-    dropout_seed: Tensor | None,
-    shard: RowShard | None,
-    residual_out: Tensor,
-    mean: Tensor,
-    reciprocal: Tensor,
-    needs: list[bool],
-) -> list[Tensor | None]:
-    """Return differentiable gradients of (input, residual, weight, bias, seed).
-
-    The gradient of residual_out is the sum of its own, grad_residual_out, and the one through the
-    norm.
-    """
-    shape = list(weight.shape)
-
-    def norm(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return layer_norm(x, shape, w, b, eps, unbiased=unbiased)
-
-    given = [residual_out, weight] if bias is None else [residual_out, weight, bias]
-    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
-    kept = masked(grad, shape, dropout_p, dropout_seed, shard)
-    kept = kept * dropout_scale(dropout_p)
-    grads = [kept, grad, *rest, None]
-    return [g if need else None for g, need in zip(grads, needs)]
-
-
-def dropout_add_rms_norm_backward(
-    grad_normalized: Tensor,
-    grad_residual_out: Tensor | None,
-    weight: Tensor,
-    dropout_p: float,
-    eps: float,
-    dropout_seed: Tensor | None,
-    shard: RowShard | None,
-    residual_out: Tensor,
-    reciprocal: Tensor,
-    needs: list[bool],
-) -> list[Tensor | None]:
-    """Return differentiable gradients of (input, residual, weight).
-
-    See `dropout_add_layer_norm_backward`.
-    """
-    shape = list(weight.shape)
-
-    def norm(x: Tensor, w: Tensor) -> Tensor:
-        return rms_norm(x, shape, w, eps)
-
-    given = [residual_out, weight]
-    grad, *rest = _through_norm(norm, given, grad_normalized, grad_residual_out)
-    kept = masked(grad, shape, dropout_p, dropout_seed, shard)
-    kept = kept * dropout_scale(dropout_p)
-    return [g if need else None for g, need in zip([kept, grad, *rest], needs)]
-
-
-def _through_norm(
+def dropout_add_norm_backward(
     norm: Callable[..., Tensor],
-    given: list[Tensor],
+    *,
     grad_normalized: Tensor,
-    grad_sum: Tensor | None,
-) -> list[Tensor]:
-    """Return differentiable gradients of the inputs of a norm: the residual sum, then parameters.
+    grad_residual_out: Tensor | None,
+    residual_out: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float,
+    unbiased: bool | None = None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    shard: RowShard | None,
+    needs: list[bool],
+    **statistics: Tensor,
+) -> list[Tensor | None]:
+    """Return differentiable gradients of (input, residual, weight, bias), those that `needs` asks
+    for, given `layer_norm` or `rms_norm`.
 
-    grad_sum, the gradient of the residual sum from elsewhere, is added to the first.
+    The gradient of residual_out is the sum of grad_residual_out and its gradient through the norm.
     """
-    given = [x.view_as(x) for x in given]
-    with written_out():
-        normalized = norm(*given)
+    shape = list(weight.shape)
+    given = [x.view_as(x) for x in (residual_out, weight, bias) if x is not None]
+    options = {} if unbiased is None else {"unbiased": unbiased}
+    with use_formula():
+        normalized = norm(given[0], shape, *given[1:], eps=eps, **options)
     grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
-    return [grad if grad_sum is None else grad + grad_sum, *rest]
+    if grad_residual_out is not None:
+        grad = grad + grad_residual_out
+    kept = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
+    return [g if need else None for g, need in zip([kept, grad, *rest, None, None], needs)]

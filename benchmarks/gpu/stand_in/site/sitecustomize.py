@@ -3,6 +3,6 @@
 import os
 from pathlib import Path
 
-from benchmarks.stand_in import device
+from benchmarks.gpu.stand_in import device
 
 device.appear(Path(os.environ[device.DRIVER]))

@@ -1,0 +1,635 @@
+"""The plan of a call of attention, and the key under which it is remembered.
+
+A `Plan` holds all that a call launches but its pointers. Shapes, strides, dtypes and options of
+the arguments determine it, so that calls with the same `signature_of` share a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastformer.description import Attention
+
+from ..common import LOG2E, dropout_arguments
+from ..launch import (
+    Launch,
+    TMALaunch,
+    allow_tf32,
+    architecture,
+    constants,
+    dot_precision,
+    layout,
+    next_power_of_2,
+    processors,
+)
+from ..tuned import TuningKey, choose, flags, named
+from .backward import (
+    Over,
+    backward_dbias_kernel,
+    backward_dkdv_kernel,
+    backward_dq_kernel,
+    delta_kernel,
+)
+from .bounds import BoundedLaunch, Source, bounds_source
+from .configurations import (
+    DECODE_BOUNDS_PAY,
+    Tiles,
+    bounds_pay,
+    configuration,
+    narrowed,
+    parts_of_keys,
+    rows,
+)
+from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
+from .forward import forward_kernel
+from .scores import (
+    BackwardInputs,
+    Band,
+    Factors,
+    Features,
+    Inputs,
+    OptionalInputs,
+    RowStrides,
+    Sizes,
+    Strides,
+    Tile,
+)
+from .warp_specialised import WARP_SPECIALISED, warp_specialised_kernel
+
+# With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
+# their own; newer versions serialise them if these have none.
+OLD = triton.__version__.startswith("3.6.")
+UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
+
+
+def heads_like(x: Tensor, heads: int, width: int) -> Tensor:
+    """Make an empty [B, heads, S, width] with the memory order of x [B, .., S, ..]: the gradient of
+    a transposed [B, S, H, D] is one, too.
+    """
+    batch, _, length, _ = x.shape
+    if x.shape[1] > 1 and x.stride(1) < x.stride(2):
+        return x.new_empty(batch, length, heads, width).transpose(1, 2)
+    return x.new_empty(batch, heads, length, width)
+
+
+def _spans_int32(*tensors: Tensor) -> bool:
+    """Return whether an offset inside one (batch, head) can exceed 2^31 elements."""
+    return any(
+        sum((n - 1) * abs(s) for n, s in zip(x.shape[-2:], x.stride()[-2:])) >= 2**31
+        for x in tensors
+    )
+
+
+# -------------------------------------------------------------------------- the arguments of a call
+
+
+def signature_of(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention
+) -> tuple[Any, ...]:
+    """Return the key of a plan: all that determines a `Plan`, with tensors by their layout. It is
+    written out without loops because it is most of the host time of a call.
+    """
+    mask, dropout_p, is_causal, scale, bias, lengths, window, alignment = attention[:8]
+    slopes, softcap, sinks, seed, shard, starts, ends, max_q, max_k = attention[8:]
+    dtype = query.dtype
+    return (
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        query.data_ptr() & 15,
+        key.data_ptr() & 15,
+        value.data_ptr() & 15,
+        dtype,
+        query.device,
+        dropout_p,
+        is_causal,
+        scale,
+        window,
+        alignment,
+        softcap,
+        shard,
+        max_q,
+        max_k,
+        dtype is torch.float32 and allow_tf32(),
+        None if mask is None else layout(mask),
+        None if bias is None else layout(bias),
+        None if slopes is None else layout(slopes),
+        None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
+        None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
+        None if ends is None else (ends.dtype, ends.data_ptr() & 15),
+        None if seed is None else seed.data_ptr() & 15,
+        None if sinks is None else (sinks.dtype, sinks.data_ptr() & 15),
+    )
+
+
+def optional_inputs(query: Tensor, attention: Attention) -> tuple[Tensor, ...]:
+    """Return the tensors of `OptionalInputs`. The query stands in for one that the call leaves out,
+    which no kernel reads.
+    """
+    mask, bias, slopes = attention.attn_mask, attention.bias, attention.alibi_slopes
+    starts, seed = attention.cu_seqlens_q, attention.dropout_seed
+    lengths = attention.key_lengths if starts is None else attention.cu_seqlens_k
+    return (
+        query if mask is None else mask.view(torch.uint8),
+        query if bias is None else bias,
+        query if slopes is None else slopes,
+        query if lengths is None else lengths,
+        query if starts is None else starts,
+        query if seed is None else seed,
+        query,  # bounds, which `BoundedLaunch` puts in
+    )
+
+
+# -------------------------------------------------------------------------------------------- plans
+
+
+class Plan:
+    """All that a call launches but the pointers.
+
+    query [B, H, Sq, D], key [B, G, Sk, D], value [B, G, Sk, DV]. A packed batch has B = 1, Tq
+    queries and Tk keys, and the description holds the offsets of its sequences. `launch` holds the
+    kernels by name, each with all its arguments but the pointers. If `separate_max`, the forward
+    saves the maximum and the log-sum of the scores as two numbers.
+    """
+
+    inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
+    source: Source | None = None  # what bounds are read from
+    warp_specialises = False  # whether `warp_specialised_kernel` computes the call
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
+        self.launch: dict[str, Launch | BoundedLaunch] = {}
+        batch, self.heads, q_rows, dim = query.shape
+        self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
+        self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
+        offsets = attention.cu_seqlens_q
+        self.packed = offsets is not None
+        if offsets is not None:
+            self.batch = offsets.shape[0] - 1
+            self.q_length, self.k_length = attention.max_q, attention.max_k
+        self.device, self.arch = query.device, architecture(query.device)
+        self.dtype = query.dtype
+        self.separate_max = attention.bias is not None or attention.alibi_slopes is not None
+        self.head_block = max(16, next_power_of_2(max(dim, width)))
+        half = query.element_size() == 2 or self.arch == "interpreter"
+        narrow = half and self.head_block <= 128  # else a second loop takes too many registers
+        full = (batch, self.heads, q_rows, k_rows)
+        kinds, strides, wide = [], [], _spans_int32(query, key, value)
+        for x in (attention.attn_mask, attention.bias):
+            x = None if x is None else x.expand(full)
+            kinds.append(0 if x is None else 1 if x.stride(2) == 0 or q_rows == 1 else 2)
+            strides.append((0, 0, 0, 0) if x is None else x.stride())
+            wide = wide or (x is not None and _spans_int32(x))
+        slopes: tuple[int, ...] = (0, 0)
+        if attention.alibi_slopes is not None:
+            slopes = attention.alibi_slopes.expand(batch, self.heads).stride()
+        sides = attention.window or (-1, -1)
+        left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
+        if attention.is_causal:
+            right = 0
+        splits_biased = attention.bias is None or self.arch != "sm_90" or not OLD
+        self.tile = Tile(
+            rows=0,  # each kernel has its own
+            columns=0,
+            dim=dim,
+            dim_block=max(16, next_power_of_2(dim)),
+            value_dim=width,
+            value_block=max(16, next_power_of_2(width)),
+            wide=wide,
+            split=narrow and self.arch in ("sm_90", "sm_100", "interpreter") and splits_biased,
+            recompute_masked=half
+            and self.arch in ("sm_80", "sm_86", "sm_90", "other", "interpreter"),
+            precision=dot_precision(self.arch),
+            acc=tl.float64 if query.dtype == torch.float64 else tl.float32,
+        )
+        self.has = Features(
+            mask=kinds[0],
+            bias=kinds[1],
+            alibi=attention.alibi_slopes is not None,
+            softcap=attention.softcap is not None,
+            left=left < UNBOUNDED,
+            right=right < UNBOUNDED,
+            bottom_right=attention.causal_alignment == "bottom_right",
+            lengths=attention.key_lengths is not None,
+            packed=self.packed,
+            dropout=attention.dropout_p > 0,
+            shard=attention.shard is not None,
+            fold_scale=attention.scale > 2.0**-100
+            and attention.softcap is None
+            and not self.separate_max,
+            separate_max=self.separate_max,
+        )
+        rows = (*self.strides(query), *self.strides(key), *self.strides(value))
+        group = self.heads // max(1, self.groups)
+        softcap = 1.0 if attention.softcap is None else attention.softcap
+        lengths = self.q_length, self.k_length, q_rows, k_rows
+        self.arguments: dict[str, Any] = dict(
+            strides=Strides(*rows, *strides[0], *strides[1], *slopes),
+            sizes=Sizes(self.heads, group, *lengths, attention.shard or 1),
+            band=Band(left, right),
+            factors=Factors(attention.scale, softcap, *dropout_arguments(attention.dropout_p)[:2]),
+        )
+
+    def choose_bounds(self, kernel: str, attention: Attention) -> None:
+        """Read bounds of the mask if they were measured to pay, or are expected to."""
+        scores = self.batch, self.heads, self.q_length, self.k_length
+        source = bounds_source(attention, self.has, scores)
+        if source is not None and self.may_read(source):
+            ways = ["bounds", "all tiles"]
+            shipped = ways[0 if self.bounds_pay(source) else 1]
+            key = TuningKey(f"attention {kernel} bounds", self.case, shipped, lambda: ways)
+            if choose(self.device, key) == ways[0]:
+                self.source = source
+
+    def may_read(self, source: Source) -> bool:
+        """Return whether the kernels can read bounds of this source. The two loops of wider heads
+        need more shared memory than there is.
+        """
+        widest = 64 if self.arch == "sm_86" else 128
+        return self.head_block <= widest or self.arch == "interpreter"
+
+    def bounds_pay(self, source: Source) -> bool:
+        """Return whether the bounds are expected to pay."""
+        scores = self.batch * self.heads * self.q_length * self.k_length
+        return bounds_pay(self.arch, scores, math.prod(source.sizes), self.k_length)
+
+    def add(
+        self, name: str, kernel: Any, blocks: Callable[[Tiles], int], has: Features, **own: Any
+    ) -> None:
+        """Add a launch. `blocks` gives the number of programs for its tiles; `own` are arguments
+        that no other kernel takes.
+        """
+        tiles, launch = self.tiles(name), Launch
+        if isinstance(tiles, str):
+            kernel, tiles, launch = warp_specialised_kernel, WARP_SPECIALISED[tiles], TMALaunch
+            own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
+        widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
+        recompute_masked = self.tile.recompute_masked and self.head_block <= widest
+        tile = self.tile._replace(
+            rows=tiles.BM, columns=tiles.BN, recompute_masked=recompute_masked
+        )
+        arguments, bounds = self.arguments, None
+        if self.source is not None:
+            bounds = BoundedLaunch(name, tiles, self.source, self.tile.wide)
+            strides = arguments["strides"]._replace(**bounds.strides())
+            arguments = arguments | dict(strides=strides)
+            has = has._replace(bounds=1 if self.source.name == "mask" else 2)
+        made = launch(
+            kernel,
+            (blocks(tiles),),
+            own | arguments | dict(tile=constants(tile), has=constants(has)),
+            tiles.warps,
+            tiles.stages,
+            dict(inputs=self.inputs, optional=OptionalInputs),
+        )
+        self.launch[name] = made if bounds is None else bounds.then(made)
+
+    def strides(self, x: Tensor) -> RowStrides:
+        """Return the strides of x [B, H, S, D]; the first one is 0 for a packed batch."""
+        batch, head, row, _ = x.stride()
+        return RowStrides(0 if self.packed else batch, head, row)
+
+    def tiles(self, kernel: str) -> Any:
+        """Return the tiles of a kernel: measured for calls like this, or those of the tables."""
+        lengths = self.q_length, self.k_length
+        full = 2 in (self.has.mask, self.has.bias)
+        given = kernel, self.arch, self.dtype, self.head_block, *lengths, full
+        shipped = configuration(*given)
+        if kernel == "delta":
+            return shipped
+
+        def options() -> list[Any]:
+            return (
+                rows(kernel, self.dtype, self.head_block)
+                + list(WARP_SPECIALISED) * self.warp_specialises
+            )
+
+        return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
+
+    @functools.cached_property
+    def case(self) -> str:
+        """Return the name of the class of calls that share a measurement."""
+        sizes = dict(D=self.head_block, heads=self.batch * self.heads)
+        sizes["kv_heads"] = self.batch * self.groups
+        band = dict(zip(("left", "right"), self.arguments["band"]))
+        sizes |= dict(queries=self.q_length, keys=self.k_length)
+        sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
+        has = flags(self.has, *band, "separate_max")
+        words = [named(self.dtype, self.tile.precision, **sizes), has]
+        return " ".join(words + ["TMA"] * self.warp_specialises)
+
+    def rows(self, tiles: Tiles) -> int:
+        """Return the number of programs if each owns BM queries of a head."""
+        return triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
+
+    def columns(self, tiles: Tiles) -> int:
+        """Return the number of programs if each owns BN keys of a key-value head."""
+        return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
+
+
+def empty_outputs(
+    query: Tensor, value: Tensor, separate_max: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Make uninitialised output [B, H, Sq, DV], lse [B, H, Sq] and statistics [B, H, Sq, 2], or [0]
+    if the backward computes P from lse alone.
+    """
+    output = heads_like(query, query.shape[1], value.shape[3])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    rows = query.shape[:3]
+    statistics = query.new_empty((*rows, 2), dtype=dtype) if separate_max else query.new_empty(0)
+    return output, query.new_empty(rows, dtype=dtype), statistics
+
+
+def _layouts(query: Tensor, outputs: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return (shape, stride, options of new_empty_strided) for each output."""
+    other = [{} if x.dtype == query.dtype else {"dtype": x.dtype} for x in outputs]
+    return [(x.shape, x.stride(), dtype) for x, dtype in zip(outputs, other)]
+
+
+class ForwardPlan(Plan):
+    """The forward, and the layout of its outputs."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
+        super().__init__(query, key, value, attention)
+        outputs = empty_outputs(query, value, self.separate_max)
+        self.outputs = _layouts(query, outputs)
+        has = self.has._replace(sink=attention.sinks is not None)
+        strides = self.strides(outputs[0])
+        self.warp_specialises = self.may_warp_specialise(query, key, value)
+        self.choose_bounds("forward", attention)
+        self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
+        self.forward = self.launch["forward"]
+
+    def may_warp_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether `warp_specialised_kernel` can compute this call."""
+        has, tile = self.has, self.tile
+        known = dict.fromkeys(("right", "bottom_right", "lengths", "fold_scale", "shard"), False)
+        others = has._replace(**known)
+        tensors = query, key, value
+        return (
+            self.arch in ("sm_90", "interpreter")
+            and (query.element_size() == 2 or self.arch == "interpreter")
+            and has.fold_scale
+            and not (any(others) or tile.wide)
+            and self.head_block <= 128
+            and all(x.numel() and x.stride(2) > 0 and x.shape[3] % 8 == 0 for x in tensors)
+            and all(n % 8 == 0 for x in tensors for n in x.stride()[:3])
+            and not any(x.data_ptr() & 15 for x in tensors)
+        )
+
+
+class DecodePlan(Plan):
+    """The split-KV forward: a kernel over parts of the keys, and a kernel that merges the parts.
+
+    The query heads of a key-value head share a tile, unless a mask or a bias of keys differs from
+    head to head: a key that is masked for one head may hold anything, which must not reach it.
+    """
+
+    inputs = PagedInputs
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Attention,
+        page: int = 0,
+        paging: Paging = Paging(0, 0, 0, 0),  # noqa: B008 - a tuple
+    ) -> None:
+        super().__init__(query, key, value, attention)
+        self.tile = self.tile._replace(recompute_masked=False)
+        given = self.arguments["strides"]
+        heads = self.arguments["sizes"].group
+        if 1 in (self.has.mask * (given.mask_head != 0), self.has.bias * (given.bias_head != 0)):
+            heads = 1
+        self.batch_heads = self.batch * self.heads // max(1, heads)
+        self.tile_rows = heads * self.q_length
+        outputs = empty_outputs(query, value, self.separate_max)
+        self.outputs = _layouts(query, outputs)
+        self.has = has = self.has._replace(page=page)
+        # Two more stages: the copies of a tile wait until its page numbers are read.
+        self.ahead = 2 if page else 0
+        tiles = self.tiles("decode")
+        split = Split(heads, self.parts(tiles))
+        programs = self.blocks(tiles) * split.parts
+        self.read = (key.numel() + value.numel()) * key.element_size()
+        self.choose_bounds("decode", attention)
+        self.add("decode", split_kernel, lambda _: programs, has, split=split, paging=paging)
+        rows = self.batch * self.heads * self.q_length
+        self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
+        most = min(16, max(2, next_power_of_2(split.parts)))
+        self.launch["merge"] = Launch(
+            merge_kernel,
+            (rows,),
+            dict(
+                output_strides=RowStrides(*outputs[0].stride()[:3]),
+                sizes=self.arguments["sizes"],
+                parts=split.parts,
+                tile=constants(self.tile._replace(rows=most)),
+                has=constants(has._replace(sink=attention.sinks is not None)),
+            ),
+            4,
+        )
+        self.split, self.merge = self.launch["decode"], self.launch["merge"]
+
+    def tiles(self, kernel: str) -> Tiles:
+        given = super().tiles(kernel)
+        sizes = self.tile_rows, self.keys(), self.batch_heads
+        if given.stages > 1:
+            given = given._replace(stages=given.stages + self.ahead)
+        return narrowed(given, *sizes, processors(self.device))
+
+    def may_read(self, source: Source) -> bool:
+        """Return whether the heads of a tile share the mask, and one program can count its rows."""
+        return source.sizes.heads == 1 and source.sizes.queries <= 128
+
+    def bounds_pay(self, source: Source) -> bool:
+        """Return whether the keys and values that the bounds may leave out are worth a launch."""
+        return self.arch == "interpreter" or self.read >= DECODE_BOUNDS_PAY
+
+    def is_slower(self) -> bool:
+        """Return whether the forward kernel was measured to be faster for calls like this."""
+        ways = ["split", "forward"]
+        key = TuningKey("attention split-KV", self.case, ways[0], lambda: ways)
+        return choose(self.device, key) != ways[0]
+
+    def keys(self) -> int:
+        """Return how many keys the queries of a head can see at most."""
+        left, right = self.arguments["band"]
+        return min(self.k_length, left + right + self.q_length)
+
+    def parts(self, tiles: Tiles) -> int:
+        """Return into how many parts the keys are divided."""
+        count = triton.cdiv(self.keys(), tiles.BN) + (self.keys() < self.k_length)
+        return parts_of_keys(count, self.blocks(tiles), processors(self.device))
+
+    def blocks(self, tiles: Tiles) -> int:
+        """Return the number of row tiles."""
+        return triton.cdiv(self.tile_rows, tiles.BM) * self.batch_heads
+
+    def forward(self, inputs, output, lse, statistics, sinks, optional) -> None:
+        """Launch both kernels."""
+        sums, weights = map(lse.new_empty, self.partial)
+        self.split(inputs if len(inputs) == 4 else (*inputs, inputs[0]), sums, weights, optional)
+        self.merge(sums, weights, output, lse, statistics, sinks)
+
+
+class BackwardPlan(Plan):
+    """The backward kernels that a call needs.
+
+    `bias_grad` says how the gradient of the bias is computed:
+        "tile"  by a kernel of its own
+        "key"   a bias that is the same for all queries: with dK and dV
+        "row"   a bias that is the same for all keys: from dlse and the weight of the sink
+        ""      it is not needed
+    """
+
+    inputs = BackwardInputs
+
+    def __init__(
+        self,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        output: Tensor,
+        needs: tuple[bool, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: Attention,
+    ) -> None:
+        super().__init__(query, key, value, attention)
+        wide = self.tile.wide or _spans_int32(grad_output, output)
+        self.tile = self.tile._replace(wide=wide)
+        self.bias_grad = bias_grad(needs[3], attention.bias, self.k_length)
+        like = [heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
+        self.grads = [(x.shape, x.stride()) for x in like]
+        dq, dk, dv = (self.strides(x) for x in like)
+        do = self.strides(grad_output)
+        self.add_delta(grad_output, grad_lse, output)
+        self.choose_bounds("backward", attention)
+        key_grad = self.bias_grad == "key"
+        sink = attention.sinks is not None
+        self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
+        self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
+        if self.needs[1]:
+            strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
+            has = self.has._replace(key_grad=key_grad)
+            self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
+        if self.needs[0]:
+            strides = dict(dq_strides=dq, do_strides=do)
+            self.add("dq", backward_dq_kernel, self.rows, self.has, **strides)
+        if self.bias_grad == "tile":
+            assert attention.bias is not None
+            self.add_dbias(attention.bias, query, do)
+
+    def may_read(self, source: Source) -> bool:
+        """Return whether the source is a mask: a bias that is learned hides nothing."""
+        learned = source.name == "bias" and self.bias_grad
+        return not learned and super().may_read(source)
+
+    def add_delta(self, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor) -> None:
+        """Add the launch of delta, from tensors [B, H, Sq, DV] and [B, H, Sq]."""
+        batch, heads, rows, _ = output.shape
+        tiles = self.tiles("delta")
+        self.launch["delta"] = Launch(
+            delta_kernel,
+            (triton.cdiv(rows, tiles.BM) * batch * heads,),
+            dict(
+                output_strides=RowStrides(*output.stride()[:3]),
+                grad_strides=RowStrides(*grad_output.stride()[:3]),
+                H=heads,
+                Sq=rows,
+                tile=constants(self.tile._replace(rows=tiles.BM)),
+                HAS_DLSE=grad_lse is not None,
+                SEPARATE_MAX=self.separate_max,
+            ),
+            tiles.warps,
+            tiles.stages,
+        )
+
+    def add_dbias(self, bias: Tensor, query: Tensor, do_strides: RowStrides) -> None:
+        """Add the launch that computes the gradient of a bias of queries and keys."""
+        b, h, q, k = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        strides = RowStrides(h * q * k * (b > 1), q * k * (h > 1), k)
+        over = Over(query.shape[0] // max(1, b), query.shape[1] // max(1, h))
+
+        def blocks(tiles: Tiles) -> int:
+            return b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over)
+
+        own = dict(dbias_strides=strides, over=over, do_strides=do_strides)
+        self.add("dbias", backward_dbias_kernel, blocks, self.has, **own)
+
+    def run(
+        self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention
+    ) -> list[Tensor]:
+        """Launch the kernels. Returns [dq, dk, dv, dbias, dsinks]; gradients that are not needed
+        are empty.
+        """
+        bias, optional = attention.bias, optional_inputs(query, attention)
+        dq, dk, dv = (
+            query.new_empty_strided(*grad) if needed else query.new_empty(0)
+            for grad, needed in zip(self.grads, self.needs)
+        )
+        delta = torch.empty_like(lse)
+        inputs = query, key, value, grad_output
+        launch, given = self.launch, dict.fromkeys(self.launch, optional)
+        if self.source is not None:
+            # One after the other, so that the second may find the mask in the L2 cache.
+            bounded = {n: x for n, x in launch.items() if isinstance(x, BoundedLaunch)}
+            given |= {name: x.with_bounds(optional) for name, x in bounded.items()}
+            launch = launch | {name: x.launch for name, x in bounded.items()}
+        if len(launch) > 1 or self.sink_weight:
+            dlse = lse if grad_lse is None else grad_lse.contiguous()
+            if not self.separate_max:
+                statistics = torch.empty_like(lse)
+            launch["delta"](output, grad_output, dlse, lse, delta, statistics)
+        dbias = query.new_empty(0)
+        if self.bias_grad == "key":
+            dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
+        if "dkdv" in launch:
+            launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, given["dkdv"])
+        if "dq" in launch:
+            launch["dq"](inputs, dq, statistics, delta, given["dq"])
+        if "dbias" in launch:
+            dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
+            launch["dbias"](inputs, dbias, statistics, delta, given["dbias"])
+        dsinks, moved = query.new_empty(0), None
+        if self.sink_weight:
+            moved = self.moved(attention.sinks, lse, statistics, delta)
+            if self.sink_grad:
+                dsinks = -moved.sum((0, 2)).to(attention.sinks.dtype)
+        if self.bias_grad == "row":  # exactly dlse and what moved, where the row sees a key
+            dbias = torch.zeros_like(lse) if grad_lse is None else grad_lse
+            dbias = dbias if moved is None else dbias + moved
+            dbias = dbias.masked_fill(lse == float("-inf"), 0.0).unsqueeze(3)
+        if self.bias_grad in ("key", "row"):
+            dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
+        return [dq, dk, dv, dbias, dsinks]
+
+    def moved(self, sinks: Tensor, lse: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
+        """Return exp(sink - lse) delta of each row, [B, H, Sq]: minus its share of dsink."""
+        sink = sinks.view(-1, 1).to(lse.dtype)
+        if self.separate_max:
+            peak, offset = statistics.unbind(-1)
+            return torch.exp2(sink * LOG2E.value - peak + offset) * delta
+        # A row whose lse is -inf has a sink of -inf, which has no weight.
+        return torch.exp(sink - lse.clamp_min(torch.finfo(lse.dtype).min)) * delta
+
+
+def bias_grad(needed: bool, bias: Tensor | None, k_length: int) -> str:
+    """Return how the gradient of the bias is computed: see `BackwardPlan`."""
+    if not needed or bias is None:
+        return ""
+    if (bias.dim() == 0 or bias.shape[-1] == 1) and k_length != 1:
+        return "row"
+    return "key" if bias.dim() < 2 or bias.shape[-2] == 1 else "tile"

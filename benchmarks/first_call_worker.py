@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-# The cases of compile_gate.py that represent a first call.
+# The cases of proof/cases.py that represent a first call.
 CASES = {
     "scaled_dot_product_attention": "sm_90 attention bf16 D=64 lengths, dropout",
     "layer_norm": "sm_90 layer_norm bf16 N=512",
@@ -79,7 +79,7 @@ def compilations() -> dict[str, float]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from benchmarks.proof import compile_gate, compile_worker
+    from benchmarks.proof import cases, compile_worker
 
     stand_in, run = compile_worker.Driver(), JITFunction.run
     stand_in.target, row, _ = compile_worker.TARGETS["sm_90"]
@@ -93,7 +93,7 @@ def compilations() -> dict[str, float]:
     compile_worker.choose_as_on(row)
     seconds = {}
     for op, name in CASES.items():
-        case = compile_gate.CASES[name]
+        case = cases.CASES[name]
         started = time.perf_counter()
         compile_worker.CALLS[case["op"]](case, SimpleNamespace())
         seconds[op] = time.perf_counter() - started

@@ -398,10 +398,10 @@ def accuracy_table() -> list[str]:
 def compile_table() -> list[str]:
     """Tabulate what the compiler makes of the shipped configurations for each architecture."""
     cases = json.loads((RESULTS / "compile.json").read_text())["cases"]
-    kernels: dict[str, list[tuple[int, str]]] = {}
+    kernels: dict[str, dict[str, tuple[int, str]]] = {}
     for name, case in cases.items():
-        for _, _, _, spill, serialised, *_ in case["rows"]:
-            kernels.setdefault(name.split()[0], []).append((spill, serialised))
+        for _, _, _, spill, serialised, *_, of_kernel in case["kernels"]:
+            kernels.setdefault(name.split()[0], {})[of_kernel] = spill, serialised
     lines = [
         "**Compiled code.** The shipped configurations are compiled ahead of time: all of them for "
         "sm_90, and a selection for the other architectures. A kernel spills when its values do "
@@ -416,8 +416,8 @@ def compile_table() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, mine in kernels.items():
-        spills = [spill for spill, _ in mine if spill]
-        serialised = sum(names != "-" for _, names in mine)
+        spills = [spill for spill, _ in mine.values() if spill]
+        serialised = sum(names != "-" for _, names in mine.values())
         cells = [name, len(mine), len(spills), max(spills, default=0), serialised]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines

@@ -136,16 +136,17 @@ def pytest_itemcollected(item):
 @pytest.fixture(scope="session")
 def compiled():
     """compiled(name): what the compile gate's worker answers to a case, with its loops where the
-    cost ledger has them.
+    cost ledger has them; with `translate`, the digests of its GPU IR alone.
     """
-    from benchmarks.proof import compile_gate, cost
+    from benchmarks.proof import cases, cost
 
-    worker = compile_gate.Worker()
+    worker = cases.Worker()
 
     @functools.cache
-    def answer(name):
-        case = compile_gate.CASES[name]
-        return worker.ask({**case, "loops": case["arch"] in cost.CHIPS})
+    def answer(name, translate=False):
+        case = cases.CASES[name]
+        loops = case["arch"] in cost.CHIPS and not translate
+        return worker.ask({**case, "loops": loops, "translate": translate})
 
     yield answer
     worker.close()

@@ -4,221 +4,28 @@
                                                        sources have changed and reads the others
                                                        from the data
     python -m benchmarks.proof.compile_gate --all      compiles all cases
-    python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json
+    python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json,
+                                                       if nothing is wrong; cost.py prints the
+                                                       ledger of the loops that stand there
 
-tests/proof/test_compile.py asserts on the same facts. Speed is not among them.
+A case whose sources have changed, but that is translated to the same GPU IR by the same Triton, has
+changed nothing: it is not compiled further. tests/proof/test_compile.py asserts on the same facts.
+Speed is not among them.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
 import hashlib
-import itertools
-import json
-import queue
-import subprocess
+import inspect
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
-
-HERE = Path(__file__).resolve().parent
-DATA = ROOT / "benchmarks" / "results" / "compile.json"
-WORKERS = 2
-SECONDS = 300  # a case that takes longer is killed
-
-# --------------------------------------------------------------------------------------- the cases
-
-Case = dict[str, Any]
-CASES: dict[str, Case] = {}  # by name: "sm_90 attention bf16 D=64 causal, dropout"
-
-MASKS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "lengths": {"lengths": True},
-    "key mask": {"mask": "key"},
-    "2-D mask": {"mask": "2d"},
-    "2-D mask, causal, lengths": {"mask": "2d", "causal": True, "lengths": True},
-    "key bias": {"bias": "key bf16"},
-    "2-D bias": {"bias": "2d bf16"},
-    "2-D fp32 bias": {"bias": "2d fp32"},
-    "2-D mask, 2-D bias, causal, lengths": {
-        "mask": "2d", "bias": "2d bf16", "causal": True, "lengths": True,
-    },
-    "key mask, key bias, causal": {"mask": "key", "bias": "key fp32", "causal": True},
-    "window": {"window": [256, 0]},
-    "window, bottom-right, lengths": {
-        "window": [128, 128], "alignment": "bottom_right", "lengths": True,
-    },
-    "alibi, causal": {"alibi": True, "causal": True},
-    "softcap, causal": {"softcap": 50.0, "causal": True},
-    "sinks, window": {"sinks": True, "window": [127, 0]},
-    "shard, bottom-right, lengths": {
-        "shard": [6, 12, 4096, 8192, 16, 16384, 16384], "causal": True,
-        "alignment": "bottom_right", "lengths": True,
-    },
-    "packed": {"packed": True},
-    "packed, causal": {"packed": True, "causal": True},
-    "2-D mask of numbers": {"bias": "mask bf16"},
-    "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
-}  # fmt: skip
-NOTHING = dict(
-    mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
-    softcap=None, sinks=False, packed=False, shard=None,
-)  # fmt: skip
-
-
-def _attention(
-    arch: str, dtype: str, dims: tuple[int, ...], masks: list[str], dropout: list[bool]
-) -> None:
-    for d in dims:
-        for mask in masks:
-            for drop in dropout:
-                name = f"{arch} attention {dtype} D={d} {mask}" + ", dropout" * drop
-                shape = dict(arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop)
-                CASES[name] = {**shape, **NOTHING, **MASKS[mask]}
-
-
-DECODED: dict[str, dict[str, Any]] = {
-    "one query, lengths": {"lengths": True},
-    "lengths, causal": {"queries": 4, "causal": True, "alignment": "bottom_right", "lengths": True},
-    "16 queries": {"queries": 16},
-    "key mask": {"mask": "key"},
-    "2-D mask, causal": {"queries": 4, "mask": "2d", "causal": True},
-    "2-D bias, sinks": {"queries": 4, "bias": "2d bf16", "sinks": True},
-    "key bias": {"bias": "key fp32"},
-    "window, alibi, softcap": {
-        "queries": 4, "window": [1024, 0], "alibi": True, "softcap": 50.0,
-        "alignment": "bottom_right",
-    },
-    "pages of 16": {"page": 16},
-    "pages of 128, causal": {
-        "page": 128, "queries": 4, "causal": True, "alignment": "bottom_right",
-    },
-}  # fmt: skip
-
-
-def _decode(arch: str, dtype: str, dims: tuple[int, ...], names: Iterable[str]) -> None:
-    for d in dims:
-        for name in names:
-            shape = dict(arch=arch, op="decode", dtype=dtype, d=d, length=4096, queries=1, page=0)
-            CASES[f"{arch} decode {dtype} D={d} {name}"] = {**shape, **NOTHING, **DECODED[name]}
-
-
-def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
-    for n in widths:
-        for u in unbiased:
-            name = f"{arch} layer_norm {dtype} N={n}" + " unbiased" * u
-            CASES[name] = dict(arch=arch, op="layer_norm", dtype=dtype, n=n, unbiased=u)
-
-
-def _rows(op: str, arch: str, dtype: str, widths: tuple[int, ...], size: str = "n") -> None:
-    for n in widths:
-        name = f"{arch} {op} {dtype} {size.upper()}={n}"
-        CASES[name] = {"arch": arch, "op": op, "dtype": dtype, size: n}
-
-
-def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[bool]) -> None:
-    for activation in activations:
-        for drop in dropout:
-            name = f"{arch} feed_forward {dtype} {activation}" + ", dropout" * drop
-            CASES[name] = dict(
-                arch=arch,
-                op="feed_forward",
-                dtype=dtype,
-                d=1024,
-                activation=activation,
-                dropout=drop,
-            )
-
-
-_EVERY = "2-D mask, 2-D bias, causal, lengths"
-_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
-_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
-_attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
-_attention("sm_90", "bf16", (64,), ["2-D mask of numbers"], [False])
-_attention("sm_90", "bf16", (64, 128), ["sinks, window"], [False])
-_attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
-_attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
-_attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
-_attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
-_attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
-_attention("sm_90", "fp32", (64, 128), ["causal"], [False])
-_decode("sm_90", "bf16", (128,), DECODED)
-_decode("sm_90", "bf16", (64, 256), ["lengths, causal", "key mask"])
-_decode("sm_90", "fp32", (128,), ["pages of 16"])
-for _arch in ("sm_80", "sm_90", "sm_100"):
-    _decode(_arch, "fp16", (128,), ["lengths, causal"])
-    _decode(_arch, "fp32", (64,), ["lengths, causal"])
-_layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
-_layer_norm("sm_90", "bf16", (512, 16384), [True])
-_layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
-_rows("rms_norm", "sm_90", "bf16", (512, 16384))
-_rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
-_rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
-_rows("dropout_add_rms_norm", "sm_90", "bf16", (512, 8192, 16384))
-_rows("embed", "sm_90", "bf16", (512, 4096))
-_rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
-_rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
-for _v in (32768, 50257):
-    _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
-    CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
-_feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
-_feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
-_rows("geglu", "sm_90", "bf16", (4096,))
-_rows("geglu", "sm_90", "fp32", (4096,))
-_rows("swiglu", "sm_90", "bf16", (4096,))
-for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
-    _decode(_arch, "bf16", (128, 256), ["lengths, causal"])
-    _decode(_arch, "bf16", (128,), ["pages of 16"])
-    _decode(_arch, "fp32", (128, 256), ["lengths, causal"])
-for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
-    if _arch != "gfx90a":
-        _attention(_arch, "bf16", (128,), ["causal"], [False])
-        _attention(_arch, "bf16", (64, 128, 256), ["key mask"], [True])
-    _attention(_arch, "bf16", (64, 128, 256), [_EVERY], [True])
-    _attention(_arch, "fp32", (64, 128, 256), [_EVERY], [True])
-    _layer_norm(_arch, "bf16", (8192, 16384), [False])
-    _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
-    _rows("embed", _arch, "bf16", (512,))
-    _rows("geglu", _arch, "bf16", (4096,))
-    _rows("cross_entropy", _arch, "bf16", (32768,), "v")
-    _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
-    _feed_forward(_arch, "fp32", ["gelu"], [True])
-for _arch in ("sm_90", "gfx942"):
-    CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
-        **CASES["sm_90 feed_forward bf16 gelu, dropout"],
-        "arch": _arch,
-        "choices": {"feed_forward first": "torch"},
-    }
-for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
-    CASES[f"sm_90 {_name}, shard"] = {
-        **CASES[f"sm_90 {_name}"],
-        "shard": [512, 1024, 8192, 128, 4096],
-    }
-for _d in (64, 128):
-    for _keys in (64, 128):
-        for _mask in ("plain", "causal"):
-            _row = f"warp-specialised 128 {_keys}"
-            CASES[f"sm_90 attention bf16 D={_d} {_mask}, {_row}"] = {
-                **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
-                "choices": {"attention forward": _row},
-            }
-
-for _drop in ("", ", dropout"):
-    CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
-        **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],
-        "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
-    }
+from benchmarks.proof import cost
+from benchmarks.proof.cases import CASES, DATA, Table, compile_all, digests, translation
 
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
@@ -354,153 +161,6 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
     return found
 
 
-# ------------------------------------------------------------------------------------ the workers
-
-
-class Worker:
-    """A process that compiles; started again when a compile takes it down."""
-
-    process: subprocess.Popen[str] | None = None
-    errors: Any = None
-
-    def ask(self, case: Case) -> dict[str, Any]:
-        if self.process is None:
-            self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it outlives this call
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "compile_worker.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            )  # fmt: skip
-        timer = threading.Timer(SECONDS, self.process.kill)
-        timer.start()
-        try:
-            self.process.stdin.write(json.dumps(case) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        timer.cancel()
-        if line:
-            return json.loads(line)
-        self.process.kill()
-        status, self.process = self.process.wait(), None
-        self.errors.seek(0)
-        return dict(error=f"the process died, status {status}: {self.errors.read()[-1000:]}")
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-
-
-def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[str, Any]]:
-    """The worker's answer to each case: {"records", "limit", "seconds"} or {"error"}."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in cases:
-        waiting.put(name)
-    answers: dict[str, dict[str, Any]] = {}
-
-    def work() -> None:
-        worker = Worker()
-        while True:
-            try:
-                name = waiting.get_nowait()
-            except queue.Empty:
-                break
-            answers[name] = worker.ask(cases[name])
-            if progress:
-                progress(name, answers[name])
-        worker.close()
-
-    threads = [threading.Thread(target=work) for _ in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {name: answers[name] for name in cases}
-
-
-# ----------------------------------------------------------------------------------- the sources
-
-# The ops of each kernel file or folder.
-FAMILIES = {
-    "attention": ("attention", "decode"),
-    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
-    "feed_forward": ("feed_forward", "geglu", "swiglu"),
-    "embedding": ("embed",),
-    "cross_entropy": ("cross_entropy",),
-}
-UNCOMPILED = ("interpreter.py", "registration.py")  # of which no kernel and no tile is made
-
-
-def digest(case: Case, model: str = "") -> str:
-    """Return a digest of a case, of the code that its kernels are compiled from and read by, and of
-    the code of a model that is made of them.
-    """
-    (own,) = (family for family, ops in FAMILIES.items() if case["op"] in ops)
-    files = [ROOT / "fastformer" / "description.py", HERE / "sass.py"]
-    files.append(HERE / "compile_worker.py")
-    for path in sorted((ROOT / "kernels").rglob("*.py")):
-        family = path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py")
-        if family == own or (family not in FAMILIES and path.name not in UNCOMPILED):
-            files.append(path)
-    text = json.dumps(case, sort_keys=True) + "".join(map(_code, files)) + model
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@functools.cache
-def _code(path: Path) -> str:
-    """Return the source without what changes no kernel: comments, docstrings, where the file lies
-    and where the names come from.
-    """
-    tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if not isinstance(node, (ast.Import, ast.ImportFrom))
-        and "__file__" not in ast.unparse(node)
-    ]
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [x for x in body if not _is_string(x)] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _is_string(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-@dataclass
-class Table:
-    """What is known of the compiled cases. A line of the file holds a case."""
-
-    triton: str
-    cases: dict[str, dict[str, Any]]  # by name: "digest" of the sources, "rows"
-
-    @classmethod
-    def read(cls, path: Path) -> Table:
-        return cls(**json.loads(path.read_text()))
-
-    def write(self, path: Path) -> None:
-        lines = (f"{json.dumps(name)}: {json.dumps(case)}" for name, case in self.cases.items())
-        start = f'{{"triton": {json.dumps(self.triton)}, "cases": {{\n'
-        path.write_text(start + ",\n".join(lines) + "\n}}\n")
-
-    def stale(self, digests: dict[str, str]) -> list[str]:
-        """Return the names of the cases that are not known of these sources and this Triton."""
-        if self.triton != metadata.version("triton"):
-            return list(digests)
-        return [n for n, of in digests.items() if self.cases.get(n, {}).get("digest") != of]
-
-    def updated(self, digests: dict[str, str], rows: dict[str, list[Any]]) -> Table:
-        """Return the table with these rows in place of the former ones of their cases."""
-        cases = {
-            name: {"digest": of, "rows": rows[name]} if name in rows else self.cases[name]
-            for name, of in digests.items()
-            if name in rows or name in self.cases
-        }
-        return Table(metadata.version("triton"), cases)
-
-
 # -------------------------------------------------------------------------------------- the table
 
 
@@ -514,65 +174,74 @@ class Kernel(NamedTuple):
     serialised: str  # the wgmma that ptxas warns to run one by one
     shared: int  # bytes a block
     instructions: str
+    translated: str  # the digest of its GPU IR
 
 
 HEADER = """\
 # What the compilers make of the kernels
 
 Triton {version}. Spill: bytes a thread, stores and loads together. Shared: bytes a block.
-Serialised: ptxas warns that it runs the wgmma one by one. A kernel stands under the first case that
-launches it.
+Serialised: ptxas warns that it runs the wgmma one by one.
 
 | case | kernel | blocks, warps, stages | registers | spill | serialised | shared | instructions |
 |---|---|---|---|---|---|---|---|
 """
 
 
-def rows(answers: dict[str, dict[str, Any]]) -> dict[str, list[Kernel]]:
-    """Return the kernels of each case, each kernel of an architecture under its first case."""
-    seen: set[tuple[str, str]] = set()
-    found: dict[str, list[Kernel]] = {}
-    for name, answer in answers.items():
-        found[name] = []
-        for r in answer.get("records", []):
-            if (r["hash"], CASES[name]["arch"]) in seen:
-                continue
-            seen.add((r["hash"], CASES[name]["arch"]))
-            blocks = "x".join(map(str, r["blocks"].values())) + f" w{r['warps']}"
-            blocks += f" s{r['stages']}" if r["stages"] else ""
-            serialised = " ".join(r["serialised"]) or "-"
-            instructions = [r[kind] for kind in ("matrix", "asynchronous") if r[kind] != "-"]
-            words = ", ".join(instructions) or "-"
-            row = (r["kernel"], blocks, r["registers"], r["spill"], serialised, r["shared"], words)
-            found[name].append(Kernel(*row))
-    return found
+def rows(answer: dict[str, Any]) -> list[Kernel]:
+    """Return the kernels of a case, each once."""
+    found = {}
+    for r in answer["records"]:
+        blocks = "x".join(map(str, r["blocks"].values())) + f" w{r['warps']}"
+        blocks += f" s{r['stages']}" if r["stages"] else ""
+        serialised = " ".join(r["serialised"]) or "-"
+        instructions = [r[kind] for kind in ("matrix", "asynchronous") if r[kind] != "-"]
+        row = (r["kernel"], blocks, r["registers"], r["spill"], serialised, r["shared"])
+        found[r["hash"]] = Kernel(*row, ", ".join(instructions) or "-", r["translated"])
+    return list(found.values())
 
 
-def known() -> dict[str, list[Kernel]]:
-    """Return the committed rows of each case."""
-    cases = Table.read(DATA).cases
-    return {name: [Kernel(*row) for row in case["rows"]] for name, case in cases.items()}
+def checks() -> str:
+    """Return a digest of the code that judges what was compiled, and of what it knows."""
+    judges = (problems, rows, cost.entries, cost._parts, cost._in_flight, cost._entry, cost.waits)
+    text = "".join(map(inspect.getsource, (*judges, Kernel, cost.Chip, cost.Entry)))
+    text += repr((KNOWN_SPILLS, KNOWN_SERIALISED, cost.KNOWN_WAITS, cost.CHIPS))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def digests() -> dict[str, str]:
-    """Return the digest of each case, of the sources as they are."""
-    return {name: digest(case) for name, case in CASES.items()}
+def wrong(name: str, answer: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a compiled case, its loops included, in words."""
+    return problems(name, answer) or cost.waits(cost.ledger({name: answer}).get(name, []))
 
 
-def differences(name: str, new: Iterable[Kernel], table: dict[str, list[Kernel]]) -> list[str]:
-    """Return how the spills and serialisations of a case differ from those of the table, in words.
-    A kernel that the table holds under another case of the architecture counts as known.
-    """
+def entry(name: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what the data hold of a compiled case."""
+    loops = cost.ledger({name: answer}).get(name, [])
+    kernels = rows(answer)
+    return {"translation": translation(answer), "kernels": kernels, "costs": cost.rows(loops)}
 
-    def facts(rows: Iterable[Kernel]) -> list[str]:
+
+def differences(new: list[Kernel], known: list[Kernel]) -> list[str]:
+    """Return how the spills and serialised products of a case differ from the data, in words."""
+
+    def facts(rows: list[Kernel]) -> list[str]:
         return [f"{k.name} {k.blocks}: spill {k.spill}, serialised {k.serialised}" for k in rows]
 
-    arch = CASES[name]["arch"]
-    others = (facts(rows) for n, rows in table.items() if n in CASES and CASES[n]["arch"] == arch)
-    now, known = facts(new), set(itertools.chain.from_iterable(others))
+    now, then = facts(new), facts(known)
     return [
-        *(f"{fact}: not in {DATA.name}" for fact in now if fact not in known),
-        *(f"{fact}: only in {DATA.name}" for fact in facts(table[name]) if fact not in now),
+        *(f"{fact}: not in {DATA.name}" for fact in now if fact not in then),
+        *(f"{fact}: only in {DATA.name}" for fact in then if fact not in now),
+    ]
+
+
+def translated_as_before(names: list[str], known: dict[str, dict[str, Any]]) -> list[str]:
+    """Return those of the cases whose GPU IR is that of the data."""
+    names = [name for name in names if name in known]
+    answers = compile_all({name: {**CASES[name], "translate": True} for name in names})
+    return [
+        name
+        for name, answer in answers.items()
+        if "error" not in answer and translation(answer) == known[name]["translation"]
     ]
 
 
@@ -584,32 +253,45 @@ def main() -> None:
         "--only", default="", metavar="TEXT", help="the cases whose name contains TEXT"
     )
     options = parser.parse_args()
-    table, now = Table.read(DATA), digests()
-    asked = now if options.all else table.stale(now)
-    cases = {name: CASES[name] for name in asked if options.only in name}
+    table, now = Table.read(), digests()
+    comparable = table.of(checks())
+    if options.write and options.only and not comparable:
+        parser.error("Triton or the checks have changed: --write takes all cases, not --only")
+    asked = now if options.all or not comparable else table.stale(now)
+    asked = [name for name in asked if options.only in name]
     started = time.time()
 
     def progress(name: str, answer: dict[str, Any]) -> None:
         seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
         print(seconds, name, file=sys.stderr)
 
-    answers = compile_all(cases, progress)
-    good = {name: answer for name, answer in answers.items() if "error" not in answer}
-    table = table.updated(now, rows(good))
-    print(HEADER.format(version=table.triton), end="")
-    for name, case in table.cases.items():
-        for row in case["rows"] if options.only in name else ():
-            print("| " + " | ".join(map(str, (name, *row))) + " |")
-    wrong = [f"{name}: {problem}" for name in cases for problem in problems(name, answers[name])]
-    print(*wrong, sep="\n")
+    known = {name: case for name, case in table.cases.items() if name in now}
+    if comparable and not options.all:
+        for name in translated_as_before(asked, known):
+            known[name]["digest"] = now[name]
+            asked.remove(name)
+    loops = {name: CASES[name]["arch"] in cost.CHIPS for name in asked}
+    answers = compile_all({n: {**CASES[n], "loops": loops[n]} for n in asked}, progress)
+    found = [f"{name}: {text}" for name, answer in answers.items() for text in wrong(name, answer)]
+    known |= {
+        name: {"digest": now[name], **entry(name, answer)}
+        for name, answer in answers.items()
+        if "error" not in answer
+    }
+    print(HEADER.format(version=metadata.version("triton")), end="")
+    known = {name: known[name] for name in now if name in known}
+    for name, case in known.items():
+        for row in case["kernels"] if options.only in name else ():
+            print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
+    print(*found, sep="\n")
     seconds = sum(answer.get("seconds", 0) for answer in answers.values())
     print(
-        f"{len(cases)} of {len(CASES)} cases compiled, {len(wrong)} problems, "
+        f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems, "
         f"{seconds:.0f} s of processor"
     )
-    if options.write:
-        table.write(DATA)
-    sys.exit(bool(wrong))
+    if options.write and not found:
+        Table(metadata.version("triton"), checks(), known).write()
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

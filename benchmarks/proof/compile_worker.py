@@ -1,5 +1,6 @@
 """Compiles what a call of an op launches, for a GPU that need not be there. One JSON line each:
-a case in, facts out.
+a case in, facts out. A case with "translate" is only translated to Triton's GPU IR, the last form
+that depends on this package alone: what follows is LLVM, ptxas and nvdisasm of Triton's wheel.
 
 The launchers of kernels/ run on meta tensors. Triton's own run() derives signature, constants
 and alignment from their arguments and compiles for the target that a stand-in driver names, without
@@ -20,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ from fastformer.kernels import embedding, feed_forward, launch, tuned
 from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.cross_entropy import launchers as cross_entropy
 from fastformer.kernels.layer_norm import launchers as layer_norm
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -142,6 +145,24 @@ def read_products(kernel: Any) -> dict[str, Any]:
 # --------------------------------------------------------------------------- recording launches
 
 
+class Translated(Exception):
+    """Ends a compile behind Triton's GPU IR, with its digest."""
+
+
+def end_behind_ttgir(*given: Any) -> Any:
+    """Change the stages of a compile, as Triton's hook for that; without arguments, name the change
+    for the keys of caches.
+    """
+    if not given:
+        return "translate", "translate"
+    stages = given[1]
+
+    def end(module: Any, metadata: Any) -> None:
+        raise Translated(sass.digest(str(module)))
+
+    stages["llir"] = end
+
+
 def named(names: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """(name, value) of each argument, of a group's fields one by one."""
     for name, value in zip(names, values):
@@ -159,7 +180,7 @@ class Recorder:
         self.records: list[dict[str, Any]] = []
         self.facts: dict[str, dict[str, Any]] = {}  # by the hash of a kernel
         self.loops_of: dict[str, dict[str, Any]] = {}  # the same, which takes a disassembler
-        self.loops = False
+        self.loops = self.translate = False
         driver.set_active(self.driver)
         self.run_jit, self.compile = JITFunction.run, triton.compiler.compile
         recorder = self
@@ -172,6 +193,11 @@ class Recorder:
         triton.compiler.compile = self.compile_and_read
 
     def compile_and_read(self, source: Any, target: Any = None, **options: Any) -> Any:
+        if self.translate:
+            try:
+                self.compile(source, target=target, **options)
+            except Translated as found:
+                return SimpleNamespace(translated=str(found))
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel = self.compile(source, target=target, **options)
@@ -190,26 +216,34 @@ class Recorder:
             read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
         )
         facts["ends_early"] = "cf.cond_br" in kernel.asm["ttir"]
+        kernel.translated = sass.digest(kernel.asm["ttgir"])
         self.facts[kernel.hash] = {**facts, **read_products(kernel)}
         return kernel
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
+        sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
+        launched = dict(
+            kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
+            blocks={side: given[name] for name, side in sides.items() if given.get(name)},
+            programs=math.prod(options.pop("grid")),
+            stages=options.get("num_stages", 0),
+            options=options,
+            largest=self.largest_argument(args),
+            translated=kernel.translated,
+        )
+        if self.translate:
+            self.records.append(launched)
+            return
         if self.loops and kernel.hash not in self.loops_of:
             self.loops_of[kernel.hash] = read_loops(kernel)
-        sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
-        blocks = {side: given[name] for name, side in sides.items() if given.get(name)}
         self.records.append(
             dict(
-                kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
+                **launched,
                 hash=kernel.hash,
-                blocks=blocks,
                 warps=kernel.metadata.num_warps,
-                programs=math.prod(options["grid"]),
-                stages=options.get("num_stages", 0),
                 shared=kernel.metadata.shared,
                 tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
-                largest=self.largest_argument(args),
                 **self.facts[kernel.hash],
                 **(self.loops_of[kernel.hash] if self.loops else {}),
             )
@@ -420,7 +454,8 @@ def choose_as_on(row: str) -> None:
 def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     target, row, limit = TARGETS[case["arch"]]
     recorder.driver.target, recorder.records, recorder.large = target, [], set()
-    recorder.loops = case.get("loops", False)
+    recorder.loops, recorder.translate = case.get("loops", False), case.get("translate", False)
+    knobs.runtime.add_stages_inspection_hook = end_behind_ttgir if recorder.translate else None
     call = CALLS[case["op"]]
     choose_as_on(row)
     torch.version.hip = "stand-in" if target.backend == "hip" else None

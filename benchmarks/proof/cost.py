@@ -1,11 +1,8 @@
 """Models the cost of the main loops from their machine code. It needs no GPU.
 
-    python -m benchmarks.proof.cost              prints the ledger: compiles the cases whose sources
-                                                 changed and reads the others from the data
-    python -m benchmarks.proof.cost --only TEXT  only the cases of compile_gate.py with TEXT in
-                                                 their name
-    python -m benchmarks.proof.cost --all        compiles all cases
-    python -m benchmarks.proof.cost --write      also writes the data, benchmarks/results/cost.json
+    python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
+                                                 compile.json, which compile_gate.py writes
+    python -m benchmarks.proof.cost --only TEXT  only the cases with TEXT in their name
     python -m benchmarks.proof.cost --peers      prints the same of FlexAttention and Liger, from
                                                  cost_peers.json, which --write compiles them for
 
@@ -23,19 +20,16 @@ and BK over 64 in that loop.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from importlib import metadata
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.proof import compile_gate
+from benchmarks.proof.cases import CASES, DATA, Table, digests
 
 TILE = 128 * 64
-DATA = ROOT / "benchmarks" / "results" / "cost.json"
 PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
 
 # Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
@@ -118,7 +112,7 @@ UNITS = ("issue", "tensor", "special", "fma", "alu", "traffic", "memory")
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
     """Yield the entries of a case that compile_worker.py has compiled."""
-    case = compile_gate.CASES[name]
+    case = CASES[name]
     chip = CHIPS[case["arch"]]
     for record in records:
         threads = 32 * record["warps"]
@@ -159,7 +153,7 @@ def _parts(
 ) -> list[str]:
     """Name the loops of an attention kernel: `full` walks the tiles that no edge of the band or the
     length cuts, and issues the fewest instructions; `edge`; and `again`, the last beside masked
-    keys, walks a result of NaN once more, with one stage (`Tile.again`).
+    keys, walks a result of NaN once more, with one stage (`Tile.recompute_masked`).
     """
     if case["op"] != "attention" or len(loops) == 1 or not outstanding:
         return ["loop"] * len(loops)
@@ -185,8 +179,8 @@ def _entry(
     product: float, factor: float, waits: int | None, chip: Chip,
 ) -> Entry:  # fmt: skip
     lanes = 32 * record["warps"] * factor
-    single = compile_gate.CASES[name]["dtype"] == "fp32"
-    bound = not record["products"] or compile_gate.CASES[name]["op"] == "decode"
+    single = CASES[name]["dtype"] == "fp32"
+    bound = not record["products"] or CASES[name]["op"] == "decode"
     memory = (counts["loaded"] + counts["stored"]) / chip.bandwidth if bound else 0.0
     return Entry(
         name, kernel, part, record["registers"], blocks,
@@ -205,15 +199,12 @@ def _entry(
 
 
 def ledger(answers: dict[str, dict[str, Any]]) -> dict[str, list[Entry]]:
-    """Return the entries of each case, each kernel under the first case that compiles it."""
-    seen: set[str] = set()
-    found = {}
-    for name, answer in answers.items():
-        if compile_gate.CASES[name]["arch"] in CHIPS and "error" not in answer:
-            new = {r["hash"]: r for r in answer["records"] if r["hash"] not in seen}
-            seen.update(new)
-            found[name] = list(entries(name, new.values()))
-    return found
+    """Return the entries of each case, each of its kernels once."""
+    return {
+        name: list(entries(name, {r["hash"]: r for r in answer["records"]}.values()))
+        for name, answer in answers.items()
+        if CASES[name]["arch"] in CHIPS and "error" not in answer
+    }
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -257,22 +248,14 @@ def rows(found: Iterable[Entry]) -> list[list[Any]]:
     return [[short(x) for x in astuple(entry)[1:]] for entry in found]
 
 
-def read(table: compile_gate.Table) -> dict[str, list[Entry]]:
+def read(table: Table) -> dict[str, list[Entry]]:
     """Return the entries that stand in the data."""
-    return {n: [Entry(n, *row) for row in case["rows"]] for n, case in table.cases.items()}
-
-
-def digests() -> dict[str, str]:
-    """Return the digest of each case that the ledger holds, of the sources as they are."""
-    made_by = (Chip, Entry, entries, _parts, _in_flight, _entry)
-    model = "".join(map(inspect.getsource, made_by)) + repr(CHIPS)
-    cases = {n: case for n, case in compile_gate.CASES.items() if case["arch"] in CHIPS}
-    return {n: compile_gate.digest(case, model) for n, case in cases.items()}
+    return {n: [Entry(n, *row) for row in case["costs"]] for n, case in table.cases.items()}
 
 
 def grown(new: Iterable[Entry], old: Iterable[Entry]) -> list[str]:
     """Say in words where the issue slots of a case's kernels differ by more than 3% from those in
-    the data, or their loops do. What the data hold under an earlier case is not compared.
+    the data, or their loops do.
     """
     now, then = _by_kernel(new), _by_kernel(old)
     found = []
@@ -314,42 +297,23 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
-    parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument("--peers", action="store_true", help="kernels of other packages instead")
+    parser.add_argument("--write", action="store_true", help="with --peers: compile them first")
     options = parser.parse_args()
-    if options.peers:
-        return _peers(options.write)
-    now, table = digests(), compile_gate.Table.read(DATA)
-    if not any(options.only in name for name in now):
-        parser.error(f"no case of compile_gate.py has {options.only!r} in its name")
-    asked = now if options.all else table.stale(now)
-    cases = {n: {**compile_gate.CASES[n], "loops": True} for n in asked if options.only in n}
-
-    def progress(name: str, answer: dict[str, Any]) -> None:
-        print(f"{answer.get('seconds', 0):5.1f} s  {name}", file=sys.stderr)
-
-    answers = compile_gate.compile_all(cases, progress)
-    found = ledger(answers)
-    table = table.updated(now, {name: rows(entries) for name, entries in found.items()})
-    known = read(table)
-    shown = (entry for name in known if options.only in name for entry in known[name])
-    print(written(table.triton, shown))
+    if options.write and not options.peers:
+        parser.error("--write is for --peers; python -m benchmarks.proof.compile_gate --write")
     if options.write:
-        table.write(DATA)
-    errors = [f"{name}: {a['error']}" for name, a in answers.items() if "error" in a]
-    raise SystemExit("\n".join(errors) or 0)
-
-
-def _peers(write: bool) -> None:
-    """Print the ledger of other packages' kernels; with `write`, compile them first."""
-    if write:
         from benchmarks.proof import cost_peers
 
-        cases = {n: {"rows": rows(entries(n, records))} for n, records in cost_peers.compiled()}
-        compile_gate.Table(metadata.version("triton"), cases).write(PEERS)
-    table = compile_gate.Table.read(PEERS)
-    print(written(table.triton, itertools.chain.from_iterable(read(table).values())))
+        cases = {n: {"costs": rows(entries(n, records))} for n, records in cost_peers.compiled()}
+        Table(metadata.version("triton"), "", cases).write(PEERS)
+    table = Table.read(PEERS if options.peers else DATA)
+    known = {name: found for name, found in read(table).items() if options.only in name}
+    if not known:
+        parser.error(f"no case has {options.only!r} in its name")
+    print(written(table.triton, itertools.chain.from_iterable(known.values())))
+    if not options.peers and (stale := table.stale(digests())):
+        print(f"The sources of {len(stale)} cases have changed since.")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import jinja2
 import torch
 from torch._inductor.kernel import flex
 
-from benchmarks.proof import compile_gate
+from benchmarks.proof import cases
 
 Records = list[dict[str, Any]]
 LENGTH = 4096
@@ -192,16 +192,16 @@ def _of_rows(recorder: Any, n: int) -> Records:
 
 
 def compiled() -> Iterator[tuple[str, Records]]:
-    """Yield the name of each case, which is entered in compile_gate.CASES, and its records."""
+    """Yield the name of each case, which is entered in cases.CASES, and its records."""
     from benchmarks.proof.compile_worker import TARGETS, Recorder
 
     recorder = Recorder()
     recorder.largest_argument = lambda args: 0  # type: ignore[method-assign]  # no gate asks
     recorder.driver.target, recorder.loops = TARGETS["sm_90"][0], True
-    shared = dict(arch="sm_90", dtype="bf16", dropout=False, **compile_gate.NOTHING)
+    shared = dict(arch="sm_90", dtype="bf16", dropout=False, **cases.NOTHING)
     for d in (64, 128):
         name = f"sm_90 FlexAttention of torch {torch.__version__.split('+')[0]} bf16 D={d} causal"
-        compile_gate.CASES[name] = {**shared, "op": "attention", "d": d, "length": LENGTH}
+        cases.CASES[name] = {**shared, "op": "attention", "d": d, "length": LENGTH}
         recorder.records = []
         _flex(recorder, d)
         yield name, _flex_backward(recorder, d)
@@ -211,11 +211,11 @@ def compiled() -> Iterator[tuple[str, Records]]:
     version = importlib.metadata.version("liger-kernel")
     for op, n in (("layer_norm", 4096), ("rms_norm", 4096)):
         name = f"sm_90 Liger {version} {op} bf16 N={n}"
-        compile_gate.CASES[name] = {**shared, "op": op, "d": n}
+        cases.CASES[name] = {**shared, "op": op, "d": n}
         recorder.records = []
         yield name, _liger(recorder, op, n)
     for v in (32768, 50257):
         name = f"sm_90 Liger {version} cross_entropy bf16 V={v}"
-        compile_gate.CASES[name] = {**shared, "op": "cross_entropy", "d": v}
+        cases.CASES[name] = {**shared, "op": "cross_entropy", "d": v}
         recorder.records = []
         yield name, _liger_cross_entropy(recorder, v)

@@ -7,6 +7,7 @@ models the time that follows from them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -167,6 +168,12 @@ def _bytes(name: str) -> int:
 def products(ttir: str) -> list[int]:
     """Return the multiply-adds of one iteration, for each loop that multiplies matrices."""
     return [sum(found) for found in _by_loop(ttir, _product) if found]
+
+
+def digest(ttgir: str) -> str:
+    """Return a digest of a kernel in Triton's GPU IR, whatever file and line it is from."""
+    code = "\n".join(line for line in ttgir.splitlines() if not line.startswith("#loc"))
+    return hashlib.sha256(re.sub(r" loc\(#loc\d*\)", "", code).encode()).hexdigest()[:16]
 
 
 def outstanding(ttgir: str) -> list[int | None]:

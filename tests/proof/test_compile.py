@@ -1,69 +1,93 @@
 """Every shipped configuration compiles for its architecture, into what it should.
 
-benchmarks/results holds what the compiler made of each case, with a digest of the sources. Without
---all, only the cases whose sources have changed are compiled.
+benchmarks/results/compile.json holds what the compiler made of each case, with a digest of the
+sources and one of the GPU IR. Without --all, only the cases whose sources have changed are asked.
+With it all of them are translated; those whose GPU IR differs from the data are compiled.
 """
-
-from importlib import metadata
 
 import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.proof import compile_gate, cost
+from benchmarks.proof import cases, compile_gate, cost, sass
 
-TABLE = compile_gate.Table.read(compile_gate.DATA)
-LEDGER = compile_gate.Table.read(cost.DATA)
-CHANGED = {*TABLE.stale(compile_gate.digests()), *LEDGER.stale(cost.digests())}
-KNOWN, ENTRIES = compile_gate.known(), cost.read(LEDGER)
-WRITE = (
-    "if that is meant: python -m benchmarks.proof.compile_gate --write; "
-    "python -m benchmarks.proof.cost --write"
-)
+TABLE = cases.Table.read()
+COMPARABLE = TABLE.of(compile_gate.checks())
+CHANGED = TABLE.stale(cases.digests())
+ENTRIES = cost.read(TABLE)
+WRITE = "if that is meant: python -m benchmarks.proof.compile_gate --write"
 CASES = [
     pytest.param(name, marks=[] if name in CHANGED else pytest.mark.with_all)
-    for name in compile_gate.CASES
+    for name in cases.CASES
 ]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(compiled, name):
-    """It compiles without a problem and into what the table says; no loop of 16-bit attention waits
-    for all of its copies, and none has grown by 3%.
+    """It is translated as when the data were written, which hold no problem; or it compiles without
+    one and into what the data say: no loop of 16-bit attention waits for all of its copies, and
+    none has grown by 3%.
     """
+    known = TABLE.cases.get(name)
+    if COMPARABLE and known:
+        answer = compiled(name, translate=True)
+        if "error" not in answer and cases.translation(answer) == known["translation"]:
+            return
     answer = compiled(name)
-    found = compile_gate.problems(name, answer)
-    entries = cost.ledger({name: answer}).get(name, [])
-    found += cost.waits(entries)
+    found = compile_gate.wrong(name, answer)
     assert not found, "\n".join(found)
-    if TABLE.triton != metadata.version("triton"):
-        pytest.skip(f"the table is of Triton {TABLE.triton}")
-    found = compile_gate.differences(name, compile_gate.rows({name: answer})[name], KNOWN)
-    found += cost.grown(entries, ENTRIES.get(name, []))
+    if not COMPARABLE:
+        return
+    assert known, WRITE
+    kernels = [compile_gate.Kernel(*row) for row in known["kernels"]]
+    found = compile_gate.differences(compile_gate.rows(answer), kernels)
+    found += cost.grown(cost.ledger({name: answer}).get(name, []), ENTRIES[name])
     assert not found, "\n".join([*found, WRITE])
 
 
 def test_the_data_are_of_these_sources():
     """Else each run compiles the changed cases again."""
-    if TABLE.triton != metadata.version("triton"):
+    if TABLE.triton != cases.metadata.version("triton"):
         pytest.skip(f"the table is of Triton {TABLE.triton}")
-    assert not CHANGED, WRITE
-    assert [*KNOWN] == [*compile_gate.CASES] and [*ENTRIES] == [*cost.digests()]
+    assert COMPARABLE and not CHANGED, WRITE
+    assert [*TABLE.cases] == [*cases.CASES]
+
+
+def test_a_translation_is_of_what_is_launched(compiled):
+    """It is the same where the case is compiled to the end, and another one for another kernel,
+    tile or grid.
+    """
+    name = "sm_90 layer_norm bf16 N=512"
+    whole, part = compiled(name), compiled(name, translate=True)
+    first = cases.translation(whole)
+    assert cases.translation(part) == first and "registers" not in part["records"][0]
+    assert cases.translation(compiled(f"{name} unbiased", translate=True)) != first
+    for fact, value in (("options", {}), ("blocks", dict(columns=1)), ("programs", 1)):
+        other = {**part, "records": [{**part["records"][0], fact: value}, *part["records"][1:]]}
+        assert cases.translation(other) != first
+
+
+def test_the_digest_of_gpu_ir():
+    """Of what it computes, whatever lines of whatever file it is from."""
+    ir = '#loc = loc("a.py":3:1)\n%0 = tt.load %1 : tensor<8xf32> loc(#loc12)\n'
+    moved = ir.replace("a.py", "b.py").replace("#loc12", "#loc7")
+    assert sass.digest(ir) == sass.digest(moved)
+    assert sass.digest(ir) != sass.digest(ir.replace("8x", "4x"))
 
 
 def test_what_makes_a_case_stale(monkeypatch):
     """A change of its own kernels or of those of all, and no comment, docstring or import."""
-    norm = compile_gate.CASES["sm_90 layer_norm bf16 N=512"]
-    loss = compile_gate.CASES["sm_90 cross_entropy bf16 V=512"]
-    code, before = compile_gate._code, (compile_gate.digest(norm), compile_gate.digest(loss))
+    norm = cases.CASES["sm_90 layer_norm bf16 N=512"]
+    loss = cases.CASES["sm_90 cross_entropy bf16 V=512"]
+    code, before = cases._code, (cases.digest(norm), cases.digest(loss))
 
     def changed(*names):
         monkeypatch.setattr(
-            compile_gate,
+            cases,
             "_code",
             lambda path: code(path) + "x = 1" * bool({path.name, path.parent.name} & {*names}),
         )
-        return compile_gate.digest(norm) != before[0], compile_gate.digest(loss) != before[1]
+        return cases.digest(norm) != before[0], cases.digest(loss) != before[1]
 
     assert changed() == (False, False)
     assert changed("layer_norm") == (True, False)
@@ -76,5 +100,5 @@ def test_what_is_code(tmp_path):
     paths = [tmp_path / f"{n}.py" for n in range(3)]
     for path, text in zip(paths, texts):
         path.write_text(text)
-    first, second, third = map(compile_gate._code, paths)
+    first, second, third = map(cases._code, paths)
     assert first == second != third

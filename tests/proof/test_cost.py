@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.proof import compile_gate, cost, sass
+from benchmarks.proof import cases, cost, sass
 
 # A loop that starts behind the copies, and the wait behind EXIT that is none.
 CODE = """
@@ -113,7 +113,7 @@ def test_copies_under_way(first):
     assert sass.outstanding(TTIR) == [None]
 
 
-STALE = compile_gate.Table.read(cost.DATA).stale(cost.digests())
+KNOWN = cost.read(cases.Table.read())
 PLAIN = "sm_90 attention bf16 D=64 plain"
 RECORD = dict(
     kernel="forward", hash="h", blocks=dict(rows=128, columns=64), warps=8, stages=2, registers=107,
@@ -168,11 +168,9 @@ def test_loops_that_wait_or_grow(tmp_path):
 
     assert cost.waits(ledger(300, [2, 4])) == []
     assert len(cost.waits(ledger(300, [2, 0]))) == len(cost.waits(ledger(300, [2, None]))) == 1
-    table = compile_gate.Table("", {}).updated(
-        {PLAIN: "d"}, {PLAIN: cost.rows(ledger(300, [2, 2]))}
-    )
-    table.write(tmp_path / "cost.json")
-    table = compile_gate.Table.read(tmp_path / "cost.json")
+    case = {"digest": "d", "costs": cost.rows(ledger(300, [2, 2]))}
+    cases.Table("3.7.1", "c", {PLAIN: case}).write(tmp_path / "compile.json")
+    table = cases.Table.read(tmp_path / "compile.json")
     assert table.stale({PLAIN: "d"}) == [] and table.stale({PLAIN: "e"}) == [PLAIN]
     known = cost.read(table)[PLAIN]
     assert [entry.issue for entry in known] == [600, 600]
@@ -194,37 +192,26 @@ def test_bytes_in_flight_of_a_multiprocessor():
         assert (entry.blocks, entry.in_flight) == (2, found)
 
 
-# Of kernels that have changed, and with --all.
-unless_changed = pytest.mark.with_all if not STALE else lambda test: test
-
-
-@unless_changed
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-def test_the_backward_of_a_norm_keeps_the_memory_busy(compiled, op):
-    name = f"sm_90 {op} bf16 N=512"
-    entries = {entry.kernel: entry for entry in cost.ledger({name: compiled(name)})[name]}
-    assert entries["backward"].part == "loop" and entries["backward"].in_flight > 26
+def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
+    (entry,) = (e for e in KNOWN[f"sm_90 {op} bf16 N=512"] if e.kernel == "backward")
+    assert entry.part == "loop" and entry.in_flight > 26
 
 
-@unless_changed
 @pytest.mark.parametrize("kind", ["one query, lengths", "pages of 16"])
 def test_few_queries_keep_the_memory_busy(compiled, kind):
     """Two programs for each multiprocessor at batch 1 and 4096 keys, and the loads of both."""
     name = f"sm_90 decode bf16 D=128 {kind}"
-    answers = {name: compiled(name)}
-    split, merge = answers[name]["records"]
+    split, merge = compiled(name, translate=True)["records"]
     assert split["programs"] >= 2 * cost.CHIPS["sm_90"].count and merge["programs"] == 32
-    [entry] = [entry for entry in cost.ledger(answers)[name] if entry.kernel == "split"]
+    (entry,) = (e for e in KNOWN[name] if e.kernel == "split")
     assert entry.bound == "memory, 1.00" and entry.memory > 2 * entry.issue
     assert entry.in_flight > 26 and entry.outstanding > 0
 
 
-@unless_changed
-def test_the_loss_of_an_odd_vocabulary(compiled):
+def test_the_loss_of_an_odd_vocabulary():
     """Rows that start anywhere are read 16 bytes at a time, with few exponentials."""
-    name = "sm_90 cross_entropy bf16 V=50257"
-    entries = cost.ledger({name: compiled(name)})[name]
-    whole, _ = [entry for entry in entries if entry.kernel == "loss"]
+    whole, _ = (e for e in KNOWN["sm_90 cross_entropy bf16 V=50257"] if e.kernel == "loss")
     assert whole.issue <= 13 and whole.exponentials <= 1.2
 
 
@@ -233,7 +220,7 @@ ATTENTION = ("forward", "backward_dkdv", "backward_dq")
 
 def slots(name, part, kernel):
     """Return the issue slots of a loop in the ledger, for a tile of 128 x 64 scores."""
-    known = cost.read(compile_gate.Table.read(cost.DATA))[f"sm_90 attention bf16 {name}"]
+    known = KNOWN[f"sm_90 attention bf16 {name}"]
     (entry,) = (e for e in known if (e.kernel, e.part) == (kernel, part))
     return entry.issue
 
@@ -260,7 +247,7 @@ def test_the_bounds_of_a_mask_pay(dropout):
         visited = edge * slots(named, "edge", kernel) + inside * slots(named, "full", kernel)
         saved += tiles * slots(f"D=64 2-D mask, all tiles{dropout}", "full", kernel) - visited
     elements, chip = 64 * 512 * 512, cost.CHIPS["sm_90"]
-    known = cost.read(compile_gate.Table.read(cost.DATA))["sm_90 attention bf16 D=64 2-D mask"]
+    known = KNOWN["sm_90 attention bf16 D=64 2-D mask"]
     reading = [e for e in known if e.kernel == "bounds"]
     issued = sum(e.issue for e in reading) / len(reading) * elements / 128
     assert elements < 50e6  # bytes of the L2 cache of an H200
@@ -299,8 +286,8 @@ def test_the_templates_of_flex_attention_are_rendered(template):
 
 def test_the_ledger_of_peers():
     """Made by the Triton of the ledger, of other packages alone."""
-    table = compile_gate.Table.read(cost.PEERS)
-    assert table.triton == compile_gate.Table.read(cost.DATA).triton
+    table = cases.Table.read(cost.PEERS)
+    assert table.triton == cases.Table.read().triton
     found = cost.read(table)
     assert {re.match(r"sm_90 (\w+) ", name)[1] for name in found} == {"FlexAttention", "Liger"}
     kernels = {entry.kernel for entries in found.values() for entry in entries}

@@ -1,0 +1,365 @@
+"""The calls that the compile gate and the cost ledger compile, the processes that do it, and the
+data of what they found, benchmarks/results/compile.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+
+HERE = Path(__file__).resolve().parent
+DATA = ROOT / "benchmarks" / "results" / "compile.json"
+WORKERS = 2
+SECONDS = 300  # a case that takes longer is killed
+
+# --------------------------------------------------------------------------------------- the cases
+
+Case = dict[str, Any]
+CASES: dict[str, Case] = {}  # by name: "sm_90 attention bf16 D=64 causal, dropout"
+
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "lengths": {"lengths": True},
+    "key mask": {"mask": "key"},
+    "2-D mask": {"mask": "2d"},
+    "2-D mask, causal, lengths": {"mask": "2d", "causal": True, "lengths": True},
+    "key bias": {"bias": "key bf16"},
+    "2-D bias": {"bias": "2d bf16"},
+    "2-D fp32 bias": {"bias": "2d fp32"},
+    "2-D mask, 2-D bias, causal, lengths": {
+        "mask": "2d", "bias": "2d bf16", "causal": True, "lengths": True,
+    },
+    "key mask, key bias, causal": {"mask": "key", "bias": "key fp32", "causal": True},
+    "window": {"window": [256, 0]},
+    "window, bottom-right, lengths": {
+        "window": [128, 128], "alignment": "bottom_right", "lengths": True,
+    },
+    "alibi, causal": {"alibi": True, "causal": True},
+    "softcap, causal": {"softcap": 50.0, "causal": True},
+    "sinks, window": {"sinks": True, "window": [127, 0]},
+    "shard, bottom-right, lengths": {
+        "shard": [6, 12, 4096, 8192, 16, 16384, 16384], "causal": True,
+        "alignment": "bottom_right", "lengths": True,
+    },
+    "packed": {"packed": True},
+    "packed, causal": {"packed": True, "causal": True},
+    "2-D mask of numbers": {"bias": "mask bf16"},
+    "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
+}  # fmt: skip
+NOTHING = dict(
+    mask="", bias="", causal=False, lengths=False, window=None, alignment="top_left", alibi=False,
+    softcap=None, sinks=False, packed=False, shard=None,
+)  # fmt: skip
+
+
+def _attention(
+    arch: str, dtype: str, dims: tuple[int, ...], masks: list[str], dropout: list[bool]
+) -> None:
+    for d in dims:
+        for mask in masks:
+            for drop in dropout:
+                name = f"{arch} attention {dtype} D={d} {mask}" + ", dropout" * drop
+                shape = dict(arch=arch, op="attention", dtype=dtype, d=d, length=4096, dropout=drop)
+                CASES[name] = {**shape, **NOTHING, **MASKS[mask]}
+
+
+DECODED: dict[str, dict[str, Any]] = {
+    "one query, lengths": {"lengths": True},
+    "lengths, causal": {"queries": 4, "causal": True, "alignment": "bottom_right", "lengths": True},
+    "16 queries": {"queries": 16},
+    "key mask": {"mask": "key"},
+    "2-D mask, causal": {"queries": 4, "mask": "2d", "causal": True},
+    "2-D bias, sinks": {"queries": 4, "bias": "2d bf16", "sinks": True},
+    "key bias": {"bias": "key fp32"},
+    "window, alibi, softcap": {
+        "queries": 4, "window": [1024, 0], "alibi": True, "softcap": 50.0,
+        "alignment": "bottom_right",
+    },
+    "pages of 16": {"page": 16},
+    "pages of 128, causal": {
+        "page": 128, "queries": 4, "causal": True, "alignment": "bottom_right",
+    },
+}  # fmt: skip
+
+
+def _decode(arch: str, dtype: str, dims: tuple[int, ...], names: Iterable[str]) -> None:
+    for d in dims:
+        for name in names:
+            shape = dict(arch=arch, op="decode", dtype=dtype, d=d, length=4096, queries=1, page=0)
+            CASES[f"{arch} decode {dtype} D={d} {name}"] = {**shape, **NOTHING, **DECODED[name]}
+
+
+def _layer_norm(arch: str, dtype: str, widths: tuple[int, ...], unbiased: list[bool]) -> None:
+    for n in widths:
+        for u in unbiased:
+            name = f"{arch} layer_norm {dtype} N={n}" + " unbiased" * u
+            CASES[name] = dict(arch=arch, op="layer_norm", dtype=dtype, n=n, unbiased=u)
+
+
+def _rows(op: str, arch: str, dtype: str, widths: tuple[int, ...], size: str = "n") -> None:
+    for n in widths:
+        name = f"{arch} {op} {dtype} {size.upper()}={n}"
+        CASES[name] = {"arch": arch, "op": op, "dtype": dtype, size: n}
+
+
+def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[bool]) -> None:
+    for activation in activations:
+        for drop in dropout:
+            name = f"{arch} feed_forward {dtype} {activation}" + ", dropout" * drop
+            CASES[name] = dict(
+                arch=arch,
+                op="feed_forward",
+                dtype=dtype,
+                d=1024,
+                activation=activation,
+                dropout=drop,
+            )
+
+
+_EVERY = "2-D mask, 2-D bias, causal, lengths"
+_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
+_attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
+_attention("sm_90", "bf16", (64, 128), list(MASKS)[10:], [True])
+_attention("sm_90", "bf16", (64,), ["2-D mask of numbers"], [False])
+_attention("sm_90", "bf16", (64, 128), ["sinks, window"], [False])
+_attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
+_attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
+_attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
+_attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
+_attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
+_attention("sm_90", "fp32", (64, 128), ["causal"], [False])
+_decode("sm_90", "bf16", (128,), DECODED)
+_decode("sm_90", "bf16", (64, 256), ["lengths, causal", "key mask"])
+_decode("sm_90", "fp32", (128,), ["pages of 16"])
+for _arch in ("sm_80", "sm_90", "sm_100"):
+    _decode(_arch, "fp16", (128,), ["lengths, causal"])
+    _decode(_arch, "fp32", (64,), ["lengths, causal"])
+_layer_norm("sm_90", "bf16", (512, 4096, 8192, 16384), [False])
+_layer_norm("sm_90", "bf16", (512, 16384), [True])
+_layer_norm("sm_90", "fp32", (512, 8192, 16384), [False])
+_rows("rms_norm", "sm_90", "bf16", (512, 16384))
+_rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
+_rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
+_rows("dropout_add_rms_norm", "sm_90", "bf16", (512, 8192, 16384))
+_rows("embed", "sm_90", "bf16", (512, 4096))
+_rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
+_rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
+for _v in (32768, 50257):
+    _case = CASES[f"sm_90 cross_entropy bf16 V={_v}"]
+    CASES[f"sm_90 cross_entropy bf16 V={_v} ahead"] = {**_case, "ahead": True}
+_feed_forward("sm_90", "bf16", ["relu", "gelu", "gelu_tanh", "silu"], [False, True])
+_feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
+_rows("geglu", "sm_90", "bf16", (4096,))
+_rows("geglu", "sm_90", "fp32", (4096,))
+_rows("swiglu", "sm_90", "bf16", (4096,))
+for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
+    _decode(_arch, "bf16", (128, 256), ["lengths, causal"])
+    _decode(_arch, "bf16", (128,), ["pages of 16"])
+    _decode(_arch, "fp32", (128, 256), ["lengths, causal"])
+for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
+    if _arch != "gfx90a":
+        _attention(_arch, "bf16", (128,), ["causal"], [False])
+        _attention(_arch, "bf16", (64, 128, 256), ["key mask"], [True])
+    _attention(_arch, "bf16", (64, 128, 256), [_EVERY], [True])
+    _attention(_arch, "fp32", (64, 128, 256), [_EVERY], [True])
+    _layer_norm(_arch, "bf16", (8192, 16384), [False])
+    _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
+    _rows("embed", _arch, "bf16", (512,))
+    _rows("geglu", _arch, "bf16", (4096,))
+    _rows("cross_entropy", _arch, "bf16", (32768,), "v")
+    _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
+    _feed_forward(_arch, "fp32", ["gelu"], [True])
+for _arch in ("sm_90", "gfx942"):
+    CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
+        **CASES["sm_90 feed_forward bf16 gelu, dropout"],
+        "arch": _arch,
+        "choices": {"feed_forward first": "torch"},
+    }
+for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dropout"):
+    CASES[f"sm_90 {_name}, shard"] = {
+        **CASES[f"sm_90 {_name}"],
+        "shard": [512, 1024, 8192, 128, 4096],
+    }
+for _d in (64, 128):
+    for _keys in (64, 128):
+        for _mask in ("plain", "causal"):
+            _row = f"warp-specialised 128 {_keys}"
+            CASES[f"sm_90 attention bf16 D={_d} {_mask}, {_row}"] = {
+                **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
+                "choices": {"attention forward": _row},
+            }
+
+for _drop in ("", ", dropout"):
+    CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
+        **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],
+        "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
+    }
+
+# ------------------------------------------------------------------------------------ the workers
+
+
+class Worker:
+    """A process that compiles; started again when a compile takes it down."""
+
+    process: subprocess.Popen[str] | None = None
+    errors: Any = None
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        if self.process is None:
+            self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it outlives this call
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "compile_worker.py")],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            )  # fmt: skip
+        timer = threading.Timer(SECONDS, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(json.dumps(case) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        timer.cancel()
+        if line:
+            return json.loads(line)
+        self.process.kill()
+        status, self.process = self.process.wait(), None
+        self.errors.seek(0)
+        return dict(error=f"the process died, status {status}: {self.errors.read()[-1000:]}")
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[str, Any]]:
+    """The worker's answer to each case: {"records", "limit", "seconds"} or {"error"}."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in cases:
+        waiting.put(name)
+    answers: dict[str, dict[str, Any]] = {}
+
+    def work() -> None:
+        worker = Worker()
+        while True:
+            try:
+                name = waiting.get_nowait()
+            except queue.Empty:
+                break
+            answers[name] = worker.ask(cases[name])
+            if progress:
+                progress(name, answers[name])
+        worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: answers[name] for name in cases}
+
+
+# ----------------------------------------------------------------------------------- the sources
+
+# The ops of each kernel file or folder.
+FAMILIES = {
+    "attention": ("attention", "decode"),
+    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
+    "feed_forward": ("feed_forward", "geglu", "swiglu"),
+    "embedding": ("embed",),
+    "cross_entropy": ("cross_entropy",),
+}
+UNCOMPILED = ("interpreter.py", "registration.py")  # of which no kernel and no tile is made
+
+
+def digest(case: Case) -> str:
+    """Return a digest of a case and of the code that its kernels are compiled from and read by."""
+    (own,) = (family for family, ops in FAMILIES.items() if case["op"] in ops)
+    files = [ROOT / "fastformer" / "description.py", HERE / "sass.py"]
+    files.append(HERE / "compile_worker.py")
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        family = path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py")
+        if family == own or (family not in FAMILIES and path.name not in UNCOMPILED):
+            files.append(path)
+    text = json.dumps(case, sort_keys=True) + "".join(map(_code, files))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _code(path: Path) -> str:
+    """Return the source without what changes no kernel: comments, docstrings, where the file lies
+    and where the names come from.
+    """
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node
+        for node in tree.body
+        if not isinstance(node, (ast.Import, ast.ImportFrom))
+        and "__file__" not in ast.unparse(node)
+    ]
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [x for x in body if not _is_string(x)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def digests() -> dict[str, str]:
+    """Return the digest of each case, of the sources as they are."""
+    return {name: digest(case) for name, case in CASES.items()}
+
+
+def translation(answer: dict[str, Any]) -> str:
+    """Return a digest of all that a case launches, in Triton's GPU IR. What LLVM, ptxas and
+    nvdisasm make of it depends on Triton's wheel alone, which holds all three.
+    """
+    facts = ("kernel", "blocks", "programs", "options", "largest", "translated")
+    launches = [[record[fact] for fact in facts] for record in answer["records"]]
+    return hashlib.sha256(json.dumps(launches).encode()).hexdigest()[:12]
+
+
+@dataclass
+class Table:
+    """What is known of the compiled cases. A line of the file holds a case."""
+
+    triton: str
+    checks: str  # the digest of the code that judges what was compiled
+    cases: dict[str, dict[str, Any]]
+    # by name: "digest" of the sources, "translation", "kernels" and "costs", which compile_gate.py
+    # and cost.py explain
+
+    @classmethod
+    def read(cls, path: Path = DATA) -> Table:
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path = DATA) -> None:
+        lines = (f"{json.dumps(name)}: {json.dumps(case)}" for name, case in self.cases.items())
+        start = f'{{"triton": "{self.triton}", "checks": "{self.checks}", "cases": {{\n'
+        path.write_text(start + ",\n".join(lines) + "\n}}\n")
+
+    def of(self, checks: str) -> bool:
+        """Say whether this Triton is the table's, and whether these checks have judged it."""
+        return (self.triton, self.checks) == (metadata.version("triton"), checks)
+
+    def stale(self, digests: dict[str, str]) -> list[str]:
+        """Return the names of the cases that are not known of these sources."""
+        return [n for n, of in digests.items() if self.cases.get(n, {}).get("digest") != of]

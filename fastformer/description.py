@@ -49,6 +49,7 @@ class RowShard(NamedTuple):
     sequence: int = 0
 
 
+MAX_HEAD_DIM = 256  # of the kernels of attention; above, the reference computes the call
 _ENDLESS = 2**40  # the run of consecutive rows: more rows than any tensor has
 
 

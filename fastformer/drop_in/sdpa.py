@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.ops import functional
-from fastformer.ops.attention import arguments
 
 __all__ = ["sdpa_override"]
 
@@ -120,8 +120,8 @@ def _unsupported_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
             return "the heads of key do not divide those of query"
     dims = (query.shape[-1], value.shape[-1])
-    if 0 in dims or max(dims) > arguments.MAX_HEAD_DIM or key.shape[-1] != dims[0]:
-        return f"a head dim is 0 or above {arguments.MAX_HEAD_DIM}, or key has another than query"
+    if 0 in dims or max(dims) > MAX_HEAD_DIM or key.shape[-1] != dims[0]:
+        return f"a head dim is 0 or above {MAX_HEAD_DIM}, or key has another than query"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.description import PACKED_SCHEMA, SCHEMA, Attention, unpack
+from fastformer.description import MAX_HEAD_DIM, PACKED_SCHEMA, SCHEMA, Attention, unpack
 
 from ..launch import layout, on_device, plans, remembered, unit_stride, unsupported_dtype
 from ..registration import register
@@ -254,6 +254,10 @@ def describe(
     return ", ".join(found) or None
 
 
-def supports(query: Tensor, *_: Any, **__: Any) -> str | None:
+def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     """Return why the kernels cannot run this call, or None."""
+    value = named.get("value", named.get("value_pages", query))
+    for dim in (query.shape[-1], value.shape[-1]):
+        if dim > MAX_HEAD_DIM:
+            return f"the head dim is {dim}; the kernels take up to {MAX_HEAD_DIM}"
     return unsupported_dtype(query)

@@ -346,6 +346,10 @@ def test_packed_sequences(make, told_by, use_cache, padded_calls, device):
         assert (x - y).norm() <= 10 * numerics.RELATIVE[torch.float32] * max(y.norm(), 1e-2)
 
 
+def test_head_dims_beyond_the_kernels(device):
+    check(llama(head_dim=264).to(device), inputs(llama, "left", device))
+
+
 def test_what_is_no_packed_batch(padded_calls, device):
     """Positions that count on, one sequence, a step after a prompt, two rows."""
     model, tokens = llama().to(device).eval(), torch.tensor([[5, 3, 8, 7]], device=device)

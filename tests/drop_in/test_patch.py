@@ -393,7 +393,7 @@ def test_what_the_op_cannot_do_is_torchs(backend, device):
     want = wide(x, x, x, need_weights=False)[0]
     report = ff.accelerate(wide)
     torch.testing.assert_close(wide(x, x, x, need_weights=False)[0], want)
-    assert report.fallbacks == {"": {"the head dim is 300; the op takes up to 256": 1}}
+    assert report.fallbacks == {"": {"the head dim is 300; the kernels take up to 256": 1}}
     assert "the head dim is 300" in str(report)
 
     nested = nn.MultiheadAttention(E, H, batch_first=True).to(device).eval()

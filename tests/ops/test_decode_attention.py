@@ -599,7 +599,6 @@ BAD = [
     ({"value_pages": torch.zeros(4, 16, 1, 16)}, ValueError, "value_pages has shape"),
     ({"query": torch.zeros(1, 3, 1, 16)}, ValueError, "a number of heads that divides 3"),
     ({"query": torch.zeros(2, 1, 16)}, ValueError, "query has shape"),
-    ({"value_pages": torch.zeros(4, 16, 2, 257)}, ValueError, "head dims of at most 256"),
     ({"attn_mask": torch.ones(1, 33, dtype=torch.bool)}, ValueError, "attn_mask has shape"),
 ]
 

@@ -15,12 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastformer.description import MAX_HEAD_DIM
 from fastformer.drop_in.replacements.base import Accelerated, ops_of, unsupported_tensor
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
 from fastformer.ops import functional
-from fastformer.ops.attention import arguments
 
 
 class AnnotatedModule(Accelerated):
@@ -51,8 +51,8 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         reason = unsupported_tensor(query, key, value, mask)
-        if reason is None and self.d_k > arguments.MAX_HEAD_DIM:
-            reason = f"the head dim is {self.d_k}; the op takes up to {arguments.MAX_HEAD_DIM}"
+        if reason is None and self.d_k > MAX_HEAD_DIM:
+            reason = f"the head dim is {self.d_k}; the kernels take up to {MAX_HEAD_DIM}"
         if type(self.dropout) is not nn.Dropout or not is_unmodified(self.dropout):
             reason = "its dropout has hooks or was replaced"
         if reason is None and mask is not None and mask.dim() != 3:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
 from fastformer.checks import shape_of
+from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
     Accelerated,
@@ -25,7 +26,6 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.nn.padding import Packing
 from fastformer.ops import functional
-from fastformer.ops.attention import arguments
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "
@@ -135,8 +135,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _unsupported_reason(self) -> str | None:
         """Return why the op cannot replace the forward of this module, or None."""
-        if self.head_dim > arguments.MAX_HEAD_DIM:
-            return f"the head dim is {self.head_dim}; the op takes up to {arguments.MAX_HEAD_DIM}"
+        if self.head_dim > MAX_HEAD_DIM:
+            return f"the head dim is {self.head_dim}; the kernels take up to {MAX_HEAD_DIM}"
         packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
         return unsupported_weight(
             (packed, self.in_proj_bias),

@@ -22,7 +22,6 @@ from fastformer.description import Shard
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
 
-MAX_HEAD_DIM = 256
 PAGE_SIZES = (16, 32, 64, 128, 256)
 ALIGNMENTS = ("top_left", "bottom_right")
 Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
@@ -36,7 +35,7 @@ def require_attention(
     """
     batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
-    value_batch, value_heads, value_length, value_dim = value.shape
+    value_batch, value_heads, value_length, _ = value.shape
     if key_batch != batch or value_batch != batch:
         raise ValueError(
             f"key {shape_of(key)} and value {shape_of(value)}; "
@@ -57,11 +56,6 @@ def require_attention(
         )
     if enable_gqa and (heads % key_heads if key_heads else heads):
         raise ValueError(f"key {shape_of(key)}; expected a number of heads that divides {heads}")
-    if dim > MAX_HEAD_DIM or value_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"query {shape_of(query)}, value {shape_of(value)}; "
-            f"expected head dims of at most {MAX_HEAD_DIM}"
-        )
     return default_scale(scale, dim), (batch, heads, q_length, k_length)
 
 
@@ -96,11 +90,6 @@ def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) ->
     if heads % keys.shape[2] if keys.shape[2] else heads:
         raise ValueError(
             f"key_pages {shape_of(keys)}; expected a number of heads that divides {heads}"
-        )
-    if dim > MAX_HEAD_DIM or values.shape[3] > MAX_HEAD_DIM:
-        raise ValueError(
-            f"query {shape_of(query)}, value_pages {shape_of(values)}; "
-            f"expected head dims of at most {MAX_HEAD_DIM}"
         )
     require_tensor("block_table", table, "an int32 tensor")
     if table.dtype != torch.int32:

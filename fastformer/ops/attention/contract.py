@@ -77,7 +77,8 @@ def scaled_dot_product_attention(
     """Compute softmax(scale query key^T + bias, over the keys that the query may see) value.
 
     Args:
-        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256. Any strides.
+        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. Any strides. The kernels take
+            D and Dv up to 256; beyond, the reference computes the call.
         key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa`, H is a multiple of G, and
             query head h reads key-value head h // (H / G).
         value: [B, G, Sk, Dv]. All three may be given without heads, as [B, S, D].
@@ -233,7 +234,7 @@ def packed_attention(
         tokens         a a a b b c c c c          cu_seqlens  0 3 5 9
 
     Args:
-        query: [Tq, H, D], float32, float16, bfloat16 or float64. D is at most 256.
+        query: [Tq, H, D], float32, float16, bfloat16 or float64.
         key: [Tk, G, D], of the same dtype; G divides H, and query head h reads key-value head
             h // (H / G).
         value: [Tk, G, Dv].
@@ -320,7 +321,7 @@ def paged_attention(
     Key j of sequence b is in page block_table[b, j // page], at position j % page.
 
     Args:
-        query: [B, H, Sq, D], float32, float16, bfloat16 or float64. D is at most 256.
+        query: [B, H, Sq, D], float32, float16, bfloat16 or float64.
         key_pages: [P, page, G, D], of the same dtype, any strides. A page has 16, 32, 64, 128 or
             256 keys. G divides H, and query head h reads key-value head h // (H / G).
         value_pages: [P, page, G, Dv].

@@ -391,6 +391,8 @@ def test_the_mask_of_a_packed_batch(device):
 def test_sequences_that_do_not_fit(device):
     model, given = llama().to(device), flattened(device, return_flash_attn_kwargs=True)
     use(model, "fastformer")
+    with pytest.raises(ValueError, match=r"^tomorrows_keyword .*not supported"):
+        model(**given, tomorrows_keyword=torch.ones(2))
     with pytest.raises(ValueError, match=r"^cu_seq_lens_k differs from cu_seq_lens_q"):
         model(**{**given, "cu_seq_lens_k": given["cu_seq_lens_q"] + 1})
     with pytest.raises(ValueError, match=r"^cu_seqlens_q goes from 0 to 9; expected .* query, 8"):

@@ -11,8 +11,6 @@ import torch
 
 from fastformer._version import __version__
 
-__all__ = ["describe", "devices"]
-
 
 def devices() -> list[torch.device]:
     """Return the CPU and every CUDA or HIP device."""

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fastformer.description import row_shard
 
-from .common import INTERPRETED, Draw, drop_rows, dropout_arguments
+from .common import INTERPRETED as INTERPRETED
+from .common import Draw, drop_rows, dropout_arguments
 from .launch import (
     Launch,
     accumulator,
@@ -44,8 +45,6 @@ from .launch import (
 )
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
-
-__all__ = ["INTERPRETED", "supports"]
 
 
 class Tiles(NamedTuple):

@@ -55,8 +55,6 @@ from .launch import (
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
-__all__ = ["INTERPRETED", "supports"]
-
 RELU = tl.constexpr(0)
 GELU = tl.constexpr(1)
 GELU_TANH = tl.constexpr(2)
@@ -443,8 +441,7 @@ class _First:
         strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
         span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
         case = case._replace(
-            even=features % tiles.features == 0,
-            wide=max(span, tiles.rows * width) >= 2**31,
+            even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
         )
         arguments = dict(
             dropout=dropout_arguments(dropout.p, dropout.shard),
@@ -466,12 +463,7 @@ class _First:
         return choose(x.device, TuningKey("feed_forward first", name, shipped, options))
 
     def __call__(
-        self,
-        input: Tensor,
-        w_1: Tensor,
-        b_1: Tensor | None,
-        activation: str,
-        dropout: _Dropout,
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
     ) -> tuple[Tensor, Tensor]:
         """Return h and the tensor to save: h itself for relu, else z."""
         seed = dropout.seed

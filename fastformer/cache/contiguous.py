@@ -10,8 +10,6 @@ from torch import Tensor
 from fastformer.cache.rows import SelfAttentionCache, make_buffers, require_rows
 from fastformer.checks import require_size
 
-__all__ = ["KVCache"]
-
 
 class KVCache(SelfAttentionCache):
     """The keys and values of B rows of up to `capacity` positions, for one attention layer.

@@ -13,8 +13,6 @@ from fastformer.cache.memory import MemoryCache
 from fastformer.cache.paged import PagedKVCache, require_page_size
 from fastformer.checks import require_size, require_tensor, shape_of
 
-__all__ = ["DecoderCache"]
-
 
 class LayerCache:
     """The caches of one decoder layer. The first append creates `own`, to fit its keys.

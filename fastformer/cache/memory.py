@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fastformer.cache.rows import AttendedCache, require_rows
 
-__all__ = ["MemoryCache"]
-
 
 class MemoryCache(AttendedCache):
     """The projected keys and values of a memory, computed at the first step and kept.

@@ -12,8 +12,6 @@ from fastformer.checks import require_size
 from fastformer.ops import functional
 from fastformer.ops.attention.arguments import PAGE_SIZES
 
-__all__ = ["PagedKVCache"]
-
 
 class PagedKVCache(SelfAttentionCache):
     """Keys and values of B rows in pages of `page_size` positions, for one attention layer.

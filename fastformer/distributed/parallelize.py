@@ -28,17 +28,13 @@ import torch
 from torch import nn
 
 from fastformer._version import __version__
-from fastformer.dispatch import backends
+from fastformer.dispatch.backends import sequences_from as sequences_from
 from fastformer.drop_in.replacements.base import Accelerated
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import Embeddings
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stacks import Decoder, Encoder
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
-
-sequences_from = backends.sequences_from
-
-__all__ = ["parallelize", "require_same_ranks", "sequences_from"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _OURS = EncoderDecoder, LanguageModel, Encoder, Decoder

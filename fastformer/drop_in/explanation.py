@@ -22,8 +22,6 @@ from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
 
-__all__ = ["Explanation", "explain"]
-
 
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Return which backend a call runs on, and why.

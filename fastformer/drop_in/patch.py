@@ -31,9 +31,6 @@ from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
 
-__all__ = ["Report", "accelerate", "restore"]
-
-
 # --------------------------------------------------------------------------- accelerate and restore
 
 

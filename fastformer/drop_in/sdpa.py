@@ -18,8 +18,6 @@ from fastformer.drop_in.replacements.base import record_torch, unsupported_tenso
 from fastformer.ops import functional
 from fastformer.ops.attention import arguments
 
-__all__ = ["sdpa_override"]
-
 
 class sdpa_override(TorchFunctionMode):
     """A context in which F.scaled_dot_product_attention runs on fastformer, for this thread.

@@ -24,8 +24,6 @@ from fastformer.nn.padding import Packing, pad, require_tokens
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
-__all__ = ["MultiHeadedAttention", "attention"]
-
 
 def attention(
     query: Tensor,

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from fastformer import checks
 from fastformer.nn.stream import is_unmodified
 
-__all__ = ["clones"]
-
 
 class AliasedModule(nn.Module):
     """A module that loads state dicts in which its parameters and submodules have other names.

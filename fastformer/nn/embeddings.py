@@ -14,8 +14,6 @@ from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
 from fastformer.nn.stream import add_dropped
 
-__all__ = ["Embeddings", "PositionalEncoding"]
-
 
 class Embeddings(nn.Module):
     """lut(x) * sqrt(d_model).

@@ -13,8 +13,6 @@ from fastformer.nn.base import AliasedModule, make_dropout
 from fastformer.nn.stream import add_dropped, is_unmodified
 from fastformer.ops import functional
 
-__all__ = ["LayerNorm", "RMSNorm", "SublayerConnection"]
-
 NORMS = ("layer", "rms")
 
 

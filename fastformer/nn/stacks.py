@@ -14,8 +14,6 @@ from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_inpu
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
-__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer"]
-
 
 class Encoder(nn.Module):
     """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
@@ -170,10 +168,7 @@ class EncoderLayer(nn.Module):
         return stream.value()
 
     def _through(
-        self,
-        stream: ResidualStream,
-        mask: Tensor | Packing | None,
-        cache: LayerCache | None = None,
+        self, stream: ResidualStream, mask: Tensor | Packing | None, cache: LayerCache | None = None
     ) -> None:
         connections = list(self.sublayer)
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}

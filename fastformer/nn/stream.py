@@ -24,15 +24,6 @@ from fastformer.dispatch import backends
 from fastformer.ops import functional
 from fastformer.ops.feed_forward import reference
 
-__all__ = [
-    "GATED",
-    "ResidualStream",
-    "add_dropped",
-    "apply_feed_forward",
-    "dropout_probability",
-    "is_unmodified",
-]
-
 GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated op -> its activation
 
 

@@ -34,15 +34,6 @@ from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer, r
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
-__all__ = [
-    "EncoderDecoder",
-    "Generator",
-    "LanguageModel",
-    "make_decoder",
-    "make_model",
-    "subsequent_mask",
-]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -31,8 +31,6 @@ from fastformer.dispatch.workloads import Workload
 from fastformer.eager import use_formula
 from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
 
-__all__ = ["Tuning", "measure", "standard", "tune"]
-
 # ------------------------------------------------------------------------------------- comparing
 
 

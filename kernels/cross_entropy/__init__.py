@@ -35,7 +35,5 @@ Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7,
 
 from __future__ import annotations
 
-from ..common import INTERPRETED
-from .launchers import supports
-
-__all__ = ["INTERPRETED", "supports"]
+from ..common import INTERPRETED as INTERPRETED
+from .launchers import supports as supports

@@ -28,7 +28,5 @@ each program sums a fixed range of rows, and these partial sums are added withou
 
 from __future__ import annotations
 
-from ..common import INTERPRETED
-from .launchers import supports
-
-__all__ = ["INTERPRETED", "supports"]
+from ..common import INTERPRETED as INTERPRETED
+from .launchers import supports as supports

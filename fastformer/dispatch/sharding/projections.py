@@ -15,10 +15,7 @@ from fastformer.dispatch.sharding.call import as_replicated, exchanged
 
 
 def projected(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: Sequence[Any],
-    bias: Any,
-    dim: int,
+    inputs: tuple[Tensor, Tensor, Tensor], weights: Sequence[Any], bias: Any, dim: int
 ) -> list[Tensor]:
     """Project query, key and value [.., d] to DTensors [.., H, dim] that are sharded by heads.
 

@@ -16,8 +16,6 @@ from torch import nn
 from fastformer.drop_in.replacements import annotated, attention, layers, norms, stacks
 from fastformer.drop_in.replacements.base import Accelerated
 
-__all__ = ["ANNOTATED", "KINDS"]
-
 KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.MultiheadAttention: attention.FusedMultiheadAttention,
     nn.TransformerEncoderLayer: layers.FusedTransformerEncoderLayer,

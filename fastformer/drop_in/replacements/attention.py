@@ -85,13 +85,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
             out = functional.scaled_dot_product_attention(
-                self._heads_first(q),
-                k,
-                v,
-                seen.attn_mask,
-                p,
-                seen.is_causal,
-                bias=seen.bias,
+                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)

@@ -331,9 +331,7 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream(
-            (tgt, memory, *masks),
-            hints,
-            lambda: decoder_context(self, tgt, memory, masks, hints),
+            (tgt, memory, *masks), hints, lambda: decoder_context(self, tgt, memory, masks, hints)
         )
 
     def _through(

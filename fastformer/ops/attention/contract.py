@@ -45,13 +45,6 @@ from fastformer.ops.attention.arguments import (
     require_table,
 )
 
-__all__ = [
-    "attention_weights",
-    "packed_attention",
-    "paged_attention",
-    "scaled_dot_product_attention",
-]
-
 
 def scaled_dot_product_attention(
     query: Tensor,

@@ -31,11 +31,7 @@ def _grouped(key: Tensor, heads: int) -> Tensor:
 
 
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    attention: Attention,
-    added: Tensor | None,
-    visible: Tensor | None,
+    query: Tensor, key: Tensor, attention: Attention, added: Tensor | None, visible: Tensor | None
 ) -> Tensor:
     """Return the scores [B, H, Sq, Sk], with the lowest finite number where a key is masked out.
 

@@ -20,10 +20,7 @@ def _dims(arguments: operation.Arguments) -> dict[str, str]:
 
 
 _SHARDING = operation.ShardingRule(
-    _dims,
-    lambda x: (x["input"][:-1] + "o",),
-    "f" + operation.ROW_DIMS,
-    {"f": ("input",)},
+    _dims, lambda x: (x["input"][:-1] + "o",), "f" + operation.ROW_DIMS, {"f": ("input",)}
 )
 
 

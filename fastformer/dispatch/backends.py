@@ -138,13 +138,14 @@ class Choice(NamedTuple):
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
-def register(record: Operation) -> None:
-    """Make an op known to the dispatch, under the name of its public function."""
-    op = record.contract.__name__
-    OPERATIONS[op] = record
-    _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
-    for backend in ("triton", "reference"):
-        _explicit[op, backend] = Choice(op, backend, "it was chosen")
+def register(*records: Operation) -> None:
+    """Make ops known to the dispatch, each under the name of its public function."""
+    for record in records:
+        op = record.contract.__name__
+        OPERATIONS[op] = record
+        _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
+        for backend in ("triton", "reference"):
+            _explicit[op, backend] = Choice(op, backend, "it was chosen")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:

@@ -146,10 +146,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def _varies_over(x: Tensor | None) -> str | bool:
-    """Return over what a mask or a bias varies: "keys", "rows" (queries), or "all" (both).
-
-    Return False for None.
-    """
+    """Return whether a mask varies over "keys", "rows" (queries) "all"; False for None."""
     if x is None:
         return False
     if x.dim() < 2 or x.shape[-2] == 1:

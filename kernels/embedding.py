@@ -251,16 +251,7 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | No
     _fake_backward,
 )
 def backward(
-    grad_output,
-    tokens,
-    weight,
-    positional,
-    dropout_p,
-    scale,
-    padding_idx,
-    dropout_seed,
-    shard,
-    needs,
+    grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, shard, needs
 ):
     """Launch the kernel that applies dropout and scale to dy. Then dweight is torch's embedding
     backward, and dpositional a sum over the batch.
@@ -269,7 +260,7 @@ def backward(
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # dpositional has no such factor
     dropout = dropout_p, row_shard(shard)
-    g = _scaled_gradient(grad_output, own, dropout, dropout_seed).view(-1, n)
+    g = _scaled_gradient(grad_output, own, dropout, seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         padding = -1 if padding_idx is None else padding_idx
@@ -278,7 +269,7 @@ def backward(
         )
         dweight = dweight.mul_(scale) if needs[1] else dweight
     if needs[1]:
-        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        wide = accumulator(g)
         dpositional = positional.new_zeros(positional.shape)
         if g.numel():
             dpositional[:length] = g.view(-1, length, n).sum(0, dtype=wide)

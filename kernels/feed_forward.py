@@ -503,17 +503,9 @@ def _fake(input, w_1, b_1, w_2, *_):
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
     dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
-    tensors, single = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
-    key = (
-        "feed_forward",
-        activation,
-        dropout_p,
-        dropout.shard,
-        input.device,
-        tensors,
-        single,
-        alignment(dropout_seed),
-    )
+    tensors, tf32 = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
+    aligned = alignment(dropout_seed)
+    key = "feed_forward", activation, dropout_p, dropout.shard, input.device, tensors, tf32, aligned
     plan = plans.get(key)
     if plan is None:
         x = as_rows(input, input.shape[-1]) if input.numel() else input

@@ -564,9 +564,7 @@ def full_length(length: int) -> int:
 
 
 def rows_here(name: str, table: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the rows of a table of positions for the `length` tokens of this process, or the table
-    itself if sequences are not sharded.
-    """
+    """Return the rows of a table for the `length` local tokens; the table itself without shards."""
     return table if _context is None else _context.rows_of(name, table, length)
 
 
@@ -576,9 +574,7 @@ def is_dtensor(x: torch.Tensor | None) -> bool:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Return whether x is a shard: a DTensor, or any tensor within `sequences_from` or
-    `context_parallel`.
-    """
+    """Return whether x is a DTensor, or within `sequences_from` or `context_parallel`."""
     return _first() is not None or _context is not None or is_dtensor(x)
 
 

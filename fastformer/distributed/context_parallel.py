@@ -174,9 +174,7 @@ class context_parallel:
         return self._length
 
     def rows_of(self, name: str, table: Tensor, length: int) -> Tensor:
-        """Return the rows of a table [positions, N] for the `length` tokens of this process. The
-        rows for padding are arbitrary.
-        """
+        """Return a table's rows for the `length` tokens of this process; for padding, any rows."""
         full_length = self.unpadded_length(length)
         if full_length > table.shape[0]:
             raise ValueError(
@@ -443,9 +441,7 @@ class Merged:
         peaks.copy_(highest)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the `outputs` of `backends.attention_gradients`. The first is not rounded to the
-        dtype of the query.
-        """
+        """Return the `outputs` of `backends.attention_gradients`, the first of them not rounded."""
         log_sum, empty = self.total.log(), self.total == 0
         output = self.sums / self.total.masked_fill(empty, 1.0).unsqueeze(-1)
         offset = (-log_sum / self.unit).masked_fill(empty, -torch.inf)

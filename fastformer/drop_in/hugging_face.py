@@ -121,10 +121,7 @@ _SUPPORTS = [
 
 
 def _enter_classes(models: ModuleType) -> None:
-    """Add "fastformer" to the tables that map implementation names to attention classes.
-
-    models: the module that defines the model's class.
-    """
+    """Enter "fastformer" in the tables of attention classes of a module with models."""
     for name, table in vars(models).items():
         known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
         if known and "eager" in table and NAME not in table:
@@ -259,10 +256,7 @@ def _require_registered(module: nn.Module) -> None:
 
 
 def _require_known(module: nn.Module, given: Mapping[str, object], complete: bool) -> None:
-    """Raise for keywords that `attention` does not know.
-
-    complete: whether the mask has a row for each query, [.., Sq, Sk].
-    """
+    """Refuse unknown keywords. complete: whether the mask has a row for each query."""
     for name, x in given.items():
         if x is None or x is False or name in KNOWN:
             continue
@@ -627,7 +621,6 @@ def _held(
 
 def _padding_of_buffer(attention_mask: Tensor | None, k_length: int, held: Tensor) -> Tensor | None:
     """Return the padding mask [B, 1, 1, Sk] from boolean [B, n], as `_padding` does, for any n.
-
     Return None if the held keys are known to contain no padding.
     """
     if attention_mask is None:
@@ -649,9 +642,8 @@ def _is_padding_mask(attention_mask: Tensor | None, positions: int) -> bool:
 
 
 def _padding(attention_mask: Tensor | None, keys: slice) -> Tensor | None:
-    """Return the padding mask [B, 1, 1, Sk] from boolean [B, n], or None if it has no padding.
-
-    The values are read only where that does not wait for a device.
+    """Return the padding mask [B, 1, 1, Sk] from boolean [B, n], or None if it has no padding. The
+    values are read only where that does not wait for a device.
     """
     if attention_mask is None:
         return None

@@ -163,7 +163,6 @@ def make_decoder(
 
 def _initialised(model: Model) -> Model:
     """Initialise two-dimensional weights with xavier_uniform_ and the rows of padding with zeros.
-
     Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid.
     """
     for p in model.parameters():
@@ -268,9 +267,8 @@ class LanguageModel(nn.Module):
 
 
 def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """Return embed(tokens) for tokens [B, S] that follow those in the cache.
-
-    One kernel computes it if embed is Embeddings, then PositionalEncoding.
+    """Return embed(tokens) for tokens [B, S] that follow those in the cache. One kernel computes it
+    if embed is Embeddings, then PositionalEncoding.
     """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:

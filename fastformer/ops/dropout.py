@@ -55,10 +55,7 @@ def philox4x32(
 def philox2x32(
     c0: Words, c1: Words, key: Words, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words]:
-    """Return two random 32-bit words for each counter (c0, c1) and 32-bit key.
-
-    The types, and how the arguments broadcast, are as in `philox4x32`.
-    """
+    """Return two random words for each counter (c0, c1) and 32-bit key, as `philox4x32` does."""
     for _ in range(rounds):
         product = c0 * _ROUND
         c0, c1 = ((product >> 32) ^ c1 ^ key) & _WORD, product & _WORD
@@ -193,10 +190,7 @@ def _dropped_by_torch(
 def _dropped_by_numpy(
     seed: int, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
 ) -> Tensor:
-    """Compute `dropped` on a CPU, in a half to a third of the time of `_dropped_by_torch`.
-
-    A call of NumPy has less overhead than a call of torch.
-    """
+    """Compute `dropped` on a CPU in half the time: a call of NumPy has less overhead."""
     first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
@@ -229,9 +223,8 @@ def _dropped_by_numpy(
 def _philox2x32_by_numpy(
     c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy.
-
-    Return [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
+    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy. Return
+    [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
     """
     odd = c0 * _FACTOR
     words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
@@ -321,10 +314,7 @@ def of_runs(
     p: float,
     shard: Place | None,
 ) -> Tensor:
-    """Return the mask [rows, columns] of `draw`; for a shard, its runs of rows one by one.
-
-    draw: `dropped_rows` or `dropped_hidden`.
-    """
+    """Return the mask of `draw` (`dropped_rows`, `dropped_hidden`); of a shard, run by run."""
     given = row_shard(shard)
     if given is None:
         return draw(seed, rows, columns, p)

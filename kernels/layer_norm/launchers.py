@@ -403,14 +403,10 @@ def backward(
 # ----------------------------------------------------------------------------------------- RMSNorm
 
 
-def _fake_rms(input, normalized_shape, *_):
-    return input.new_empty(input.shape), _statistics(input, normalized_shape)
-
-
 @register(
     "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
     "-> (Tensor output, Tensor reciprocal)",
-    _fake_rms,
+    lambda *given: _fake(*given)[:2],
 )
 def rms_forward(input, normalized_shape, weight, eps):
     """Launch the forward: (output, r [M])."""
@@ -446,13 +442,8 @@ _ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed, S
 
 
 def _fake_add(input, residual, weight, *_):
-    statistics = _statistics(input, list(weight.shape))
-    return (
-        input.new_empty(input.shape),
-        input.new_empty(input.shape),
-        statistics,
-        torch.empty_like(statistics),
-    )
+    x, statistics = input.new_empty(input.shape), _statistics(input, list(weight.shape))
+    return x, torch.empty_like(x), statistics, torch.empty_like(statistics)
 
 
 @register(
@@ -463,8 +454,7 @@ def _fake_add(input, residual, weight, *_):
 )
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, unbiased, **dropout)
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
@@ -488,50 +478,30 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     _fake_add_backward,
 )
 def add_backward(
-    grad_normalized,
-    grad_residual_out,
-    weight,
-    bias,
-    dropout_p,
-    eps,
-    unbiased,
-    dropout_seed,
-    shard,
-    residual_out,
-    mean,
-    reciprocal,
-    needs,
+    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, shard, *rest
 ):
     """Launch one pass for the gradients of input and residual and for the partial weight gradients,
     and add up the partial sums.
     """
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, unbiased, **dropout)
+    residual_out, mean, reciprocal, needs = rest
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     dx, dinput, sums = _run_backward(
-        _Given(
-            grad_normalized, grad_residual_out, residual_out, weight, dropout_seed, mean, reciprocal
-        ),
+        _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal),
         options,
         Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3]),
     )
     return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)
 
 
-def _fake_add_rms(input, residual, weight, *_):
-    statistic = _statistics(input, list(weight.shape))
-    return input.new_empty(input.shape), input.new_empty(input.shape), statistic
-
-
 @register(
     "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
     "float eps, Tensor? dropout_seed, SymInt[]? shard) "
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
-    _fake_add_rms,
+    lambda *given: _fake_add(*given)[:3],
 )
 def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, r [M])."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, rms=True, **dropout)
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
     y, total, _, r = _run_forward(input, residual, weight, None, dropout_seed, options)
     return y, total, r
 
@@ -549,23 +519,12 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
     _fake_add_rms_backward,
 )
 def add_rms_backward(
-    grad_normalized,
-    grad_residual_out,
-    weight,
-    dropout_p,
-    eps,
-    dropout_seed,
-    shard,
-    residual_out,
-    reciprocal,
-    needs,
+    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, shard, residual_out, r, needs
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, rms=True, **dropout)
-    saved = residual_out, weight, dropout_seed, reciprocal, reciprocal
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
     dx, dinput, sums = _run_backward(
-        _Given(grad_normalized, grad_residual_out, *saved),
+        _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r),
         options,
         Needs(True, needs[0] or needs[1], needs[2], False),
     )

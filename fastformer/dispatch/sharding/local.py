@@ -117,10 +117,7 @@ def _run_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
 
 
 def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading: int) -> Any:
-    """Run an op on consecutive rows of each sequence.
-
-    leading: the number of leading dimensions, which count the sequences.
-    """
+    """Run an op on consecutive rows of each sequence; `leading` dimensions count the sequences."""
     begin, column, _, run, sequence = shard
     # The feed-forward draws random words for 16 rows at a time. If a sequence does not begin at a
     # multiple of 16, the sequences run one at a time.

@@ -67,9 +67,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return out, weights if query.dim() == 3 else weights.squeeze(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
-        """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query.
-
-        In a packed batch, query, key, value and output are [tokens, E].
+        """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query. In a packed
+        batch, query, key, value and output are [tokens, E].
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
@@ -259,9 +258,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _with_appended_keys(
         self, k: Tensor, v: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor, Visibility]:
-        """Append bias_k and bias_v, and zeros (add_zero_attn), to k and v [N, H, S, D].
-
-        Every query sees the appended keys.
+        """Append bias_k and bias_v, and zeros (add_zero_attn), to k and v [N, H, S, D]. Every query
+        sees the appended keys.
         """
         if not self._appends_keys():
             return k, v, seen

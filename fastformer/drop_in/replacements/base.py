@@ -35,9 +35,8 @@ class Accelerated(nn.Module):
         return self._original.forward(self, *args)
 
     def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
-        """Call the original forward with arguments that the replacement rejected by `refusal`.
-
-        If the original raises too, raise `refusal`, whose message names the argument.
+        """Call the original forward with arguments that the replacement rejected by `refusal`. If
+        the original raises too, raise `refusal`, whose message names the argument.
         """
         name = str(refusal).split(" ", 1)[0]
         try:

@@ -101,9 +101,8 @@ class Layer(OnStream):
         return in_order_of(x, out)
 
     def _keeps_order(self, out: Tensor) -> bool:
-        """Return whether torch's layer with output `out` keeps the memory order of its input.
-
-        With norm_first it does, because its output is a sum that begins with the input.
+        """Return whether torch's layer with output `out` keeps the memory order of its input. With
+        norm_first it does, because its output is a sum that begins with the input.
         """
         return self.norm_first
 
@@ -137,10 +136,7 @@ def in_order_of(x: Tensor, out: Tensor) -> Tensor:
 
 
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
-    """Return the attention `name` of a layer, typed as the class that replaced it.
-
-    `Layer._unsupported_reason` checks the class.
-    """
+    """Return a layer's attention, as the class that `Layer._unsupported_reason` requires."""
     return getattr(layer, name)
 
 
@@ -223,10 +219,8 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         record_torch(type(self).__name__, why)
 
     def _one_op_arguments(self, dtype: torch.dtype) -> tuple[Any, ...] | None:
-        """Return the arguments after x of torch's op for a full layer.
-
-        Return None if the op does not compute the same as the submodules, or does not support their
-        parameters.
+        """Return the arguments after x of torch's op for a full layer. Return None if the op does
+        not compute the same as the submodules, or does not support their parameters.
         """
         attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
         norm1, norm2, linear1, linear2 = parts = _parts(self)
@@ -256,10 +250,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
 
 
 def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
-    """Return whether torch's op for a full layer can run such a call.
-
-    The only mask that it may have is padding.
-    """
+    """Return whether torch's op for a full layer can run a call: padded, but not masked."""
     x = stream.x
     return not (
         x.device.type != "cpu"

@@ -92,10 +92,7 @@ def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
 
 
 def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
-    """Return the hint, or without a hint whether the mask [L, L] is causal.
-
-    If the values of the mask may not be read, return False.
-    """
+    """Return the hint, or without one whether the mask [L, L] is known to be causal."""
     if hint is not None or mask is None:
         return bool(hint)
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
@@ -185,9 +182,8 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return torch.where(hidden.unsqueeze(-1), blank.to(out.dtype), out)
 
     def _converts_to_nested(self, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
-        """Return whether the original forward converts src to a nested tensor without padding.
-
-        If so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
+        """Return whether the original forward converts src to a nested tensor without padding. If
+        so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
         first = self._layers()[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
@@ -207,10 +203,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
-    """Return the packing of the tokens where hidden is False, or None if it saves no time.
-
-    hidden: [N, S], True at the padding.
-    """
+    """Return the packing without the tokens of hidden [N, S], or None if it saves no time."""
     if not _may_decide(hidden):
         return None
     valid = ~hidden

@@ -31,9 +31,7 @@ Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 def require_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
 ) -> tuple[float, Scores]:
-    """Check that the shapes [B, H, S, D] fit. Return the scale (or its default) and the shape of
-    the scores.
-    """
+    """Check the shapes [B, H, S, D]. Return the scale (or its default) and the scores' shape."""
     batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
     value_batch, value_heads, value_length, value_dim = value.shape
@@ -72,9 +70,7 @@ def default_scale(scale: float | None, dim: int) -> float:
 
 
 def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
-    """Check pages and table against the query. Return the number of keys that the table has room
-    for in a sequence.
-    """
+    """Check pages and table against the query. Return how many keys a sequence has room for."""
     batch, heads, _, dim = query.shape
     for name, x in (("key_pages", keys), ("value_pages", values)):
         if x.dim() != 4:

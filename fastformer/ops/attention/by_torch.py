@@ -118,10 +118,8 @@ def _masked_attention(
 def _biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor | None:
-    """Call torch's op with a bias.
-
-    Return None if the bias masks out all keys of a query, or if the gradient of torch's op would
-    lose too many digits.
+    """Call torch's op with a bias. Return None if the bias masks out all keys of a query, or if the
+    gradient of torch's op would lose too many digits.
     """
     if not may_read(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
         return None

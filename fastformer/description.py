@@ -146,7 +146,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def _varies_over(x: Tensor | None) -> str | bool:
-    """Return whether a mask varies over "keys", "rows" (queries) "all"; False for None."""
+    """Return whether a mask varies over "keys", "rows" (queries) or "all"; False for None."""
     if x is None:
         return False
     if x.dim() < 2 or x.shape[-2] == 1:
@@ -210,9 +210,8 @@ def dims(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def beyond_torch(attention: Attention) -> list[str]:
-    """Return the names of the options of a call that torch's fused ops do not compute.
-
-    `is_causal` is never among them: the caller has to check how it is aligned.
+    """Return the names of the options of a call that torch's fused ops do not compute. `is_causal`
+    is never among them: the caller has to check how it is aligned.
     """
     found = []  # faster than a comprehension, and every call on a CPU comes here
     for name, i in _BEYOND_TORCH:

@@ -158,9 +158,7 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, **more: Any):
-    """Make the launch of either kernel, which sums in the accumulator of the dtype of x. `dropout`
-    holds the probability and the shard.
-    """
+    """Make the launch of either kernel. `dropout` holds the probability and the shard."""
     case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))

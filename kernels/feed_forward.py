@@ -63,9 +63,7 @@ _KINDS = {"relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 
 
 class Tiles(NamedTuple):
-    """The rows and columns (hidden units) of a program's tile, the features that it reads at a
-    time, its warps, and the stages of its pipeline.
-    """
+    """The rows, columns (hidden units) and features of a tile, its warps, and its stages."""
 
     rows: int
     columns: int
@@ -410,9 +408,7 @@ def _elementwise(
 
 
 class _First:
-    """How a call computes h, and the layout of h. launch: the kernel of the first GEMM, or None if
-    that GEMM is torch's own.
-    """
+    """How a call computes h, and its layout. launch: the first GEMM; None if it is torch's."""
 
     def __init__(
         self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout

@@ -162,9 +162,7 @@ def layout(x: Tensor | None) -> Any:
 
 
 def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`, which
-    costs the host less than any other way to make an output.
-    """
+    """Return the shape and strides of a contiguous tensor, for the fast `new_empty_strided`."""
     shape = tuple(shape)
     return shape, torch.empty(shape, device="meta").stride()
 

@@ -81,8 +81,6 @@ class KVCache(SelfAttentionCache):
         if not self._even:  # else all rows still have the length that the host knows
             self._measure()
 
-    # ------------------------------------------------------------------------------------- parts
-
     @property
     def _form(self) -> tuple[int, Tensor, Tensor]:
         return self.key.shape[1], self.key, self.value

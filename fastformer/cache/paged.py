@@ -112,11 +112,7 @@ class PagedKVCache(SelfAttentionCache):
     def reorder(self, index: Tensor) -> None:
         """Replace row i by row index[i], for all i at once, without copies: rows share pages.
 
-        index: [B'] integers in [0, B).
-
-        Raises:
-            ValueError: index has another shape or device, or holds a row outside [0, B).
-            TypeError: index is not an integer tensor.
+        index, Raises: as in `KVCache.reorder`.
         """
         rows = require_rows(index, self.lengths)
         chosen = rows.tolist()
@@ -155,8 +151,6 @@ class PagedKVCache(SelfAttentionCache):
             self._release(table[pages:])
             del table[pages:]
         self._count()
-
-    # ------------------------------------------------------------------------------------- parts
 
     def buffers(self) -> tuple[Tensor, ...]:
         return (*super().buffers(), self.block_table)

@@ -229,9 +229,8 @@ def _has_tangent(values: Sequence[object]) -> bool:
 
 
 def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
-    """Run a kernel, or the alternative of that name, so that it can be differentiated.
-
-    The arguments have the names and the order of the reference, which the schema has as well.
+    """Run a kernel, or the alternative of that name, so that it can be differentiated. The
+    arguments have the names and the order of the reference, which the schema has as well.
     """
     name = _named(op, alternative) if alternative else op
     pair = _pairs[name]

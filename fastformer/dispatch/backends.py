@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +91,7 @@ class use_backend:
     def __enter__(self) -> None:
         _set_backend(self._name, self._name)  # again, because an earlier `with` may have ended
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _set_backend(*self._previous)
 
 
@@ -210,10 +205,7 @@ def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> 
 
 
 def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
-    """Choose how a checked call runs; `backend` is the `current_backend`.
-
-    Raises RuntimeError if `backend` is "triton" and the kernels cannot run the call.
-    """
+    """Choose how a checked call runs. Raises RuntimeError if the backend triton cannot run it."""
     if backend == "reference":
         return _explicit[op, backend]
     first = next(iter(arguments.values()))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +121,7 @@ class context_parallel:
         self._before.append(backends.shard_sequences(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         backends.shard_sequences(self._before.pop())
 
     # ------------------------------------------------------------------------------ the layout
@@ -185,9 +179,7 @@ class context_parallel:
         return table.index_select(0, positions.clamp(max=full_length - 1))
 
     def pad(self, x: Tensor, dim: int, value: float) -> Tensor:
-        """Return x padded with `value` at the end of dimension `dim`, so that each chunk is a
-        multiple of 16 rows, which share random words of dropout.
-        """
+        """Return x padded at the end of dimension `dim`: chunks of multiples of 16, for dropout."""
         checks.require_tensor("x", x)
         more = -x.shape[dim] % (16 * self.size * (1 + self.balanced))
         shape = [more if i == dim % x.dim() else n for i, n in enumerate(x.shape)]
@@ -321,8 +313,6 @@ class _Plan:
             "scaled_dot_product_attention", **arguments, attention=attention, return_lse=True
         )
 
-    # ------------------------------------------------------------------------------ all-to-all
-
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the attention by all-to-all: each process has some heads of all rows."""
         context, heads = self.context, self.heads // self.context.size
@@ -344,8 +334,6 @@ class _Plan:
             for x in (out, lse.unsqueeze(3))
         )
         return out, lse.squeeze(3)
-
-    # ------------------------------------------------------------------------------------ ring
 
     def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
         """Return the blocks of scores: pairs of a local chunk of queries and a chunk of keys of

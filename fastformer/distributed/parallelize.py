@@ -13,9 +13,6 @@ holds.
       attention, by heads ............... [B, S, d]      all-gather before, reduce-scatter after
       feed-forward, by hidden units ..... [B, S, d]      all-gather before, reduce-scatter after
       generator and loss, by classes .... [B, S, d]      all-gather; two numbers per token
-
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
 
 from __future__ import annotations
@@ -81,7 +78,8 @@ def parallelize(
         TypeError: model is not a module, mesh is not a DeviceMesh, or plan is not a mapping.
         RuntimeError: there is no process group.
 
-    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al.
+    2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")

@@ -1,8 +1,4 @@
-"""Explain which backend a call, or each layer of a model, runs on.
-
-print(explain("layer_norm", x, (64,)))     which backend the op runs on, and why
-print(explain(model, x))                   what each layer of the model runs on
-"""
+"""Explain which backend a call, or each layer of a model, runs on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Faster attention for existing PyTorch models.
-
-    report = accelerate(model)     change the classes of its modules, in place
-    print(report)                  what was replaced, what was not, and why
-    restore(model)                 give the modules their original classes
-
-The replacement forwards are in replacements/.
-"""
+"""Change the classes of a model's modules, in place, to those in replacements/, and back."""
 
 from __future__ import annotations
 
@@ -30,8 +23,6 @@ from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
-
-# --------------------------------------------------------------------------- accelerate and restore
 
 
 def accelerate(

@@ -184,11 +184,8 @@ class DecoderLayer(nn.Module):
     """Self-attention, attention to the memory and the feed-forward, each in a SublayerConnection.
 
     Args:
-        size: features, d_model.
         self_attn, src_attn: modules that are called with (query, key, value, mask).
-        feed_forward: a module that is called with x.
-        dropout: probability that an element of a sublayer's output is dropped, in training.
-        norm_first, norm: as in `SublayerConnection`.
+        size, feed_forward, dropout, norm_first, norm: as in `EncoderLayer`.
 
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].

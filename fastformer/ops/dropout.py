@@ -64,9 +64,8 @@ def philox2x32(
 
 
 def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
-    """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed.
-
-    n is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
+    """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed. n
+    is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
     """
     z = n * _MIX_STEP + seed
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> extends the sign: the mask clears it
@@ -273,30 +272,22 @@ def _philox_by_numpy(
 
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
-_library.define(
-    "dropped(Tensor seed, SymInt batch_heads, SymInt rows, SymInt columns, float p, "
-    "SymInt[]? place=None) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.impl("dropped", _dropped, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fastformer::dropped",
-    lambda seed, *sizes: seed.new_empty(sizes[:3], dtype=torch.bool),
-    lib=_library,
-)
-_library.define(
-    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p, SymInt row=0, "
-    "SymInt column=0) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.impl(
-    "dropped_rows", lambda *args: _dropped_rows(*args).contiguous(), "CompositeExplicitAutograd"
-)
-torch.library.register_fake(
-    "fastformer::dropped_rows",
-    lambda seed, *sizes: seed.new_empty(sizes[:2], dtype=torch.bool),
-    lib=_library,
-)
+
+
+def _define(name: str, sizes: str, draw: Callable[..., Tensor], dims: int) -> None:
+    """Register `draw` as an op, whose mask has the first `dims` of its sizes."""
+    _library.define(f"{name}(Tensor seed, {sizes}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, lambda *given: draw(*given).contiguous(), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"fastformer::{name}",
+        lambda seed, *given: seed.new_empty(given[:dims], dtype=torch.bool),
+        lib=_library,
+    )
+
+
+_MATRIX = "SymInt rows, SymInt columns, float p"
+_define("dropped", f"SymInt batch_heads, {_MATRIX}, SymInt[]? place=None", _dropped, 3)
+_define("dropped_rows", f"{_MATRIX}, SymInt row=0, SymInt column=0", _dropped_rows, 2)
 
 
 def dropped_hidden(

@@ -49,9 +49,7 @@ def blocks(v: int) -> list[tuple[int, int]]:
 
 
 def group_size(x: Tensor, block: int) -> int:
-    """Choose how many classes make a group: as many as 16 bytes hold. In the interpreter it is a
-    full block, because each operation has a fixed cost.
-    """
+    """Choose the classes of a group: those of 16 bytes; in the slow interpreter, a full block."""
     return block if INTERPRETED else 16 // x.element_size()
 
 
@@ -91,9 +89,7 @@ class Smoothing(NamedTuple):
         return choose(x.device, tuning_key)
 
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
-        """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of the losses'
-        gradients.
-        """
+        """Make the launch of a kernel for logits x [M, V]. g: the stride of the grad_losses."""
         labels = self.labels()
         block, warps = self.block(
             kernel.fn.__name__.removesuffix("_kernel"), x, labels.off > 0, case["ahead"]
@@ -335,9 +331,7 @@ _LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bi
 def linear_forward(
     input, linear_weight, target, linear_bias, reduction, ignore_index, amount, kind, needs
 ):
-    """Return loss, lse, and for mean and sum the wanted gradients, computed one chunk of tokens at
-    a time.
-    """
+    """Return loss, lse, and for mean and sum the wanted gradients, chunk of tokens by chunk."""
     v, n = linear_weight.shape
     labels = Smoothing(v, ignore_index, amount, kind)
     x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()

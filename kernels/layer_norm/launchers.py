@@ -54,9 +54,7 @@ PARTIAL_SUMS = 256  # the most ranges of rows, each with a partial weight gradie
 
 
 class Tiles(NamedTuple):
-    """The rows and columns that a program holds at a time, its warps, and the pipeline stages of
-    the backward's loop over tiles of rows.
-    """
+    """A program's rows and columns, its warps, and the stages of the backward's loop over rows."""
 
     rows: int
     columns: int
@@ -68,9 +66,7 @@ WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, if a row is several 
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Choose tiles of full rows if a row fits, with several rows if they are short; else blocks of
-    4096 features.
-    """
+    """Choose tiles of full rows (several, if short); for wider rows, blocks of 4096 features."""
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
     if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
@@ -81,9 +77,7 @@ def configuration(n: int, arch: str) -> Tiles:
 
 
 def others(tiles: Tiles, backward: bool) -> list[Tiles]:
-    """Return the tiles that a measurement may choose instead: other numbers of rows, warps and, for
-    the backward, pipeline stages.
-    """
+    """Return the tiles that a measurement may choose: other rows, warps and, backward, stages."""
     rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 8192)
     return [
         tiles._replace(rows=n, warps=warps, stages=stages)
@@ -165,9 +159,7 @@ def _run_forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, s, mean [M] and r [M]. Without a residual s is x. RMSNorm has no mean and returns r
-    for it.
-    """
+    """Return y, s (x without a residual), mean [M] and r [M]. RMSNorm returns r for the mean."""
     if x.numel() == 0:  # also if n is 0
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
@@ -197,9 +189,7 @@ def _run_forward(
 
 
 class _Given(NamedTuple):
-    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s as an output, if
-    it has one.
-    """
+    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if it has one."""
 
     grad: Tensor
     grad_sum: Tensor | None
@@ -211,9 +201,7 @@ class _Given(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Whether there was a residual, and which gradients are wanted. weights: of weight or bias;
-    bias: of the bias too.
-    """
+    """Whether there was a residual, and what is wanted; weights: the gradient of weight or bias."""
 
     residual: bool
     x: bool
@@ -222,9 +210,7 @@ class Needs(NamedTuple):
 
 
 class _Backward:
-    """The launches of a backward: one kernel if a row fits into a tile, else one for dx and one for
-    the weight gradients.
-    """
+    """The launches: one kernel if a row fits into a tile, else one for dx and one for weights."""
 
     def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
         x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
@@ -480,9 +466,7 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
 def add_backward(
     grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, shard, *rest
 ):
-    """Launch one pass for the gradients of input and residual and for the partial weight gradients,
-    and add up the partial sums.
-    """
+    """Launch one pass for all gradients, and add up the partial sums of those of the weights."""
     residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     dx, dinput, sums = _run_backward(

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
 from fastformer.dispatch.operation import ROW_DIMS, Arguments
-from fastformer.dispatch.sharding.call import Call, Run, holds_dtensor, require_group
+from fastformer.dispatch.sharding.call import Call, Run, require_group
 from fastformer.dispatch.sharding.losses import sharded_loss
 
 _TILE_ROWS = 16  # attention and feed-forward draw random words for so many rows at a time
@@ -28,18 +29,11 @@ def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
         return _run_attention(inner, call, arguments, first)
     if call.op == "embed" and "v" in call.sharded_dims:
         return _embed_local_vocabulary(inner, call, first)
-    own = dict(call.arguments)
-    if call.op == "embed":
-        own = _with_local_positions(call)
-    if (
-        "f" in call.sharded_dims and own["b_2"] is not None
-    ):  # a partial sum: only one device adds it
-        own["b_2"] = own["b_2"] * float(_is_first(call, "f"))
+    own = _with_local_positions(call) if call.op == "embed" else dict(call.arguments)
+    if "f" in call.sharded_dims and own["b_2"] is not None:  # a partial sum: one device adds it
+        is_first = all(dist.get_rank(group) == 0 for group in call.groups("f"))
+        own["b_2"] = own["b_2"] * float(is_first)
     return _run_rows(inner, call, own, first)
-
-
-def _is_first(call: Call, dim: str) -> bool:
-    return all(dist.get_rank(group) == 0 for group in call.groups(dim))
 
 
 def _run_attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
@@ -140,7 +134,7 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
     dim = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1
     if dim < 0:
         raise ValueError(f"{op} of one row within context_parallel; expected [.., S, features]")
-    if holds_dtensor(own.values()):
+    if any(isinstance(x, DTensor) for x in own.values()):
         raise ValueError(f"{op} of DTensors within context_parallel; expected plain tensors")
     row_dims = {"tokens": dim, "input": dim, "residual": dim, "positional": 0}
     row_dims = {name: i for name, i in row_dims.items() if own.get(name) is not None}

@@ -72,9 +72,6 @@ def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Modu
     return cls.__new__(cls)
 
 
-# ------------------------------------------------------------------------------ fallbacks, records
-
-
 class _RunningModules(threading.local):
     """modules: the modules whose forward is running, innermost last; None outside of `explain`."""
 
@@ -120,9 +117,6 @@ def record_fallback(module: nn.Module, op: str, reason: str) -> None:
 def record_torch(op: str, reason: str) -> None:
     """Let `explain` record that torch ran `op` itself, and why."""
     backends.report(backends.Choice(op, "torch", reason))
-
-
-# ------------------------------------------------------------------------------- unsupported calls
 
 
 def unsupported_tensor(*tensors: Tensor | None) -> str | None:

@@ -125,9 +125,8 @@ class Layer(OnStream):
 
 
 def in_order_of(x: Tensor, out: Tensor) -> Tensor:
-    """Return out, which has the shape of x, with its dimensions in the memory order of x.
-
-    An expanded x (stride 0) has no such order; then return a contiguous tensor.
+    """Return out, which has the shape of x, with its dimensions in the memory order of x. An
+    expanded x (stride 0) has no such order; then return a contiguous tensor.
     """
     if 0 in x.stride():
         return out.contiguous()
@@ -151,9 +150,6 @@ def _op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
     if type(function) is nn.GELU:
         return "gelu" if function.approximate == "none" else "gelu_tanh"
     return "gelu" if function is F.gelu else function
-
-
-# ---------------------------------------------------------------------------------------- encoder
 
 
 class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
@@ -250,7 +246,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
 
 
 def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
-    """Return whether torch's op for a full layer can run a call: padded, but not masked."""
+    """Return whether torch's op for a full layer can run such a call: no mask but padding."""
     x = stream.x
     return not (
         x.device.type != "cpu"
@@ -299,9 +295,6 @@ def encoder_visibility(
     attention = attention_of(layer, "self_attn")
     attention._require_inputs(src, src, src)
     return attention._visibility(src, src, *masks, is_causal, names)
-
-
-# ---------------------------------------------------------------------------------------- decoder
 
 
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):

@@ -106,9 +106,6 @@ def _may_decide(x: Tensor) -> bool:
     return eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-# ---------------------------------------------------------------------------------------- encoder
-
-
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
     _layer = FusedTransformerEncoderLayer
     _drops_padding: bool  # accelerate(drop_padding=...)
@@ -214,9 +211,6 @@ def _packing_worth_it(hidden: Tensor) -> Packing | None:
     dropped = hidden.numel() - kept
     worth = kept > 0 and dropped >= max(_LEAST_TOKENS, _LEAST_SHARE * hidden.numel())
     return packing_of(valid, longest) if worth else None
-
-
-# ------------------------------------------------------------------------------ decoder, and both
 
 
 class FusedTransformerDecoder(Stack, nn.TransformerDecoder):

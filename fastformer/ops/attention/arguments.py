@@ -318,10 +318,8 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
-    """Return the shard with its global sizes filled in.
-
-    Return None if the shard is the full call, or if only batch and head differ and dropout is off;
-    but never within `context_parallel`.
+    """Return the shard with its global sizes filled in. Return None if the shard is the full call,
+    or if only batch and head differ and dropout is off; but never within `context_parallel`.
     """
     if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
         fields = ", ".join(Shard._fields)

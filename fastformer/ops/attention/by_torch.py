@@ -134,7 +134,6 @@ def _biased_attention(
 
 def near_zero(added: Tensor) -> bool:
     """Return whether the maximum of every row is known to be near zero, or -inf (no key is seen).
-
     The backward of torch's op keeps only lse. A large term leaves no digits for the scores in it.
     """
     if not may_read(added):

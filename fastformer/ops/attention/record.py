@@ -9,24 +9,12 @@ import torch
 from torch import Tensor
 
 from fastformer.description import OPTIONS, Attention, beyond_torch, dims, unpack, words
-from fastformer.dispatch import backends, workloads
-from fastformer.dispatch.operation import (
-    Alternative,
-    Arguments,
-    Function,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    WorkloadFamily,
-)
+from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
 from fastformer.ops.attention import contract, reference
 
 _aten = torch.ops.aten
-
-
-# --------------------------------------------------------------------------------------- sharding
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:
@@ -40,10 +28,7 @@ def _dims(arguments: Arguments) -> dict[str, str]:
     return given | dims(arguments)
 
 
-_SHARDING = ShardingRule(_dims, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
-
-
-# ---------------------------------------------------------------------------------------- workload
+_SHARDING = operation.ShardingRule(_dims, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
 
 
 def _describe(
@@ -169,7 +154,7 @@ def _ordered(x: Tensor, like: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _forward_by(op: Function) -> Function:
+def _forward_by(op: operation.Function) -> operation.Function:
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         attention = unpack(rest[:-1])
         output, lse, *_ = op(query, key, value, attention.is_causal, attention.scale)
@@ -206,8 +191,6 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return causal, query.dtype, query.stride(), *sizes
 
 
-# ----------------------------------------------------------------------------------------- records
-
 # Not multiples of a tile, so that the masked edge of a tile is compared too; but multiples of 16,
 # for which Triton compiles the same kernel as for the full size.
 _LIMITS = dict(B=2, Sq=720, Sk=720)
@@ -228,7 +211,7 @@ backends.register(
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
         sharding=_SHARDING,
-        workloads=WorkloadFamily(_describe, _arguments, _LIMITS, (_EXAMPLE, {})),
+        workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_EXAMPLE, {})),
         tuned=_TUNED,
         alternatives={
             "torch (cuDNN)": Alternative(_forward_by(_cudnn)),
@@ -244,7 +227,9 @@ backends.register(
         contract=contract.packed_attention,
         reference=reference.packed_attention,
         sharding=_SHARDING,
-        workloads=WorkloadFamily(_describe_packed, _packed_arguments, _LIMITS, (_EXAMPLE, {})),
+        workloads=operation.WorkloadFamily(
+            _describe_packed, _packed_arguments, _LIMITS, (_EXAMPLE, {})
+        ),
         tuned=_TUNED,
     ),
     Operation(
@@ -252,7 +237,7 @@ backends.register(
         contract=contract.paged_attention,
         reference=reference.paged_attention,
         sharding=_SHARDING,
-        workloads=WorkloadFamily(
+        workloads=operation.WorkloadFamily(
             _describe_paged,
             _paged_arguments,
             _PAGED_LIMITS,

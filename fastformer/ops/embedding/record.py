@@ -6,27 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.dispatch import backends, workloads
-from fastformer.dispatch.operation import (
-    ROW_DIMS,
-    Arguments,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    WorkloadFamily,
-)
+from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
 from fastformer.ops.embedding import contract, reference
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:
-    tokens = ROW_DIMS[: arguments["tokens"].dim()]
+    tokens = operation.ROW_DIMS[: arguments["tokens"].dim()]
     return {"tokens": tokens, "weight": "vn", "positional": ".n", "dropout_seed": "."}
 
 
-_SHARDING = ShardingRule(
-    _dims, lambda x: (x["tokens"] + "n",), "vn" + ROW_DIMS, {"v": ("tokens",), "n": ("tokens",)}
+_SHARDING = operation.ShardingRule(
+    _dims,
+    lambda x: (x["tokens"] + "n",),
+    "vn" + operation.ROW_DIMS,
+    {"v": ("tokens",), "n": ("tokens",)},
 )
 
 
@@ -51,7 +46,7 @@ backends.register(
         contract=contract.embed,
         reference=reference.embed,
         sharding=_SHARDING,
-        workloads=WorkloadFamily(
+        workloads=operation.WorkloadFamily(
             _describe,
             _arguments,
             limits=dict(M=720, S=240, V=1024),

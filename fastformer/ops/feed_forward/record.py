@@ -6,35 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.dispatch import backends, workloads
-from fastformer.dispatch.operation import (
-    ROW_DIMS,
-    Arguments,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    WorkloadFamily,
-)
+from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
 from fastformer.ops.feed_forward import contract, reference
-
-# --------------------------------------------------------------------------------------- sharding
 
 
 def _dims(arguments: Arguments) -> dict[str, str]:
     w, b = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
-    rows = ROW_DIMS[: arguments["input"].dim() - 1]
+    rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
     given = {"input": rows + "d", w: "fd", b: "f", "w_2": "of", "b_2": "o"}
     return given | {"dropout_seed": "."}
 
 
-_SHARDING = ShardingRule(
-    _dims, lambda x: (x["input"][:-1] + "o",), "f" + ROW_DIMS, {"f": ("input",)}
+_SHARDING = operation.ShardingRule(
+    _dims, lambda x: (x["input"][:-1] + "o",), "f" + operation.ROW_DIMS, {"f": ("input",)}
 )
-
-
-# ---------------------------------------------------------------------------------------- workload
 
 
 def _describe(
@@ -60,8 +47,6 @@ def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     return given | activation | workloads.dropout(options)
 
 
-# ----------------------------------------------------------------------------------------- records
-
 _LIMITS, _SIZES = dict(M=496), dict(M=1, d=16, F=16, out=16)
 
 backends.register(
@@ -70,7 +55,9 @@ backends.register(
         contract=contract.feed_forward,
         reference=reference.feed_forward,
         sharding=_SHARDING,
-        workloads=WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))),
+        workloads=operation.WorkloadFamily(
+            _describe, _arguments, _LIMITS, (_SIZES, dict(activation="relu"))
+        ),
         tuned=("feed_forward first", "feed_forward activated", "feed_forward hidden_backward"),
     )
 )
@@ -84,7 +71,7 @@ for _contract, _reference in (
             contract=_contract,
             reference=_reference,
             sharding=_SHARDING._replace(halves=("w", "b")),
-            workloads=WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
+            workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
             tuned=("feed_forward gated", "feed_forward gated_backward"),
         )
     )

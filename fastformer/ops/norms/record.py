@@ -9,38 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.dispatch import backends, workloads
-from fastformer.dispatch.operation import (
-    ROW_DIMS,
-    Alternative,
-    Arguments,
-    Operation,
-    Options,
-    ShardingRule,
-    Sizes,
-    WorkloadFamily,
-)
+from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
 from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
 
 
-# --------------------------------------------------------------------------------------- sharding
-
-
 def _dims(arguments: Arguments) -> dict[str, str]:
     x, shape = arguments["input"], arguments.get("normalized_shape")
     n = len(arguments["weight"].shape if shape is None else shape)
-    rows, features = ROW_DIMS[: x.dim() - n], "." * n
+    rows, features = operation.ROW_DIMS[: x.dim() - n], "." * n
     given = dict.fromkeys(("input", "residual"), rows + features)
     return given | {"weight": features, "bias": features, "dropout_seed": "."}
 
 
-_SHARDING = ShardingRule(_dims, lambda x: (x["input"],), ROW_DIMS)
-
-
-# ---------------------------------------------------------------------------------------- workload
+_SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
 
 
 def _describe(
@@ -162,8 +147,6 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return dtype, tensors[0].shape, tuple(arguments.get("normalized_shape", ())), len(tensors)
 
 
-# ----------------------------------------------------------------------------------------- records
-
 _LIMITS, _SIZES = dict(M=496), dict(M=1, N=16)
 _WEIGHTED, _AFFINE = dict(weight=True), dict(weight=True, bias=True)
 
@@ -172,7 +155,7 @@ _OF_LAYER_NORM = Operation(
     contract=contract.layer_norm,
     reference=reference.layer_norm,
     sharding=_SHARDING,
-    workloads=WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
+    workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
     tuned=("layer_norm forward", "layer_norm backward"),
     alternatives={
         "torch (layer_norm)": Alternative(_layer_norm),
@@ -184,7 +167,7 @@ _OF_SUM = _OF_LAYER_NORM._replace(
     contract=contract.dropout_add_layer_norm,
     reference=reference.dropout_add_layer_norm,
     sharding=_SHARDING._replace(outputs=lambda x: (x["input"],) * 2),
-    workloads=WorkloadFamily(_describe, _sum_arguments, _LIMITS, (_SIZES, _AFFINE)),
+    workloads=operation.WorkloadFamily(_describe, _sum_arguments, _LIMITS, (_SIZES, _AFFINE)),
     alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
@@ -199,7 +182,9 @@ backends.register(
     _OF_SUM._replace(
         contract=contract.dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
-        workloads=WorkloadFamily(_describe, _rms_sum_arguments, _LIMITS, (_SIZES, _WEIGHTED)),
+        workloads=operation.WorkloadFamily(
+            _describe, _rms_sum_arguments, _LIMITS, (_SIZES, _WEIGHTED)
+        ),
         alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         reference_backward=functools.partial(
             reference.dropout_add_norm_backward, reference.rms_norm

@@ -67,6 +67,8 @@ def require_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
 
 def require_number(name: str, x: float, expected: str = "a number") -> float:
     """Require an int or a float, and return it as a float."""
+    if type(x) is float:
+        return x
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
     return float(x)

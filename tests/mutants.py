@@ -1527,6 +1527,7 @@ DRAWN_FROM = {
         "fastformer/distributed/context_parallel.py",
         "fastformer/distributed/styles.py",
         "fastformer/drop_in/hugging_face.py",
+        "fastformer/drop_in/masks.py",
         "fastformer/drop_in/replacements/annotated.py",
         "fastformer/drop_in/replacements/attention.py",
         "fastformer/drop_in/replacements/base.py",

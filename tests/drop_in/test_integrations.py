@@ -20,6 +20,7 @@ import fastformer as ff
 from benchmarks import ROOT
 from fastformer import numerics
 from fastformer.drop_in import hugging_face as drop_in_hugging_face
+from fastformer.drop_in import masks
 from fastformer.ops import functional
 
 transformers = pytest.importorskip("transformers")
@@ -766,7 +767,7 @@ def test_other_masks_are_complete():
 
 def made(left=None, right=0, padding=None, guarded=True):
     """A Mask of 3 queries and 4 keys."""
-    kind = drop_in_hugging_face._FunctionMask if guarded else drop_in_hugging_face.Mask
+    kind = masks._FunctionMask if guarded else drop_in_hugging_face.Mask
     return kind((B, 1, 3, 4), padding, left, right, "cpu", "some_model")
 
 

@@ -188,8 +188,9 @@ def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool)
         require_device(name, x, "query", query)
     shape, full = x.shape, scores[:1] + scores[2:] if three else scores
     fits = len(shape) <= len(full)
-    for have, want in zip(reversed(shape), reversed(full)):
-        fits = fits and (have == want or have == 1)
+    if shape != full[-len(shape) :]:
+        for have, want in zip(reversed(shape), reversed(full)):
+            fits = fits and (have == want or have == 1)
     if not fits:
         raise ValueError(
             f"{name} has shape {shape_of(x)}; expected one that broadcasts to {list(full)}"

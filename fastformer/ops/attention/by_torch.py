@@ -20,7 +20,7 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
     """
     if not query.is_cpu or query.dtype is torch.float64 or formula.always:
         return False
-    if not NO_TERMS.isdisjoint(others):
+    if others and not NO_TERMS.isdisjoint(others):
         return False
     if attention.is_causal and not attention.scale > 0.0:  # torch masks before it scales
         return False

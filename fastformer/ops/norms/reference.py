@@ -23,8 +23,10 @@ def layer_norm(
     *,
     unbiased: bool = False,
 ) -> Tensor:
-    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias))
-    if not unbiased and not mixed and input.dtype != torch.float64:
+    dtype = input.dtype
+    mixed = weight is not None and weight.dtype is not dtype
+    mixed = mixed or (bias is not None and bias.dtype is not dtype)
+    if not unbiased and not mixed and dtype is not torch.float64:
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))

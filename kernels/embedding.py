@@ -162,17 +162,10 @@ def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, *
     case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
-    tuning_key = TuningKey(
-        f"embed {kernel.fn.__name__.strip('_')}", name, shipped, functools.partial(others, size.N)
-    )
-    tiles = choose(x.device, tuning_key)
-    arguments = dict(
-        size=size,
-        dropout=dropout_arguments(*dropout),
-        tile=constants(tiles),
-        case=constants(case),
-        **more,
-    )
+    op, options = f"embed {kernel.fn.__name__.strip('_')}", functools.partial(others, size.N)
+    tiles = choose(x.device, TuningKey(op, name, shipped, options))
+    more |= dict(size=size, dropout=dropout_arguments(*dropout))
+    arguments = dict(more, tile=constants(tiles), case=constants(case))
     grid = (triton.cdiv(size.M, tiles.rows), triton.cdiv(size.N, tiles.columns))
     return Launch(kernel, grid, arguments, tiles.warps)
 
@@ -251,9 +244,7 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | No
 def backward(
     grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, shard, needs
 ):
-    """Launch the kernel that applies dropout and scale to dy. Then dweight is torch's embedding
-    backward, and dpositional a sum over the batch.
-    """
+    """Launch the kernel of dropout and scale; torch's ops then add up dweight and dpositional."""
     v, n = weight.shape
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # dpositional has no such factor

@@ -39,10 +39,8 @@ def row_stride(x: Tensor, n: int) -> int:
 
 
 def constants(group: Group) -> Group:
-    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group.
-
-    Results are cached and shared: thousands of launches may be remembered, but they use few
-    kernels.
+    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group. The
+    results are shared: thousands of launches may be remembered, but they use few kernels.
     """
     return _constants(type(group), tuple(group), tuple(map(type, group)))  # types: 1 == True
 

@@ -335,14 +335,10 @@ class observe:
 
     def __enter__(self) -> None:
         on_choice, on_unsupported, on_call = self._functions
-        self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
-        if on_choice is not None:
-            _state.on_choice = on_choice
-        if on_unsupported is not None:
-            _state.on_unsupported = on_unsupported
-        if on_call is not None:
-            _state.on_call = on_call
-            _state.on_choice = _state.on_choice or _ignore
+        before = self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
+        _state.on_choice = on_choice or before[0] or (_ignore if on_call else None)
+        _state.on_unsupported = on_unsupported or before[1]
+        _state.on_call = on_call or before[2]
 
     def __exit__(self, *error: object) -> None:
         _state.on_choice, _state.on_unsupported, _state.on_call = self._previous

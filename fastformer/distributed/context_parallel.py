@@ -35,10 +35,7 @@ METHODS = ("auto", "all-to-all", "ring")
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of a sequence.
-
-    The first has the index `local_start` in this process and `global_start` in the full sequence.
-    """
+    """Consecutive rows of a sequence, from `local_start` in this process, `global_start` in all."""
 
     local_start: int
     global_start: int
@@ -256,10 +253,7 @@ class context_parallel:
                 )
 
     def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
-        """Start to send tensors to the next process and to receive those of the previous process.
-
-        Returns the tensors that are received, and the works to wait for.
-        """
+        """Send tensors on; return those of the previous process, and the works to wait for."""
         received = [torch.empty_like(x) for x in tensors]
         after, before = (self._ranks[(self.rank + step) % self.size] for step in (1, -1))
         works = [dist.P2POp(dist.isend, x, after, self.group) for x in tensors]
@@ -341,7 +335,7 @@ class _Plan:
 
         If attention does not depend on positions, return one pair of all queries and all keys.
         """
-        if self._ignores_positions():
+        if not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}:
             return [(Chunk(0, 0, query.shape[2]), Chunk(0, 0, key.shape[2]))]
         return [
             (q, k)
@@ -349,9 +343,6 @@ class _Plan:
             for k in self.context.chunks(key.shape[2], owner)
             if self._may_see(q, k)
         ]
-
-    def _ignores_positions(self) -> bool:
-        return not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         a = self.attention
@@ -497,12 +488,8 @@ class _Ring(torch.autograd.Function):
                     found = backends.attention_gradients(
                         of_rows[0], inputs, plan.attention_of(q, k), of_rows[1]
                     )
-                sums = (
-                    dq[:, :, rows],
-                    *(x[:, :, keys] for x in own),
-                    plan.block_of(dbias, q, k),
-                    dsinks,
-                )
+                shared = plan.block_of(dbias, q, k), dsinks
+                sums = dq[:, :, rows], *(x[:, :, keys] for x in own), *shared
                 for total, gradient in zip(sums, found):
                     if total is not None and gradient is not None:
                         total += gradient

@@ -137,11 +137,7 @@ class _DirectAttention(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         rows = self._recorder.rows
         before = len(rows)

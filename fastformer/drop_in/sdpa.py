@@ -43,11 +43,7 @@ class sdpa_override(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _sdpa(*args, **(kwargs or {}))

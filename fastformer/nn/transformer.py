@@ -193,13 +193,8 @@ class EncoderDecoder(nn.Module):
         generator: Generator,
     ) -> None:
         super().__init__()
-        require_callable(
-            encoder=encoder,
-            decoder=decoder,
-            src_embed=src_embed,
-            tgt_embed=tgt_embed,
-            generator=generator,
-        )
+        embeds: dict[str, Any] = dict(src_embed=src_embed, tgt_embed=tgt_embed)
+        require_callable(encoder=encoder, decoder=decoder, **embeds, generator=generator)
         self.encoder = encoder
         self.decoder = decoder
         self.src_embed = src_embed
@@ -267,9 +262,7 @@ class LanguageModel(nn.Module):
 
 
 def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """Return embed(tokens) for tokens [B, S] that follow those in the cache. One kernel computes it
-    if embed is Embeddings, then PositionalEncoding.
-    """
+    """Return embed(tokens) for tokens [B, S] after those in the cache, by one kernel if it can."""
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
         return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)

@@ -288,9 +288,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradients(input, weight, bias, wanted) -> list[Tensor]:
-    """Make zeros for the sums: dinput in its dtype, dw and db in the accumulator's. A sum that is
-    not wanted has no elements.
-    """
+    """Make zeros for dinput (in its dtype), dw and db (in the accumulator's), empty if unwanted."""
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
     return [

@@ -359,10 +359,8 @@ def forward(input, normalized_shape, weight, bias, eps, unbiased):
     return y, mean, r
 
 
-def _fake_backward(
-    grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
-):
-    likes = zip(needs, (input, weight, bias))
+def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
+    likes = zip(rest[-1], (input, weight, bias))
     return tuple(_or_nothing(need, like, input) for need, like in likes)
 
 
@@ -378,11 +376,9 @@ def backward(
 ):
     """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
-    dx, _, sums = _run_backward(
-        _Given(grad_output, None, input, weight, None, mean, reciprocal),
-        options,
-        Needs(False, needs[0], needs[1] or needs[2], needs[2]),
-    )
+    given = _Given(grad_output, None, input, weight, None, mean, reciprocal)
+    wanted = Needs(False, needs[0], needs[1] or needs[2], needs[2])
+    dx, _, sums = _run_backward(given, options, wanted)
     return dx, _as(sums[0], needs[1], weight, dx), _as(sums[-1], needs[2], bias, dx)
 
 
@@ -414,11 +410,8 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
     """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    dx, _, sums = _run_backward(
-        _Given(grad_output, None, input, weight, None, reciprocal, reciprocal),
-        options,
-        Needs(False, needs[0], needs[1], False),
-    )
+    given = _Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
+    dx, _, sums = _run_backward(given, options, Needs(False, needs[0], needs[1], False))
     return dx, _as(sums[0], needs[1], weight, dx)
 
 
@@ -469,11 +462,9 @@ def add_backward(
     """Launch one pass for all gradients, and add up the partial sums of those of the weights."""
     residual_out, mean, reciprocal, needs = rest
     options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
-    dx, dinput, sums = _run_backward(
-        _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal),
-        options,
-        Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3]),
-    )
+    given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
+    wanted = Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3])
+    dx, dinput, sums = _run_backward(_Given(*given), options, wanted)
     return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)
 
 
@@ -507,9 +498,7 @@ def add_rms_backward(
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
-    dx, dinput, sums = _run_backward(
-        _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r),
-        options,
-        Needs(True, needs[0] or needs[1], needs[2], False),
-    )
+    given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
+    wanted = Needs(True, needs[0] or needs[1], needs[2], False)
+    dx, dinput, sums = _run_backward(given, options, wanted)
     return dinput, dx, _as(sums[0], needs[2], weight, dx)

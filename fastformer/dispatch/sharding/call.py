@@ -80,9 +80,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of the parts * n chunks of the full tensor: chunk c is on device c // parts, and
-    goes to device c % n.
-    """
+    """All-to-all of parts * n chunks of a tensor: chunk c goes from device c // parts to c % n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, parts: int, back: bool) -> Tensor:

@@ -126,9 +126,7 @@ def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading
 
 
 def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) -> Any:
-    """Run an op with dropout on sharded sequences, one chunk of `context_parallel` at a time. The
-    first local sequence is sequence `first` of the full batch.
-    """
+    """Run an op with dropout on the chunks of sharded sequences; the first is number `first`."""
     tokens = op == "embed"
     x = own["tokens" if tokens else "input"]
     dim = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1

@@ -45,9 +45,7 @@ def projected(
 
 
 def _share(x: DTensor, parts: int) -> Tensor:
-    """Return this device's shard of each of the equal parts of a parameter, concatenated. The parts
-    follow each other in its first dimension.
-    """
+    """Return this device's shard of each of the equal `parts` of a parameter, concatenated."""
     mesh = x.device_mesh
     local = x.redistribute(mesh, [Shard(0)]).to_local(grad_placements=[Shard(0)])
     return exchanged(local, mesh.get_group(), parts) if parts > 1 else local

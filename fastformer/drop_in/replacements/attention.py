@@ -258,9 +258,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _with_appended_keys(
         self, k: Tensor, v: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor, Visibility]:
-        """Append bias_k and bias_v, and zeros (add_zero_attn), to k and v [N, H, S, D]. Every query
-        sees the appended keys.
-        """
+        """Append bias_k and bias_v, and zeros, which every query sees, to k and v [N, H, S, D]."""
         if not self._appends_keys():
             return k, v, seen
         ends: list[tuple[Tensor, Tensor]] = []

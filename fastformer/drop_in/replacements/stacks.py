@@ -169,10 +169,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """Return the original's output with norm(0), or 0 without a norm, at the padding.
-
-        out: [N, S, E] or [S, N, E]. hidden: [N, S], True at the padding.
-        """
+        """Return out with norm(0), or 0 without a norm, where hidden [N, S] is True."""
         hidden = self._batch_as_given(hidden)
         blank = out.new_zeros(out.shape[-1])
         blank = blank if self.norm is None else self.norm(blank)

@@ -93,8 +93,6 @@ class Attention(NamedTuple):
     max_k: int = 0
 
 
-# ----------------------------------------------------------------------------------------- options
-
 Words = dict[str, Any]  # the name of a measurement holds the words whose value is not False
 
 

@@ -228,10 +228,8 @@ def processors(device: torch.device) -> int:
 
 
 def allow_tf32() -> bool:
-    """Return whether torch multiplies float32 in tf32 on a GPU.
-
-    This reads `fp32_precision`, which is right however the setting was made. Torch's `allow_tf32`
-    raises once it was made by `fp32_precision`.
+    """Return whether torch multiplies float32 in tf32 on a GPU. `fp32_precision` is right however
+    the setting was made; torch's `allow_tf32` raises once it was made by `fp32_precision`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

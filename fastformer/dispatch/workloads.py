@@ -46,9 +46,7 @@ class Workload(NamedTuple):
         return self._replace(sizes=tuple(sizes))
 
     def arguments(self, device: torch.device, seed: int = 0) -> Arguments:
-        """Return random arguments of the public function. With `gradient`, the floating-point
-        tensors that are differentiable require gradients.
-        """
+        """Return random arguments of the public function; `gradient`: they require gradients."""
         make = Maker(device, getattr(torch, self.dtype), seed, self.gradient)
         return OPERATIONS[self.op].workloads.build(make, dict(self.sizes), dict(self.options))
 

@@ -1,7 +1,5 @@
 """The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
 
-Masks are boolean, integer, or float with the values 0 and 1; a nonzero value keeps the key.
-
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
 

@@ -113,8 +113,7 @@ def _run_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
 def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading: int) -> Any:
     """Run an op on consecutive rows of each sequence; `leading` dimensions count the sequences."""
     begin, column, _, run, sequence = shard
-    # The feed-forward draws random words for 16 rows at a time. If a sequence does not begin at a
-    # multiple of 16, the sequences run one at a time.
+    # If a sequence does not begin at a multiple of `_TILE_ROWS`, they run one at a time.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
         return inner(op, **{**own, "shard": shard})
     x = own["input"]
@@ -154,10 +153,8 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
 
 
 def _run_consecutive(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
-    """Run an op on rows that are consecutive in the full tensor.
-
-    The feed-forward draws random words for 16 rows at a time. If the first row is not at a multiple
-    of 16, rows of zeros go before it.
+    """Run an op on rows that are consecutive in the full tensor. In the feed-forward rows of zeros
+    go before a first row that is not at a multiple of `_TILE_ROWS`.
     """
     before = shard.row % _TILE_ROWS if "w_2" in own else 0
     if not before:

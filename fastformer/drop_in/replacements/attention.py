@@ -276,9 +276,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return k, v, seen._replace(attn_mask=mask, bias=bias)
 
 
-# ------------------------------------------------------------------------------------------- masks
-
-
 class Visibility(NamedTuple):
     """Which keys each query sees, as arguments of `scaled_dot_product_attention`.
 

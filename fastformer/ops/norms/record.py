@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -70,14 +70,9 @@ def _rms_sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    unbiased: bool,
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    y, mean, r = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
+    y, mean, r = torch.native_layer_norm(x, shape, weight, bias, eps)
     return y, mean.view(-1), r.view(-1)
 
 
@@ -108,31 +103,17 @@ def _layer_norm_backward(
 
 
 def _sum_and_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    eps: float,
-    unbiased: bool,
-    dropout_seed: Tensor | None,
-    shard: Sequence[int] | None,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, p: float, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    total = residual + input
+    total = residual + x
     y, mean, r = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
     return y, total, mean.view(-1), r.view(-1)
 
 
 def _sum_and_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    dropout_p: float,
-    eps: float,
-    dropout_seed: Tensor | None,
-    shard: Sequence[int] | None,
+    x: Tensor, residual: Tensor, weight: Tensor, p: float, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    total = residual + input
+    total = residual + x
     y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)
     return y, total, r.view(-1)
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.dispatch import backends
-from fastformer.drop_in.masks import NAME, Mask, Sides, mask
+from fastformer.drop_in.masks import NAME, Mask, Sequences, Sides, mask
 from fastformer.eager import may_read
 from fastformer.ops import functional
 
@@ -55,7 +55,8 @@ KNOWN = {
     "use_cache",
     "video_grid_thw",
 }
-# Keywords that describe packed sequences: accepted only if the mask separates the sequences.
+# Keywords that describe packed sequences. In a batch of one row they say where the sequences begin;
+# in any other they are accepted only if the mask separates the sequences.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 # Keywords that some models pass and `attention` rejects, with their meaning for the error message.
 # It rejects every other unknown keyword as well.
@@ -197,9 +198,9 @@ def attention(
         key is zero.
 
     Raises:
-        ValueError: a keyword is unknown and neither None nor False; the mask does not separate the
-            packed sequences that a keyword describes; the mask does not match Sq and Sk;
-            `scaled_dot_product_attention` rejects an argument.
+        ValueError: a keyword is unknown and neither None nor False; the packed sequences that a
+            keyword describes are not one row, and the mask does not separate them; the mask does
+            not match Sq and Sk; `scaled_dot_product_attention` rejects an argument.
         TypeError: the mask is of another type, such as flex attention's, or has an integer dtype.
         RuntimeError: `mask` is not registered under the implementation's name. transformers would
             then silently create no masks.
@@ -208,6 +209,15 @@ def attention(
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     q_length, k_length = query.shape[2], key.shape[2]
+    attention_mask = _with_sequences(attention_mask, bool(is_causal), query, key, kwargs)
+    if isinstance(attention_mask, Mask) and attention_mask.sequences is not None:
+        if position_bias is None and softcap is None and not output_attentions:
+            _require_known(module, kwargs, complete=True)
+            sequences, sides = attention_mask.sequences, (attention_mask.left, attention_mask.right)
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            out = _packed(q, k, v, sequences, sides, dropout, scaling, s_aux)
+            return out.unsqueeze(0), None
+        attention_mask = attention_mask.complete()
     visible, bias, (left, right) = _read_mask(attention_mask, bool(is_causal), q_length, k_length)
     complete = any(x is not None and x.shape[2] == q_length for x in (visible, bias))
     _require_known(module, kwargs, complete)
@@ -241,6 +251,97 @@ def attention(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def _with_sequences(
+    attention_mask: Mask | Tensor | None,
+    is_causal: bool,
+    query: Tensor,
+    key: Tensor,
+    given: Mapping[str, Any],
+) -> Mask | Tensor | None:
+    """Return the mask with the sequences of a packed batch, which is one row of tokens.
+
+    If the mask does not hold them, the keywords do, or position_ids that begin again: with a cache
+    in use, transformers makes the mask of one sequence. Reading the positions waits for a GPU, once
+    in a forward.
+    """
+    length = query.shape[2]
+    if attention_mask is None:
+        shape, right = (1, 1, length, length), 0 if is_causal else None
+        band = Mask(shape, None, None, right, query.device, "the model")
+    elif isinstance(attention_mask, Mask):
+        band = attention_mask
+    else:
+        return attention_mask
+    one_band = band.visible is None and band.held is None and band.sequences is None
+    if not (one_band and query.shape[0] == 1 and length == key.shape[2] > 1):
+        return attention_mask
+    offsets, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+    indices, of_keys = given.get("seq_idx"), given.get("cu_seq_lens_k")
+    if isinstance(offsets, Tensor):
+        if of_keys is not None and may_read(of_keys) and not torch.equal(of_keys, offsets):
+            raise ValueError(
+                "cu_seq_lens_k differs from cu_seq_lens_q; expected the same sequences"
+            )
+        longest = int(offsets.diff().max()) if longest is None else int(longest)
+        return band.of_sequences(Sequences(offsets.to(torch.int32), longest))
+    if attention_mask is not None and band.right == 0 and indices is None:
+        return _with_positions(band, given.get("position_ids"))
+    sequences = Sequences.of_indices(indices) if isinstance(indices, Tensor) else None
+    return attention_mask if sequences is None else band.of_sequences(sequences)
+
+
+def _with_positions(mask: Mask, position_ids: object) -> Mask:
+    """Return a causal mask of one row with the sequences that begin where its positions do not
+    count on. All layers of a forward have the same mask, which keeps the result.
+    """
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling():
+        return mask
+    if position_ids.shape != (1, mask.shape[2]) or _captures(position_ids):
+        return mask
+    if mask.by_positions is None or mask.by_positions[0] is not position_ids:
+        indices = find_packed_sequence_indices(position_ids)
+        sequences = None if indices is None else Sequences.of_indices(indices)
+        found = mask if sequences is None else mask.of_sequences(sequences)
+        mask.by_positions = position_ids, found
+    return mask.by_positions[1]
+
+
+def _captures(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, in which no value can be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    sides: Sides,
+    dropout: float,
+    scaling: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Run `packed_attention` on [T, H, D] of a batch of one row."""
+    offsets, longest = sequences
+    causal = sides == (None, 0)
+    return functional.packed_attention(
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        window=None if causal else sides,
+        sinks=sinks,
+    )
+
+
 def _require_registered(module: nn.Module) -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -263,9 +364,8 @@ def _require_known(module: nn.Module, given: Mapping[str, object], complete: boo
             raise ValueError(f"{name} ({what}) is not supported {where}; take 'eager' or 'sdpa'")
         if not complete:
             raise ValueError(
-                f"{name} (packed sequences) is not read {where}, whose mask does not hold them; "
-                "give the model position_ids that begin at 0 in each sequence, and no "
-                "attention_mask"
+                f"{name} (packed sequences) is read {where} for a batch of one row without padding "
+                "alone; give the model input_ids and position_ids [1, tokens] and no attention_mask"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,34 @@ from fastformer.eager import may_read
 
 NAME = "fastformer"  # of the attention implementation
 Sides = tuple[int | None, int | None]  # left and right bound of a band
+
+
+class Sequences(NamedTuple):
+    """The sequences of a packed batch: one row that holds them one after the other.
+
+    offsets: [sequences + 1] int32, the cumulative lengths, from 0. longest: the largest length.
+    """
+
+    offsets: Tensor
+    longest: int
+
+    @classmethod
+    def of_indices(cls, indices: Tensor) -> Sequences | None:
+        """Return the sequences from the index of each token's sequence, [1, T], or None for one.
+
+        The values are read, which waits for a GPU.
+        """
+        starts = [i + 1 for i in indices[0].diff().nonzero().flatten().tolist()]
+        if not starts:
+            return None
+        ends = [*starts, indices.shape[1]]
+        offsets = torch.tensor([0, *ends], dtype=torch.int32, device=indices.device)
+        return cls(offsets, max(end - start for start, end in zip([0, *starts], ends)))
+
+    def indices(self, tokens: int) -> Tensor:
+        """Return the index of each token's sequence, [tokens]."""
+        j = torch.arange(tokens, device=self.offsets.device)
+        return torch.bucketize(j, self.offsets[1:], right=True)
 
 
 class _UnsupportedError(ValueError, AttributeError):
@@ -33,7 +61,8 @@ class Mask:
     left, right: query i sees only the keys from i - left to i + right, where positions are counted
     so that the last query has the position of the last key; None is no bound. held: [B] int32, all
     equal: the number of keys that a buffer holds at its beginning. No other key is visible, and the
-    last query has the position of the last held key. None if the buffer is full.
+    last query has the position of the last held key. None if the buffer is full. sequences: those
+    of a packed batch, of which a query sees only keys of its own; None if the batch is not packed.
     """
 
     dtype = torch.bool
@@ -47,9 +76,12 @@ class Mask:
         device: torch.device | str,
         owner: str,
         held: Tensor | None = None,
+        sequences: Sequences | None = None,
     ) -> None:
         self.shape, self.visible, self.left, self.right = shape, visible, left, right
-        self.device, self.owner, self.held = device, owner, held
+        self.device, self.owner, self.held, self.sequences = device, owner, held, sequences
+        # position_ids, and this mask with the sequences that they separate
+        self.by_positions: tuple[Tensor, Mask] | None = None
 
     @property
     def ndim(self) -> int:
@@ -63,7 +95,7 @@ class Mask:
 
     def complete(self) -> Tensor:
         """Return the mask as a boolean tensor of shape `self.shape`."""
-        bounds = (self.left, self.right, self.held)
+        bounds = (self.left, self.right, self.held, self.sequences)
         if self.visible is not None and all(bound is None for bound in bounds):
             return self.visible.expand(self.shape)
         q_length, k_length = self.shape[2:]
@@ -75,7 +107,15 @@ class Mask:
             seen = seen & (j >= i - self.left)
         if self.right is not None:
             seen = seen & (j <= i + self.right)
+        if self.sequences is not None:
+            indices = self.sequences.indices(k_length)
+            seen = seen & (indices[:, None] == indices)
         return (seen if self.visible is None else seen & self.visible).expand(self.shape)
+
+    def of_sequences(self, sequences: Sequences) -> Mask:
+        """Return the mask of a packed batch whose sequences have this band."""
+        sides = self.left, self.right
+        return type(self)(self.shape, None, *sides, self.device, self.owner, None, sequences)
 
     def _of(self, visible: Tensor) -> Mask:
         shape = tuple(visible.shape)
@@ -88,7 +128,10 @@ class Mask:
         if device is None or isinstance(device, torch.dtype):
             return self
         visible, held = (None if x is None else x.to(device) for x in (self.visible, self.held))
-        return type(self)(self.shape, visible, self.left, self.right, device, self.owner, held)
+        packed, sides = self.sequences, (self.left, self.right)
+        if packed is not None:
+            packed = packed._replace(offsets=packed.offsets.to(device))
+        return type(self)(self.shape, visible, *sides, device, self.owner, held, packed)
 
     def contiguous(self) -> Mask:
         return self
@@ -227,11 +270,13 @@ def mask(
 
     The `Mask` holds the padding, a band, both or neither, if the pattern is transformers' own
     causal, bidirectional or sliding-window pattern and the last query has the position of the last
-    key. For a static cache that is not full it also holds the number of filled keys. For any other
-    pattern it holds the complete mask [B, 1, Sq, Sk] of transformers' sdpa: packed sequences,
-    chunks, patterns combined by `and` and `or`; under torch.compile, also sliding windows. Only for
-    an eager tensor on the CPU does the function check whether there is padding at all: on a GPU the
-    check would synchronize, and under torch.compile the values are not available.
+    key. For a static cache that is not full it also holds the number of filled keys, and for a
+    packed batch of one row, which transformers finds by its position_ids, the offsets of its
+    sequences. For any other pattern it holds the complete mask [B, 1, Sq, Sk] of transformers'
+    sdpa: chunks, patterns combined by `and` and `or`; under torch.compile, also packed sequences
+    and sliding windows. Only for an eager tensor on the CPU does the function check whether there
+    is padding at all: on a GPU the check would synchronize, and under torch.compile the values are
+    not available.
 
     Args:
         batch_size, q_length, kv_length: B, Sq, Sk.
@@ -256,6 +301,13 @@ def mask(
     shape, device = (batch_size, 1, q_length, kv_length), kwargs.get("device", "cpu")
     mask_function = causal_mask_function if mask_function is None else mask_function
     keys = slice(kv_offset, kv_offset + kv_length)
+    indices, of_one = _packed(mask_function)
+    if indices is not None and attention_mask is None and (batch_size, q_length) == indices.shape:
+        sides = _sides(of_one)
+        if sides is not None and batch_size == 1 and q_length == kv_length:
+            sequences = Sequences.of_indices(indices)
+            sides = _within(sides, q_length, kv_length)
+            return kind(shape, None, *sides, device, owner, None, sequences)
     sides = _sides(mask_function)
     aligned = isinstance(q_offset, int) and q_offset + q_length == keys.stop
     if sides is not None and sides[1] == 0 and kv_offset == 0 and not aligned:
@@ -358,6 +410,23 @@ def _sides(mask_function: Callable[..., object]) -> Sides | None:
     if kind == "sliding_window_bidirectional_overlay" and base is bidirectional:
         return window, window
     return None
+
+
+def _packed(
+    mask_function: Callable[..., object],
+) -> tuple[Tensor | None, Callable[..., object]]:
+    """Return (the index of each token's sequence [B, T], the pattern within a sequence) of
+    transformers' pattern for packed sequences; (None, the pattern) of any other.
+    """
+    if not torch.compiler.is_compiling():
+        parts = _captured(mask_function, "mask_functions", ())
+        indices = [_captured(part, "packed_sequence_mask", None) for part in parts]
+        if len(parts) == 2 and (indices[0] is None) != (indices[1] is None):
+            at = int(indices[0] is None)
+            inner = parts[1 - at]
+            # It may be given positions within the sequence, in which a band is the same.
+            return indices[at], _captured(inner, "mask_function", inner)
+    return None, mask_function
 
 
 def _captured(function: Any, name: str, default: Any) -> Any:

@@ -300,11 +300,98 @@ def test_layers_that_know_no_better(device):
         check(model, inputs(llama, padding, device))
 
 
-def test_packed_sequences(device):
-    given = inputs(llama, "none", device)
-    given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=device)
-    check(llama().to(device), given)
-    check(mistral().to(device), given)
+DOCUMENTS = [[5, 3, 8], [7], [2, 9, 4, 11, 6]]
+
+
+def flattened(device, **options):
+    """A batch of one row that holds the documents one after the other."""
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    batch = collator([{"input_ids": document} for document in DOCUMENTS])
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+@pytest.fixture
+def padded_calls(monkeypatch):
+    """The calls of scaled_dot_product_attention, which takes a mask of all tokens."""
+    calls, op = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda *given, **options: calls.append(options) or op(*given, **options),
+    )
+    return calls
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx"])
+@pytest.mark.parametrize("make", [llama, mistral, gemma2, gpt_oss], ids=lambda make: make.__name__)
+def test_packed_sequences(make, told_by, use_cache, padded_calls, device):
+    """Each document is computed as if it were alone, by packed_attention where that takes the call:
+    it has no softcap.
+    """
+    options = {"cu_seq_lens": "return_flash_attn_kwargs", "seq_idx": "return_seq_idx"}
+    given = flattened(device, **{name: True for k, name in options.items() if k == told_by})
+    model = make().to(device).eval()
+    use(model, "fastformer")
+    have = model(**given, use_cache=use_cache)
+    assert (padded_calls == []) == (make is not gemma2)
+    gradients = torch.autograd.grad(have.logits.square().sum(), list(model.parameters()))
+    alone = copy.deepcopy(model).double()
+    use(alone, "eager")
+    documents = [torch.tensor([document], device=device) for document in DOCUMENTS]
+    want = torch.cat([alone(document, use_cache=False).logits for document in documents], 1)
+    assert (have.logits - want).norm() <= numerics.RELATIVE[torch.float32] * want.norm()
+    wanted = torch.autograd.grad(want.square().sum(), list(alone.parameters()))
+    for x, y in zip(gradients, wanted):
+        assert (x - y).norm() <= 10 * numerics.RELATIVE[torch.float32] * max(y.norm(), 1e-2)
+
+
+def test_what_is_no_packed_batch(padded_calls, device):
+    """Positions that count on, one sequence, a step after a prompt, two rows."""
+    model, tokens = llama().to(device).eval(), torch.tensor([[5, 3, 8, 7]], device=device)
+    use(model, "fastformer")
+    positions = torch.arange(2, 6, device=device)[None]
+    for given in (
+        {"input_ids": tokens, "position_ids": positions},
+        {"input_ids": tokens, "cu_seq_lens_q": None},
+        {"input_ids": tokens.repeat(2, 1)},
+    ):
+        padded_calls.clear()
+        cache = model(**given, use_cache=True).past_key_values
+        assert padded_calls and all(call["attn_mask"] is None for call in padded_calls)
+    padded_calls.clear()
+    model(tokens[:, :1].repeat(2, 1), past_key_values=cache)
+    assert padded_calls
+
+
+def test_the_mask_of_a_packed_batch(device):
+    """It is transformers' own where a model reads it, whichever part of the pattern is first."""
+    ids = torch.tensor([[0, 0, 1, 1, 1]], device=device)
+    packed = masking_utils.packed_sequence_mask_function(ids)
+    sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5, "device": device}
+    for band in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
+                 masking_utils.sliding_window_causal_mask_function(2)):  # fmt: skip
+        for parts in ((packed, band), (band, packed)):
+            function = masking_utils.and_masks(*parts)
+            have = drop_in_hugging_face.mask(**sizes, mask_function=function)
+            want = masking_utils.sdpa_mask(
+                **sizes, mask_function=function, allow_is_causal_skip=False
+            )
+            assert have.visible is None and have.sequences.offsets.tolist() == [0, 2, 5]
+            assert have.sequences.longest == 3
+            assert torch.equal(have.to("cpu").complete(), want.cpu())
+    other = masking_utils.and_masks(packed, lambda b, h, i, j: j != i)
+    assert drop_in_hugging_face.mask(**sizes, mask_function=other).sequences is None
+
+
+def test_sequences_that_do_not_fit(device):
+    model, given = llama().to(device), flattened(device, return_flash_attn_kwargs=True)
+    use(model, "fastformer")
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_k differs from cu_seq_lens_q"):
+        model(**{**given, "cu_seq_lens_k": given["cu_seq_lens_q"] + 1})
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q goes from 0 to 9; expected .* query, 8"):
+        model(**{**given, "input_ids": given["input_ids"][:, 1:],
+                 "position_ids": given["position_ids"][:, 1:], "labels": None})  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
@@ -921,7 +1008,7 @@ def test_packed_sequences_that_the_mask_does_not_hold(name):
     band = drop_in_hugging_face.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
     for mask in (None, band, torch.ones(1, 1, 1, 3, dtype=torch.bool)):
         with pytest.raises(
-            ValueError, match=rf"^{name} \(packed sequences\).*give .* position_ids"
+            ValueError, match=rf"^{name} \(packed sequences\).*one row.*give .* position_ids"
         ):
             layer(query=x, attention_mask=mask, **{name: bounds})
     complete = torch.eye(3, dtype=torch.bool)[None, None]

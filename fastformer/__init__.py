@@ -13,9 +13,9 @@ from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
 from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
 from fastformer.description import RowShard, Shard
-from fastformer.dispatch.backends import current_backend, use_backend
+from fastformer.dispatch.backends import current_backend, sequences_from, use_backend
 from fastformer.distributed.context_parallel import context_parallel
-from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
+from fastformer.distributed.parallelize import parallelize, require_same_ranks
 from fastformer.drop_in.explanation import Explanation, explain
 from fastformer.drop_in.hugging_face import register_transformers
 from fastformer.drop_in.patch import Report, accelerate, restore

@@ -83,10 +83,7 @@ def require_probability(name: str, p: float) -> float:
 
 
 def require_dropout(name: str, p: float) -> float:
-    """Require a number in [0, 1], and round it to a multiple of 2^-16.
-
-    Dropout compares words of 16 bits with a threshold.
-    """
+    """Return p in [0, 1], rounded to a multiple of 2^-16: dropout compares words of 16 bits."""
     p = require_probability(name, p)
     return round(p * 65536) / 65536 if p else p
 
@@ -118,10 +115,7 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
 def seed_tensor(
     dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
-    """Return the seed as a tensor of one int64, or None without dropout.
-
-    If no seed is given, torch's generator draws one.
-    """
+    """Return the seed, or one that torch draws, as a tensor of one int64; None without dropout."""
     if dropout_seed is None:
         if dropout_p == 0:
             return None

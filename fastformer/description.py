@@ -94,8 +94,6 @@ class Attention(NamedTuple):
     max_k: int = 0
 
 
-# ----------------------------------------------------------------------------------------- options
-
 Words = dict[str, Any]  # the name of a measurement holds the words whose value is not False
 
 
@@ -147,10 +145,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def _varies_over(x: Tensor | None) -> str | bool:
-    """Return over what a mask or a bias varies: "keys", "rows" (queries), or "all" (both).
-
-    Return False for None.
-    """
+    """Return whether a mask varies over "keys", "rows" (queries) or "all"; False for None."""
     if x is None:
         return False
     if x.dim() < 2 or x.shape[-2] == 1:
@@ -214,9 +209,8 @@ def dims(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def beyond_torch(attention: Attention) -> list[str]:
-    """Return the names of the options of a call that torch's fused ops do not compute.
-
-    `is_causal` is never among them: the caller has to check how it is aligned.
+    """Return the names of the options of a call that torch's fused ops do not compute. `is_causal`
+    is never among them: the caller has to check how it is aligned.
     """
     found = []  # faster than a comprehension, and every call on a CPU comes here
     for name, i in _BEYOND_TORCH:

@@ -22,10 +22,7 @@ formula = _Formula()
 
 @contextmanager
 def use_formula() -> Iterator[None]:
-    """Make every op compute its formula from differentiable primitives, within this context.
-
-    It does so in every dtype. A double backward needs these primitives.
-    """
+    """Make ops compute their formulas from differentiable primitives: for double backwards."""
     previous, formula.always = formula.always, True
     try:
         yield
@@ -41,9 +38,7 @@ def eager(x: Tensor) -> bool:
 
 
 def may_read(x: Tensor) -> bool:
-    """Return whether the values of x may be read on the host.
-
-    They may for an eager tensor on a CPU, and elsewhere only with FASTFORMER_CHECK=1, because
-    reading them waits for the GPU.
+    """Return whether the values of x may be read on the host. They may for an eager tensor on a
+    CPU, and elsewhere only with FASTFORMER_CHECK=1, because reading them waits for the GPU.
     """
     return (x.is_cpu or _CHECK_ON_GPU) and eager(x)

@@ -11,8 +11,6 @@ import torch
 
 from fastformer._version import __version__
 
-__all__ = ["describe", "devices"]
-
 
 def devices() -> list[torch.device]:
     """Return the CPU and every CUDA or HIP device."""
@@ -21,10 +19,7 @@ def devices() -> list[torch.device]:
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """Return the environment of a measurement on `device`. A value that does not apply is None.
-
-    This does not import triton.
-    """
+    """Return the environment of a measurement, None where a fact does not apply; without triton."""
     is_gpu = device.type == "cuda"
     return {
         "fastformer": __version__,

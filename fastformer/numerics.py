@@ -13,14 +13,8 @@ RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 
 def largest_error(dtype: torch.dtype, eager: float, largest: float, gradient: bool) -> float:
-    """Return the largest allowed error of an element, given the error of eager PyTorch.
-
-    Args:
-        dtype: the dtype of the call.
-        eager: the largest error of an element of eager PyTorch in this dtype.
-        largest: the largest absolute value of an element of the oracle.
-        gradient: whether the element is of a gradient, which may have three times the error of
-            eager PyTorch; an output may have twice that error.
+    """Return the largest allowed error of an element: twice the largest error of eager PyTorch in
+    this dtype (three times for a gradient), and half an eps of the oracle's largest element.
     """
     return (3 if gradient else 2) * eager + torch.finfo(dtype).eps / 2 * largest
 

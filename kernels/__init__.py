@@ -1,17 +1,5 @@
 """The Triton kernels. Each file or folder holds one op, or a few that share their kernels: forward,
-backward, launchers, registration, `supports`. The `__init__.py` of a folder lists its files.
-
-    attention/          softmax(scale q k^T + bias) v with masks, lengths, bands and dropout, for
-                        padded and packed batches
-    layer_norm/         LayerNorm, both variance forms; RMSNorm; residual + dropout + either norm
-    feed_forward.py     the FFN: first GEMM with bias, activation and dropout in its epilogue; gated
-    embedding.py        embedding, scale, positions and dropout
-    cross_entropy/      the label-smoothed loss, from logits or from a linear layer's input
-    common.py           what the kernels share: constants and dropout
-    launch.py           what the launchers share: cached launches, facts about the device
-    tuned.py            the options that were measured to be faster than the configuration tables
-    registration.py     registers launchers as ops of PyTorch; retries if Triton's cache is corrupt
-    interpreter.py      repairs of Triton's CPU interpreter
+backward, launchers, registration, `supports`. docs/architecture.md lists them.
 
 `register("<op>(...)", fake)` registers the launcher below it as `torch.ops.fastformer.<op>`;
 fastformer/dispatch/autograd.py calls it by that name.

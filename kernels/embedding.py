@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fastformer.description import row_shard
 
-from .common import INTERPRETED, Draw, drop_rows, dropout_arguments
+from .common import INTERPRETED as INTERPRETED
+from .common import Draw, drop_rows, dropout_arguments
 from .launch import (
     Launch,
     accumulator,
@@ -44,8 +45,6 @@ from .launch import (
 )
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
-
-__all__ = ["INTERPRETED", "supports"]
 
 
 class Tiles(NamedTuple):
@@ -159,23 +158,14 @@ def _backward(DY, G, SEED, stride, size, scale, dropout, tile: tl.constexpr, cas
 
 
 def _launch(kernel: Any, size: Any, x: Tensor, dropout: Any, positional: bool, **more: Any):
-    """Make the launch of either kernel, which sums in the accumulator of the dtype of x. `dropout`
-    holds the probability and the shard.
-    """
+    """Make the launch of either kernel. `dropout` holds the probability and the shard."""
     case = Case(positional, dropout[0] > 0, triton_dtype(accumulator(x)))
     name = f"{named(x.dtype, rows=size.M, features=size.N)} {flags(case, 'acc')}".strip()
     shipped = configuration(size.N, architecture(x.device))
-    tuning_key = TuningKey(
-        f"embed {kernel.fn.__name__.strip('_')}", name, shipped, functools.partial(others, size.N)
-    )
-    tiles = choose(x.device, tuning_key)
-    arguments = dict(
-        size=size,
-        dropout=dropout_arguments(*dropout),
-        tile=constants(tiles),
-        case=constants(case),
-        **more,
-    )
+    op, options = f"embed {kernel.fn.__name__.strip('_')}", functools.partial(others, size.N)
+    tiles = choose(x.device, TuningKey(op, name, shipped, options))
+    more |= dict(size=size, dropout=dropout_arguments(*dropout))
+    arguments = dict(more, tile=constants(tiles), case=constants(case))
     grid = (triton.cdiv(size.M, tiles.rows), triton.cdiv(size.N, tiles.columns))
     return Launch(kernel, grid, arguments, tiles.warps)
 
@@ -252,25 +242,14 @@ def _scaled_gradient(grad: Tensor, scale: float, dropout: Any, seed: Tensor | No
     _fake_backward,
 )
 def backward(
-    grad_output,
-    tokens,
-    weight,
-    positional,
-    dropout_p,
-    scale,
-    padding_idx,
-    dropout_seed,
-    shard,
-    needs,
+    grad_output, tokens, weight, positional, dropout_p, scale, padding_idx, seed, shard, needs
 ):
-    """Launch the kernel that applies dropout and scale to dy. Then dweight is torch's embedding
-    backward, and dpositional a sum over the batch.
-    """
+    """Launch the kernel of dropout and scale; torch's ops then add up dweight and dpositional."""
     v, n = weight.shape
     length = tokens.shape[-1]
     own = 1.0 if needs[1] else scale  # dpositional has no such factor
     dropout = dropout_p, row_shard(shard)
-    g = _scaled_gradient(grad_output, own, dropout, dropout_seed).view(-1, n)
+    g = _scaled_gradient(grad_output, own, dropout, seed).view(-1, n)
     dweight, dpositional = weight.new_empty(0), weight.new_empty(0)
     if needs[0]:
         padding = -1 if padding_idx is None else padding_idx
@@ -279,7 +258,7 @@ def backward(
         )
         dweight = dweight.mul_(scale) if needs[1] else dweight
     if needs[1]:
-        wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+        wide = accumulator(g)
         dpositional = positional.new_zeros(positional.shape)
         if g.numel():
             dpositional[:length] = g.view(-1, length, n).sum(0, dtype=wide)

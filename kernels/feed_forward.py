@@ -55,8 +55,6 @@ from .launch import (
 from .registration import register
 from .tuned import TuningKey, choose, flags, named
 
-__all__ = ["INTERPRETED", "supports"]
-
 RELU = tl.constexpr(0)
 GELU = tl.constexpr(1)
 GELU_TANH = tl.constexpr(2)
@@ -65,9 +63,7 @@ _KINDS = {"relu": RELU, "gelu": GELU, "gelu_tanh": GELU_TANH, "silu": SILU}
 
 
 class Tiles(NamedTuple):
-    """The rows and columns (hidden units) of a program's tile, the features that it reads at a
-    time, its warps, and the stages of its pipeline.
-    """
+    """The rows, columns (hidden units) and features of a tile, its warps, and its stages."""
 
     rows: int
     columns: int
@@ -412,9 +408,7 @@ def _elementwise(
 
 
 class _First:
-    """How a call computes h, and the layout of h. launch: the kernel of the first GEMM, or None if
-    that GEMM is torch's own.
-    """
+    """How a call computes h, and its layout. launch: the first GEMM; None if it is torch's."""
 
     def __init__(
         self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
@@ -443,8 +437,7 @@ class _First:
         strides = Strides(input.view(rows, features).stride(0), w_1.stride(0))
         span = max(tiles.rows * strides.x, tiles.columns * strides.w) + features  # of a tile
         case = case._replace(
-            even=features % tiles.features == 0,
-            wide=max(span, tiles.rows * width) >= 2**31,
+            even=features % tiles.features == 0, wide=max(span, tiles.rows * width) >= 2**31
         )
         arguments = dict(
             dropout=dropout_arguments(dropout.p, dropout.shard),
@@ -466,12 +459,7 @@ class _First:
         return choose(x.device, TuningKey("feed_forward first", name, shipped, options))
 
     def __call__(
-        self,
-        input: Tensor,
-        w_1: Tensor,
-        b_1: Tensor | None,
-        activation: str,
-        dropout: _Dropout,
+        self, input: Tensor, w_1: Tensor, b_1: Tensor | None, activation: str, dropout: _Dropout
     ) -> tuple[Tensor, Tensor]:
         """Return h and the tensor to save: h itself for relu, else z."""
         seed = dropout.seed
@@ -511,17 +499,9 @@ def _fake(input, w_1, b_1, w_2, *_):
 def forward(input, w_1, b_1, w_2, b_2, activation, dropout_p, dropout_seed, shard):
     """Launch the first GEMM and call torch's second: (output, h for relu, else z)."""
     dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
-    tensors, single = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
-    key = (
-        "feed_forward",
-        activation,
-        dropout_p,
-        dropout.shard,
-        input.device,
-        tensors,
-        single,
-        alignment(dropout_seed),
-    )
+    tensors, tf32 = layouts(input, w_1, b_1), input.dtype is torch.float32 and allow_tf32()
+    aligned = alignment(dropout_seed)
+    key = "feed_forward", activation, dropout_p, dropout.shard, input.device, tensors, tf32, aligned
     plan = plans.get(key)
     if plan is None:
         x = as_rows(input, input.shape[-1]) if input.numel() else input

@@ -27,14 +27,7 @@ from triton.language import random
 
 from . import common
 
-_COMPARISONS = {
-    np.less,
-    np.greater,
-    np.less_equal,
-    np.greater_equal,
-    np.equal,
-    np.not_equal,
-}
+_COMPARISONS = {np.less, np.greater, np.less_equal, np.greater_equal, np.equal, np.not_equal}
 
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 

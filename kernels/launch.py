@@ -39,10 +39,8 @@ def row_stride(x: Tensor, n: int) -> int:
 
 
 def constants(group: Group) -> Group:
-    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group.
-
-    Results are cached and shared: thousands of launches may be remembered, but they use few
-    kernels.
+    """Mark each field of a NamedTuple as a compile-time constant, for a `tl.constexpr` group. The
+    results are shared: thousands of launches may be remembered, but they use few kernels.
     """
     return _constants(type(group), tuple(group), tuple(map(type, group)))  # types: 1 == True
 
@@ -162,9 +160,7 @@ def layout(x: Tensor | None) -> Any:
 
 
 def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and strides of a contiguous tensor, for `Tensor.new_empty_strided`, which
-    costs the host less than any other way to make an output.
-    """
+    """Return the shape and strides of a contiguous tensor, for the fast `new_empty_strided`."""
     shape = tuple(shape)
     return shape, torch.empty(shape, device="meta").stride()
 
@@ -232,10 +228,8 @@ def processors(device: torch.device) -> int:
 
 
 def allow_tf32() -> bool:
-    """Return whether torch multiplies float32 in tf32 on a GPU.
-
-    This reads `fp32_precision`, which is right however the setting was made. Torch's `allow_tf32`
-    raises once it was made by `fp32_precision`.
+    """Return whether torch multiplies float32 in tf32 on a GPU. `fp32_precision` is right however
+    the setting was made; torch's `allow_tf32` raises once it was made by `fp32_precision`.
     """
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

@@ -52,9 +52,7 @@ def label(option: Any) -> str:
 
 
 def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
-    """Return the name of a class of calls: the dtype, how float32 is multiplied, and the sizes
-    rounded up to powers of 2.
-    """
+    """Return the name of a class of calls: dtype, precision of float32, sizes as powers of 2."""
     words = [str(dtype).removeprefix("torch."), precision if dtype == torch.float32 else ""]
     words += [f"{name}{next_power_of_2(n)}" for name, n in sizes.items()]
     return " ".join(filter(None, words))

@@ -1,10 +1,5 @@
 """Caches of keys and values, with which a decoder computes each token once.
 
-    KVCache        a tensor of keys and one of values, with room for `capacity` positions a row
-    PagedKVCache   keys and values in pages, which a row takes when it needs them
-    MemoryCache    the projected keys and values of the encoder's output, for cross-attention
-    DecoderCache   the caches of all layers of a decoder
-
 `append` writes in place after the positions that each row holds. It never waits for the device,
 because the host knows an upper bound of the row lengths. A cache keeps no gradient.
 

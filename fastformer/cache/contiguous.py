@@ -10,8 +10,6 @@ from torch import Tensor
 from fastformer.cache.rows import SelfAttentionCache, make_buffers, require_rows
 from fastformer.checks import require_size
 
-__all__ = ["KVCache"]
-
 
 class KVCache(SelfAttentionCache):
     """The keys and values of B rows of up to `capacity` positions, for one attention layer.
@@ -82,8 +80,6 @@ class KVCache(SelfAttentionCache):
             self.key, self.value, self.lengths = key, value, lengths
         if not self._even:  # else all rows still have the length that the host knows
             self._measure()
-
-    # ------------------------------------------------------------------------------------- parts
 
     @property
     def _form(self) -> tuple[int, Tensor, Tensor]:

@@ -13,8 +13,6 @@ from fastformer.cache.memory import MemoryCache
 from fastformer.cache.paged import PagedKVCache, require_page_size
 from fastformer.checks import require_size, require_tensor, shape_of
 
-__all__ = ["DecoderCache"]
-
 
 class LayerCache:
     """The caches of one decoder layer. The first append creates `own`, to fit its keys.
@@ -66,17 +64,15 @@ class LayerCache:
     def longest(self) -> int:
         return 0 if self.own is None else self.own.longest
 
-    def attend(
-        self, query: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
+    def attend(self, *arguments: Any, **options: Any) -> Tensor:
         """Attend to `own` as `KVCache.attend` does; an append has to come first."""
         assert self.own is not None
-        return self.own.attend(query, mask, dropout_p, **options)
+        return self.own.attend(*arguments, **options)
 
-    def weights(self, query: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    def weights(self, *arguments: Any, **options: Any) -> Tensor:
         """Return the weights, as `KVCache.weights` does; an append has to come first."""
         assert self.own is not None
-        return self.own.weights(query, mask, **options)
+        return self.own.weights(*arguments, **options)
 
 
 class DecoderCache:

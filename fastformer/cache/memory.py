@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fastformer.cache.rows import AttendedCache, require_rows
 
-__all__ = ["MemoryCache"]
-
 
 class MemoryCache(AttendedCache):
     """The projected keys and values of a memory, computed at the first step and kept.
@@ -33,13 +31,12 @@ class MemoryCache(AttendedCache):
                 "memory requires a gradient, or its projection does, and a cache keeps none; "
                 "expected a call within torch.no_grad()"
             )
-        pair = self.key, self.value
-        for have, want in zip(pair, (key, value)):
-            if have is None or not _alike(have, want):
-                with torch.inference_mode(False):
-                    pair = _buffer(key), _buffer(value)
-                break
-        self.key, self.value = pair
+        buffers = zip((self.key, self.value), (key, value))
+        if not all(x is not None and _alike(x, new) for x, new in buffers):
+            with torch.inference_mode(False):
+                self.key, self.value = (
+                    torch.empty_like(x, memory_format=torch.contiguous_format) for x in (key, value)
+                )
         assert self.key is not None and self.value is not None
         with torch.no_grad():
             self.key.copy_(key)
@@ -61,9 +58,8 @@ class MemoryCache(AttendedCache):
             )
 
     def reorder(self, index: Tensor) -> None:
-        """Replace row i by row index[i], for all i at once; index as in `KVCache.reorder`.
-
-        Later steps have to pass None as the memory.
+        """Replace row i by row index[i], for all i at once; index as in `KVCache.reorder`. Later
+        steps have to pass None as the memory.
         """
         if not self.filled:
             return
@@ -84,7 +80,3 @@ class MemoryCache(AttendedCache):
 
 def _alike(x: Tensor, y: Tensor) -> bool:
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-
-
-def _buffer(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

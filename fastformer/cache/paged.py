@@ -12,8 +12,6 @@ from fastformer.checks import require_size
 from fastformer.ops import functional
 from fastformer.ops.attention.arguments import PAGE_SIZES
 
-__all__ = ["PagedKVCache"]
-
 
 class PagedKVCache(SelfAttentionCache):
     """Keys and values of B rows in pages of `page_size` positions, for one attention layer.
@@ -114,11 +112,7 @@ class PagedKVCache(SelfAttentionCache):
     def reorder(self, index: Tensor) -> None:
         """Replace row i by row index[i], for all i at once, without copies: rows share pages.
 
-        index: [B'] integers in [0, B).
-
-        Raises:
-            ValueError: index has another shape or device, or holds a row outside [0, B).
-            TypeError: index is not an integer tensor.
+        index, Raises: as in `KVCache.reorder`.
         """
         rows = require_rows(index, self.lengths)
         chosen = rows.tolist()
@@ -157,8 +151,6 @@ class PagedKVCache(SelfAttentionCache):
             self._release(table[pages:])
             del table[pages:]
         self._count()
-
-    # ------------------------------------------------------------------------------------- parts
 
     def buffers(self) -> tuple[Tensor, ...]:
         return (*super().buffers(), self.block_table)

@@ -123,10 +123,7 @@ class SelfAttentionCache(AttendedCache):
         return (*self._form[1:], self.lengths)
 
     def start(self) -> int | Tensor:
-        """Return the position of the next token.
-
-        It is an int on a CPU if all rows have the same length, else a tensor [B].
-        """
+        """Return the next token's position: an int if the host knows it for all rows, else [B]."""
         return self.longest if self._even and not self._fixed_shapes else self.lengths
 
     def crop(self, length: int | Tensor) -> None:
@@ -239,14 +236,7 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
         raise TypeError(f"index has dtype {index.dtype}; expected integers")
     if index.dim() != 1 or not len(index):
         raise ValueError(f"index has shape {checks.shape_of(index)}; expected [rows], at least one")
-    checks.require_device("index", index, "the cache", lengths)
-    if may_read(index):
-        low, high = map(int, index.aminmax())
-        if low < 0 or high >= len(lengths):
-            raise ValueError(
-                f"index holds {low if low < 0 else high}; "
-                f"expected rows of the cache, 0 to {len(lengths) - 1}"
-            )
+    _require_values("index", index, lengths, "rows of the cache, 0 to", len(lengths) - 1)
     return index.long()
 
 
@@ -258,11 +248,14 @@ def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
         raise ValueError(
             f"length has shape {checks.shape_of(length)}; expected [B] = [{len(lengths)}]"
         )
-    checks.require_device("length", length, "the cache", lengths)
-    if may_read(length):
-        low, high = map(int, length.aminmax())
-        if low < 0 or high > capacity:
-            raise ValueError(
-                f"length holds {low if low < 0 else high}; "
-                f"expected 0 to the capacity of the cache, {capacity}"
-            )
+    _require_values("length", length, lengths, "0 to the capacity of the cache,", capacity)
+
+
+def _require_values(name: str, x: Tensor, lengths: Tensor, expected: str, last: int) -> None:
+    """Require the device of the cache and, where they may be read, values from 0 to `last`."""
+    checks.require_device(name, x, "the cache", lengths)
+    if may_read(x):
+        low, high = map(int, x.aminmax())
+        if low < 0 or high > last:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name} holds {wrong}; expected {expected} {last}")

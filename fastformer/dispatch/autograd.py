@@ -202,9 +202,7 @@ def _through_reference(
 
 
 def outputs(op: str, arguments: dict[str, Any], alternative: str = "") -> tuple[Tensor, ...]:
-    """Run the forward of a kernel, or of the alternative of that name, without gradient. Return all
-    of its outputs, including those that only the backward needs.
-    """
+    """Run a forward, or the alternative of that name, without gradient. Return all its outputs."""
     pair = _pairs[_named(op, alternative) if alternative else op]
     return _as_tuple(pair.forward(*pack(arguments.values())))
 
@@ -231,9 +229,8 @@ def _has_tangent(values: Sequence[object]) -> bool:
 
 
 def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
-    """Run a kernel, or the alternative of that name, so that it can be differentiated.
-
-    The arguments have the names and the order of the reference, which the schema has as well.
+    """Run a kernel, or the alternative of that name, so that it can be differentiated. The
+    arguments have the names and the order of the reference, which the schema has as well.
     """
     name = _named(op, alternative) if alternative else op
     pair = _pairs[name]

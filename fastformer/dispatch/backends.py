@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +91,7 @@ class use_backend:
     def __enter__(self) -> None:
         _set_backend(self._name, self._name)  # again, because an earlier `with` may have ended
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _set_backend(*self._previous)
 
 
@@ -138,13 +133,14 @@ class Choice(NamedTuple):
         return f"{self.op}: {self.backend} ({self.reason})"
 
 
-def register(record: Operation) -> None:
-    """Make an op known to the dispatch, under the name of its public function."""
-    op = record.contract.__name__
-    OPERATIONS[op] = record
-    _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
-    for backend in ("triton", "reference"):
-        _explicit[op, backend] = Choice(op, backend, "it was chosen")
+def register(*records: Operation) -> None:
+    """Make ops known to the dispatch, each under the name of its public function."""
+    for record in records:
+        op = record.contract.__name__
+        OPERATIONS[op] = record
+        _on_a_cpu[op] = Choice(op, "reference", "the tensors are on the CPU")
+        for backend in ("triton", "reference"):
+            _explicit[op, backend] = Choice(op, backend, "it was chosen")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
@@ -209,10 +205,7 @@ def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> 
 
 
 def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
-    """Choose how a checked call runs; `backend` is the `current_backend`.
-
-    Raises RuntimeError if `backend` is "triton" and the kernels cannot run the call.
-    """
+    """Choose how a checked call runs. Raises RuntimeError if the backend triton cannot run it."""
     if backend == "reference":
         return _explicit[op, backend]
     first = next(iter(arguments.values()))
@@ -342,14 +335,10 @@ class observe:
 
     def __enter__(self) -> None:
         on_choice, on_unsupported, on_call = self._functions
-        self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
-        if on_choice is not None:
-            _state.on_choice = on_choice
-        if on_unsupported is not None:
-            _state.on_unsupported = on_unsupported
-        if on_call is not None:
-            _state.on_call = on_call
-            _state.on_choice = _state.on_choice or _ignore
+        before = self._previous = _state.on_choice, _state.on_unsupported, _state.on_call
+        _state.on_choice = on_choice or before[0] or (_ignore if on_call else None)
+        _state.on_unsupported = on_unsupported or before[1]
+        _state.on_call = on_call or before[2]
 
     def __exit__(self, *error: object) -> None:
         _state.on_choice, _state.on_unsupported, _state.on_call = self._previous
@@ -563,9 +552,7 @@ def full_length(length: int) -> int:
 
 
 def rows_here(name: str, table: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the rows of a table of positions for the `length` tokens of this process, or the table
-    itself if sequences are not sharded.
-    """
+    """Return the rows of a table for the `length` local tokens; the table itself without shards."""
     return table if _context is None else _context.rows_of(name, table, length)
 
 
@@ -575,9 +562,7 @@ def is_dtensor(x: torch.Tensor | None) -> bool:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Return whether x is a shard: a DTensor, or any tensor within `sequences_from` or
-    `context_parallel`.
-    """
+    """Return whether x is a DTensor, or within `sequences_from` or `context_parallel`."""
     return _first() is not None or _context is not None or is_dtensor(x)
 
 

@@ -67,10 +67,6 @@ class Alternative(NamedTuple):
     backward: Function | None = None
 
 
-def _nothing(arguments: Arguments) -> None:
-    return None
-
-
 class Operation(NamedTuple):
     """The record of an op.
 
@@ -97,7 +93,7 @@ class Operation(NamedTuple):
     workloads: WorkloadFamily
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
-    signature: Callable[[Arguments], Hashable | None] = _nothing
+    signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
     reference_backward: Function | None = None
     block: Function | None = None
     block_gradients: Function | None = None

@@ -46,9 +46,7 @@ class Workload(NamedTuple):
         return self._replace(sizes=tuple(sizes))
 
     def arguments(self, device: torch.device, seed: int = 0) -> Arguments:
-        """Return random arguments of the public function. With `gradient`, the floating-point
-        tensors that are differentiable require gradients.
-        """
+        """Return random arguments of the public function; `gradient`: they require gradients."""
         make = Maker(device, getattr(torch, self.dtype), seed, self.gradient)
         return OPERATIONS[self.op].workloads.build(make, dict(self.sizes), dict(self.options))
 
@@ -58,10 +56,7 @@ def _words(options: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def of(op: str, arguments: Arguments) -> Workload | None:
-    """Return the workload of a checked call, given the arguments of `backends.run`.
-
-    Return None for a call that is not measured: it has an empty tensor or is in float64.
-    """
+    """Return the workload of a checked call; None if it is float64 or has an empty tensor."""
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     floating = next(x for x in tensors if x.is_floating_point())
     if any(0 in x.shape for x in tensors) or floating.dtype == torch.float64:

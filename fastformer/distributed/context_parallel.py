@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +35,7 @@ METHODS = ("auto", "all-to-all", "ring")
 
 
 class Chunk(NamedTuple):
-    """Consecutive rows of a sequence.
-
-    The first has the index `local_start` in this process and `global_start` in the full sequence.
-    """
+    """Consecutive rows of a sequence, from `local_start` in this process, `global_start` in all."""
 
     local_start: int
     global_start: int
@@ -122,12 +118,7 @@ class context_parallel:
         self._before.append(backends.shard_sequences(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         backends.shard_sequences(self._before.pop())
 
     # ------------------------------------------------------------------------------ the layout
@@ -174,9 +165,7 @@ class context_parallel:
         return self._length
 
     def rows_of(self, name: str, table: Tensor, length: int) -> Tensor:
-        """Return the rows of a table [positions, N] for the `length` tokens of this process. The
-        rows for padding are arbitrary.
-        """
+        """Return a table's rows for the `length` tokens of this process; for padding, any rows."""
         full_length = self.unpadded_length(length)
         if full_length > table.shape[0]:
             raise ValueError(
@@ -187,9 +176,7 @@ class context_parallel:
         return table.index_select(0, positions.clamp(max=full_length - 1))
 
     def pad(self, x: Tensor, dim: int, value: float) -> Tensor:
-        """Return x padded with `value` at the end of dimension `dim`, so that each chunk is a
-        multiple of 16 rows, which share random words of dropout.
-        """
+        """Return x padded at the end of dimension `dim`: chunks of multiples of 16, for dropout."""
         checks.require_tensor("x", x)
         more = -x.shape[dim] % (16 * self.size * (1 + self.balanced))
         shape = [more if i == dim % x.dim() else n for i, n in enumerate(x.shape)]
@@ -266,10 +253,7 @@ class context_parallel:
                 )
 
     def pass_on(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
-        """Start to send tensors to the next process and to receive those of the previous process.
-
-        Returns the tensors that are received, and the works to wait for.
-        """
+        """Send tensors on; return those of the previous process, and the works to wait for."""
         received = [torch.empty_like(x) for x in tensors]
         after, before = (self._ranks[(self.rank + step) % self.size] for step in (1, -1))
         works = [dist.P2POp(dist.isend, x, after, self.group) for x in tensors]
@@ -323,8 +307,6 @@ class _Plan:
             "scaled_dot_product_attention", **arguments, attention=attention, return_lse=True
         )
 
-    # ------------------------------------------------------------------------------ all-to-all
-
     def by_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the attention by all-to-all: each process has some heads of all rows."""
         context, heads = self.context, self.heads // self.context.size
@@ -347,15 +329,13 @@ class _Plan:
         )
         return out, lse.squeeze(3)
 
-    # ------------------------------------------------------------------------------------ ring
-
     def blocks(self, owner: int, query: Tensor, key: Tensor) -> list[tuple[Chunk, Chunk]]:
         """Return the blocks of scores: pairs of a local chunk of queries and a chunk of keys of
         process `owner` that the queries may see.
 
         If attention does not depend on positions, return one pair of all queries and all keys.
         """
-        if self._ignores_positions():
+        if not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}:
             return [(Chunk(0, 0, query.shape[2]), Chunk(0, 0, key.shape[2]))]
         return [
             (q, k)
@@ -363,9 +343,6 @@ class _Plan:
             for k in self.context.chunks(key.shape[2], owner)
             if self._may_see(q, k)
         ]
-
-    def _ignores_positions(self) -> bool:
-        return not self.attention.is_causal and set(beyond_torch(self.attention)) <= {"softcap"}
 
     def _may_see(self, q: Chunk, k: Chunk) -> bool:
         a = self.attention
@@ -443,9 +420,7 @@ class Merged:
         peaks.copy_(highest)
 
     def outputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the `outputs` of `backends.attention_gradients`. The first is not rounded to the
-        dtype of the query.
-        """
+        """Return the `outputs` of `backends.attention_gradients`, the first of them not rounded."""
         log_sum, empty = self.total.log(), self.total == 0
         output = self.sums / self.total.masked_fill(empty, 1.0).unsqueeze(-1)
         offset = (-log_sum / self.unit).masked_fill(empty, -torch.inf)
@@ -513,12 +488,8 @@ class _Ring(torch.autograd.Function):
                     found = backends.attention_gradients(
                         of_rows[0], inputs, plan.attention_of(q, k), of_rows[1]
                     )
-                sums = (
-                    dq[:, :, rows],
-                    *(x[:, :, keys] for x in own),
-                    plan.block_of(dbias, q, k),
-                    dsinks,
-                )
+                shared = plan.block_of(dbias, q, k), dsinks
+                sums = dq[:, :, rows], *(x[:, :, keys] for x in own), *shared
                 for total, gradient in zip(sums, found):
                     if total is not None and gradient is not None:
                         total += gradient

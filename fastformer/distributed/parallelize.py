@@ -13,9 +13,6 @@ holds.
       attention, by heads ............... [B, S, d]      all-gather before, reduce-scatter after
       feed-forward, by hidden units ..... [B, S, d]      all-gather before, reduce-scatter after
       generator and loss, by classes .... [B, S, d]      all-gather; two numbers per token
-
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
 
 from __future__ import annotations
@@ -28,17 +25,13 @@ import torch
 from torch import nn
 
 from fastformer._version import __version__
-from fastformer.dispatch import backends
+from fastformer.dispatch.backends import sequences_from as sequences_from
 from fastformer.drop_in.replacements.base import Accelerated
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.embeddings import Embeddings
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stacks import Decoder, Encoder
 from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
-
-sequences_from = backends.sequences_from
-
-__all__ = ["parallelize", "require_same_ranks", "sequences_from"]
 
 Model = TypeVar("Model", bound=nn.Module)
 _OURS = EncoderDecoder, LanguageModel, Encoder, Decoder
@@ -85,7 +78,8 @@ def parallelize(
         TypeError: model is not a module, mesh is not a DeviceMesh, or plan is not a mapping.
         RuntimeError: there is no process group.
 
-    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3; the residual stream: Korthikanti et al.
+    2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")

@@ -1,8 +1,4 @@
-"""Explain which backend a call, or each layer of a model, runs on.
-
-print(explain("layer_norm", x, (64,)))     which backend the op runs on, and why
-print(explain(model, x))                   what each layer of the model runs on
-"""
+"""Explain which backend a call, or each layer of a model, runs on."""
 
 from __future__ import annotations
 
@@ -21,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements import KINDS
 from fastformer.drop_in.replacements.base import Accelerated, running
-
-__all__ = ["Explanation", "explain"]
 
 
 def explain(target: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -143,11 +137,7 @@ class _DirectAttention(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         rows = self._recorder.rows
         before = len(rows)

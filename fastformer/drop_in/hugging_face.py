@@ -119,10 +119,7 @@ _SUPPORTS = [
 
 
 def _enter_classes(models: ModuleType) -> None:
-    """Add "fastformer" to the tables that map implementation names to attention classes.
-
-    models: the module that defines the model's class.
-    """
+    """Enter "fastformer" in the tables of attention classes of a module with models."""
     for name, table in vars(models).items():
         known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
         if known and "eager" in table and NAME not in table:
@@ -357,10 +354,7 @@ def _require_registered(module: nn.Module) -> None:
 
 
 def _require_known(module: nn.Module, given: Mapping[str, object], complete: bool) -> None:
-    """Raise for keywords that `attention` does not know.
-
-    complete: whether the mask has a row for each query, [.., Sq, Sk].
-    """
+    """Refuse unknown keywords. complete: whether the mask has a row for each query."""
     for name, x in given.items():
         if x is None or x is False or name in KNOWN:
             continue

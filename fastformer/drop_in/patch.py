@@ -1,11 +1,4 @@
-"""Faster attention for existing PyTorch models.
-
-    report = accelerate(model)     change the classes of its modules, in place
-    print(report)                  what was replaced, what was not, and why
-    restore(model)                 give the modules their original classes
-
-The replacement forwards are in replacements/.
-"""
+"""Change the classes of a model's modules, in place, to those in replacements/, and back."""
 
 from __future__ import annotations
 
@@ -19,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.checks import require_flag
 from fastformer.dispatch import backends
 from fastformer.drop_in.explanation import name_pattern
 from fastformer.drop_in.replacements import ANNOTATED, KINDS
@@ -30,11 +24,6 @@ from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
-
-__all__ = ["Report", "accelerate", "restore"]
-
-
-# --------------------------------------------------------------------------- accelerate and restore
 
 
 def accelerate(
@@ -93,9 +82,8 @@ def accelerate(
     2018, "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
-    for name, option in (("drop_padding", drop_padding), ("need_weights", need_weights)):
-        if not isinstance(option, bool):
-            raise TypeError(f"{name} is {option!r}; expected True or False")
+    drop_padding = require_flag("drop_padding", drop_padding)
+    need_weights = require_flag("need_weights", need_weights)
     report = Report()
     _change_classes(_plan(model, report))
     in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False

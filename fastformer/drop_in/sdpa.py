@@ -18,8 +18,6 @@ from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import record_torch, unsupported_tensor
 from fastformer.ops import functional
 
-__all__ = ["sdpa_override"]
-
 
 class sdpa_override(TorchFunctionMode):
     """A context in which F.scaled_dot_product_attention runs on fastformer, for this thread.
@@ -45,11 +43,7 @@ class sdpa_override(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _sdpa(*args, **(kwargs or {}))

@@ -24,8 +24,6 @@ from fastformer.nn.padding import Packing, pad, require_tokens
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
-__all__ = ["MultiHeadedAttention", "attention"]
-
 
 def attention(
     query: Tensor,
@@ -312,10 +310,7 @@ class MultiHeadedAttention(AliasedModule):
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> None:
-        """Set `attn` to the weights if `keep_attention` is True, else to None.
-
-        q: [B, h, T, d_k], k: [B, kv_heads, S, d_k].
-        """
+        """Set `attn` to the weights of q [B, h, T, d_k] and k if `keep_attention`, else to None."""
         if self.keep_attention:
             grouped = self.kv_heads != self.h
             self.attn = functional.attention_weights(
@@ -389,9 +384,8 @@ def _boolean_from_float(mask: Tensor) -> Tensor:
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9.
-
-    The weights of a query whose keys are all masked out are uniform.
+    """Return softmax(query key^T / sqrt(d_k)), [..., T, S], with masked scores set to -1e9. The
+    weights of a query whose keys are all masked out are uniform.
     """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     if mask is not None:

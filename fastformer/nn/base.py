@@ -10,14 +10,9 @@ from torch import Tensor, nn
 from fastformer import checks
 from fastformer.nn.stream import is_unmodified
 
-__all__ = ["clones"]
-
 
 class AliasedModule(nn.Module):
-    """A module that loads state dicts in which its parameters and submodules have other names.
-
-    `spellings` maps each other name to the module's own name, which `state_dict()` uses.
-    """
+    """A module that loads state dicts with other names: `spellings` maps each to its own name."""
 
     spellings: ClassVar[dict[str, str]] = {}
 

@@ -14,8 +14,6 @@ from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
 from fastformer.nn.stream import add_dropped
 
-__all__ = ["Embeddings", "PositionalEncoding"]
-
 
 class Embeddings(nn.Module):
     """lut(x) * sqrt(d_model).
@@ -102,10 +100,7 @@ class PositionalEncoding(nn.Module):
         return self.dropout(x)
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return pe at the positions of x [B, S, ..].
-
-        The result is [1, S, d_model], or [B, S, d_model] if start is a tensor.
-        """
+        """Return pe at the positions of x: [1, S, d_model]; [B, S, d_model] for a tensor."""
         length, max_len = x.shape[1], self.pe.shape[1]
         if backends.sequences_are_sharded():
             if isinstance(start, Tensor) or start:

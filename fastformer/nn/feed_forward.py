@@ -11,8 +11,6 @@ from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.stream import GATED, apply_feed_forward
 from fastformer.ops.feed_forward import reference
 
-__all__ = ["PositionwiseFeedForward"]
-
 ACTIVATIONS = (*reference.ACTIVATIONS, *GATED)  # of the feed-forward layer
 
 

@@ -13,8 +13,6 @@ from fastformer.nn.base import AliasedModule, make_dropout
 from fastformer.nn.stream import add_dropped, is_unmodified
 from fastformer.ops import functional
 
-__all__ = ["LayerNorm", "RMSNorm", "SublayerConnection"]
-
 NORMS = ("layer", "rms")
 
 
@@ -61,10 +59,7 @@ class LayerNorm(AliasedModule):
         )
 
     def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
-
-        x and residual: [..., features].
-        """
+        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
         return functional.dropout_add_layer_norm(
             x, residual, self.weight, self.bias, dropout_p, self.eps, unbiased=self.unbiased
         )

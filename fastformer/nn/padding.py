@@ -15,8 +15,6 @@ from torch import Tensor
 
 from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
 
-__all__ = ["Packing", "pad", "unpad"]
-
 
 @dataclass(frozen=True)
 class Packing:

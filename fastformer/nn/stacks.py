@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,43 @@ from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_inpu
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
-__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer"]
+
+class _Stack(nn.Module):
+    """What an encoder and a decoder share."""
+
+    def __init__(self, layer: nn.Module, N: int, norm: str | None = "layer") -> None:
+        super().__init__()
+        size = getattr(layer, "size", None)
+        if not isinstance(layer, nn.Module) or not isinstance(size, int):
+            kind = type(layer).__name__
+            raise TypeError(f"layer is a {kind}; expected a module whose `size` is its features")
+        self.layers = clones(layer, N)
+        self.norm = nn.Identity() if norm is None else make_norm(norm, size)
+
+    def _run(
+        self,
+        kind: type[EncoderLayer] | type[DecoderLayer],
+        x: Tensor,
+        *context: Any,
+        cache: DecoderCache | None,
+    ) -> Tensor:
+        """Return norm(layer_N(..layer_1(x)..)) for x [B, S, d] or [tokens, d].
+
+        The layers share one residual stream, so that the last sum of a layer and the norm that
+        follows are one kernel. context: the other arguments of a layer's forward; with a cache, the
+        `LayerCache` of the layer follows them.
+        """
+        stream = ResidualStream(x)
+        for i, layer in enumerate(self.layers):
+            own = () if cache is None else (cache.layer(i),)
+            if type(layer) is kind and is_unmodified(layer):
+                layer._through(stream, *context, *own)
+            else:  # the layer is of another class or has hooks
+                stream = ResidualStream(layer(stream.value(), *context, *own))
+        return stream.normalize(self.norm)
 
 
-class Encoder(nn.Module):
+class Encoder(_Stack):
     """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
 
     Args:
@@ -31,21 +64,15 @@ class Encoder(nn.Module):
     `size`.
     """
 
-    def __init__(self, layer: EncoderLayer, N: int, norm: str | None = "layer") -> None:
-        super().__init__()
-        _require_layer(layer)
-        self.layers = clones(layer, N)
-        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
-
     def forward(
         self, x: Tensor, mask: Tensor | Packing | None, cache: DecoderCache | None = None
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
         require_cache(cache)
-        return _stack(self.layers, EncoderLayer, self.norm, x, mask, cache=cache)
+        return self._run(EncoderLayer, x, mask, cache=cache)
 
 
-class Decoder(nn.Module):
+class Decoder(_Stack):
     """N deep copies of a layer, one after the other, then a norm on `layer.size` features.
 
     Args:
@@ -56,12 +83,6 @@ class Decoder(nn.Module):
     `DecoderCache`. Raises ValueError if N is negative or the norm unknown, TypeError if `layer` is
     not a module with a `size`.
     """
-
-    def __init__(self, layer: DecoderLayer, N: int, norm: str | None = "layer") -> None:
-        super().__init__()
-        _require_layer(layer)
-        self.layers = clones(layer, N)
-        self.norm = nn.Identity() if norm is None else make_norm(norm, layer.size)
 
     def forward(
         self,
@@ -75,32 +96,7 @@ class Decoder(nn.Module):
         if memory is not None or cache is None:
             require_norm_input("memory", memory, self.norm)
         require_cache(cache)
-        context = memory, src_mask, tgt_mask
-        return _stack(self.layers, DecoderLayer, self.norm, x, *context, cache=cache)
-
-
-def _stack(
-    layers: Iterable[nn.Module],
-    kind: type[EncoderLayer] | type[DecoderLayer],
-    norm: nn.Module,
-    x: Tensor,
-    *context: Any,
-    cache: DecoderCache | None = None,
-) -> Tensor:
-    """Return norm(layer_N(..layer_1(x)..)) for x [B, S, d] or [tokens, d].
-
-    The layers share one residual stream, so that the last sum of a layer and the norm that follows
-    are one kernel. context: the other arguments of a layer's forward; with a cache, the
-    `LayerCache` of the layer follows them.
-    """
-    stream = ResidualStream(x)
-    for i, layer in enumerate(layers):
-        own = () if cache is None else (cache.layer(i),)
-        if type(layer) is kind and is_unmodified(layer):
-            layer._through(stream, *context, *own)
-        else:  # the layer is of another class or has hooks
-            stream = ResidualStream(layer(stream.value(), *context, *own))
-    return stream.normalize(norm)
+        return self._run(DecoderLayer, x, memory, src_mask, tgt_mask, cache=cache)
 
 
 def require_cache(cache: DecoderCache | None) -> None:
@@ -111,12 +107,6 @@ def require_cache(cache: DecoderCache | None) -> None:
 def _require_layer_cache(cache: LayerCache | None) -> None:
     if cache is not None and not isinstance(cache, LayerCache):
         raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
-
-
-def _require_layer(layer: nn.Module) -> None:
-    if not isinstance(layer, nn.Module) or not isinstance(getattr(layer, "size", None), int):
-        kind = type(layer).__name__
-        raise TypeError(f"layer is a {kind}; expected a module whose `size` is its features")
 
 
 class EncoderLayer(nn.Module):
@@ -170,10 +160,7 @@ class EncoderLayer(nn.Module):
         return stream.value()
 
     def _through(
-        self,
-        stream: ResidualStream,
-        mask: Tensor | Packing | None,
-        cache: LayerCache | None = None,
+        self, stream: ResidualStream, mask: Tensor | Packing | None, cache: LayerCache | None = None
     ) -> None:
         connections = list(self.sublayer)
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
@@ -189,11 +176,8 @@ class DecoderLayer(nn.Module):
     """Self-attention, attention to the memory and the feed-forward, each in a SublayerConnection.
 
     Args:
-        size: features, d_model.
         self_attn, src_attn: modules that are called with (query, key, value, mask).
-        feed_forward: a module that is called with x.
-        dropout: probability that an element of a sublayer's output is dropped, in training.
-        norm_first, norm: as in `SublayerConnection`.
+        size, feed_forward, dropout, norm_first, norm: as in `EncoderLayer`.
 
     forward(x, memory, src_mask, tgt_mask): x [B, T, size]; memory [B, S, size]; src_mask [B, 1, S],
     [B, T, S], [1, T, S] or None; tgt_mask [B, T, T], [1, T, T], [B, 1, T] or None -> [B, T, size].

@@ -24,15 +24,6 @@ from fastformer.dispatch import backends
 from fastformer.ops import functional
 from fastformer.ops.feed_forward import reference
 
-__all__ = [
-    "GATED",
-    "ResidualStream",
-    "add_dropped",
-    "apply_feed_forward",
-    "dropout_probability",
-    "is_unmodified",
-]
-
 GATED = {"geglu": "gelu", "swiglu": "silu"}  # gated op -> its activation
 
 
@@ -143,9 +134,8 @@ def dropout_probability(dropout: nn.Dropout) -> float:
 
 
 def is_unmodified(*modules: nn.Module) -> bool:
-    """Return whether a call of each module runs the forward of its class and nothing else.
-
-    It is False after a hook is added, `forward` is set on the instance, or `module.compile()`.
+    """Return whether a call of each module runs the forward of its class and nothing else. It is
+    False after a hook is added, `forward` is set on the instance, or `module.compile()`.
     """
     for m in modules:  # a hot path: a generator would take twice the time
         if (

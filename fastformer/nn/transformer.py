@@ -1,7 +1,5 @@
 """The standard Transformer: encoder, decoder, generator, and `make_model`, which builds it all.
 
-Masks are boolean, integer, or float with the values 0 and 1; a nonzero value keeps the key.
-
     src [B, S] -> src_embed -> encoder -> memory [B, S, d]
     tgt [B, T] -> tgt_embed -> decoder(memory) -> [B, T, d] -> generator -> [B, T, tgt_vocab]
 
@@ -33,15 +31,6 @@ from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer, require_cache
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
-
-__all__ = [
-    "EncoderDecoder",
-    "Generator",
-    "LanguageModel",
-    "make_decoder",
-    "make_model",
-    "subsequent_mask",
-]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -172,7 +161,6 @@ def make_decoder(
 
 def _initialised(model: Model) -> Model:
     """Initialise two-dimensional weights with xavier_uniform_ and the rows of padding with zeros.
-
     Learned positions have three dimensions, [1, max_len, d], and keep the sinusoid.
     """
     for p in model.parameters():
@@ -203,13 +191,8 @@ class EncoderDecoder(nn.Module):
         generator: Generator,
     ) -> None:
         super().__init__()
-        require_callable(
-            encoder=encoder,
-            decoder=decoder,
-            src_embed=src_embed,
-            tgt_embed=tgt_embed,
-            generator=generator,
-        )
+        embeds: dict[str, Any] = dict(src_embed=src_embed, tgt_embed=tgt_embed)
+        require_callable(encoder=encoder, decoder=decoder, **embeds, generator=generator)
         self.encoder = encoder
         self.decoder = decoder
         self.src_embed = src_embed
@@ -277,10 +260,7 @@ class LanguageModel(nn.Module):
 
 
 def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """Return embed(tokens) for tokens [B, S] that follow those in the cache.
-
-    One kernel computes it if embed is Embeddings, then PositionalEncoding.
-    """
+    """Return embed(tokens) for tokens [B, S] after those in the cache, by one kernel if it can."""
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
         return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)

@@ -55,10 +55,7 @@ def philox4x32(
 def philox2x32(
     c0: Words, c1: Words, key: Words, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words]:
-    """Return two random 32-bit words for each counter (c0, c1) and 32-bit key.
-
-    The types, and how the arguments broadcast, are as in `philox4x32`.
-    """
+    """Return two random words for each counter (c0, c1) and 32-bit key, as `philox4x32` does."""
     for _ in range(rounds):
         product = c0 * _ROUND
         c0, c1 = ((product >> 32) ^ c1 ^ key) & _WORD, product & _WORD
@@ -67,9 +64,8 @@ def philox2x32(
 
 
 def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
-    """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed.
-
-    n is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
+    """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed. n
+    is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
     """
     z = n * _MIX_STEP + seed
     z = (z ^ (z >> 30 & (1 << 34) - 1)) * _MIX_A  # >> extends the sign: the mask clears it
@@ -193,10 +189,7 @@ def _dropped_by_torch(
 def _dropped_by_numpy(
     seed: int, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
 ) -> Tensor:
-    """Compute `dropped` on a CPU, in a half to a third of the time of `_dropped_by_torch`.
-
-    A call of NumPy has less overhead than a call of torch.
-    """
+    """Compute `dropped` on a CPU in half the time: a call of NumPy has less overhead."""
     first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
     mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
@@ -229,9 +222,8 @@ def _dropped_by_numpy(
 def _philox2x32_by_numpy(
     c0: npt.NDArray[np.uint64], c1: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy.
-
-    Return [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
+    """Compute `philox2x32` of counters c0 [n, 1] and c1 [BH, 1, m], in few calls of NumPy. Return
+    [2, BH, n, m] uint64. The upper 32 bits of the second half are not cleared.
     """
     odd = c0 * _FACTOR
     words = np.empty((3, len(c1), len(c0), c1.shape[2]), np.uint64)
@@ -280,30 +272,22 @@ def _philox_by_numpy(
 
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
-_library.define(
-    "dropped(Tensor seed, SymInt batch_heads, SymInt rows, SymInt columns, float p, "
-    "SymInt[]? place=None) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.impl("dropped", _dropped, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fastformer::dropped",
-    lambda seed, *sizes: seed.new_empty(sizes[:3], dtype=torch.bool),
-    lib=_library,
-)
-_library.define(
-    "dropped_rows(Tensor seed, SymInt rows, SymInt columns, float p, SymInt row=0, "
-    "SymInt column=0) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.impl(
-    "dropped_rows", lambda *args: _dropped_rows(*args).contiguous(), "CompositeExplicitAutograd"
-)
-torch.library.register_fake(
-    "fastformer::dropped_rows",
-    lambda seed, *sizes: seed.new_empty(sizes[:2], dtype=torch.bool),
-    lib=_library,
-)
+
+
+def _define(name: str, sizes: str, draw: Callable[..., Tensor], dims: int) -> None:
+    """Register `draw` as an op, whose mask has the first `dims` of its sizes."""
+    _library.define(f"{name}(Tensor seed, {sizes}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, lambda *given: draw(*given).contiguous(), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"fastformer::{name}",
+        lambda seed, *given: seed.new_empty(given[:dims], dtype=torch.bool),
+        lib=_library,
+    )
+
+
+_MATRIX = "SymInt rows, SymInt columns, float p"
+_define("dropped", f"SymInt batch_heads, {_MATRIX}, SymInt[]? place=None", _dropped, 3)
+_define("dropped_rows", f"{_MATRIX}, SymInt row=0, SymInt column=0", _dropped_rows, 2)
 
 
 def dropped_hidden(
@@ -321,10 +305,7 @@ def of_runs(
     p: float,
     shard: Place | None,
 ) -> Tensor:
-    """Return the mask [rows, columns] of `draw`; for a shard, its runs of rows one by one.
-
-    draw: `dropped_rows` or `dropped_hidden`.
-    """
+    """Return the mask of `draw` (`dropped_rows`, `dropped_hidden`); of a shard, run by run."""
     given = row_shard(shard)
     if given is None:
         return draw(seed, rows, columns, p)

@@ -245,22 +245,15 @@ class _Worker:
 
     def end(self) -> str:
         """End the process, and return how it ended."""
-        alive = self.process.poll() is None and self._still_runs()
-        if alive:
-            self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1.0)
+        self.process.kill()  # if it still runs
         status = self.process.wait()
         with self.errors:
             self.errors.seek(0)
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return f"{how}: {lines[-1][:300]}" if lines else how
-
-    def _still_runs(self) -> bool:
-        try:
-            self.process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return True
-        return False
 
 
 def supervise(

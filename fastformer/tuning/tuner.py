@@ -1,8 +1,5 @@
 """Measure which options are fastest on this GPU.
 
-tune(model, *inputs)                       measures the calls of a model
-measure(workloads, device, file, minutes)  measures the given workloads
-
 The candidates for a class of calls are the tile configurations of each of its kernels, the variants
 of a kernel, and torch's own op instead of the kernels. A candidate is dropped if its results break
 the numerics policy, change from run to run or lose a NaN. Each finished measurement is written to
@@ -30,8 +27,6 @@ from fastformer.dispatch.operation import OPERATIONS
 from fastformer.dispatch.workloads import Workload
 from fastformer.eager import use_formula
 from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
-
-__all__ = ["Tuning", "measure", "standard", "tune"]
 
 # ------------------------------------------------------------------------------------- comparing
 
@@ -334,7 +329,6 @@ def measure(
 
 def planned(wanted: Sequence[Workload], file: Path | None, device: torch.device | None) -> Tuning:
     """Return a `Tuning` of the workloads that are not in the file, which `measure` would measure.
-
     Without a file, or on a device that is not measured, these are all workloads.
     """
     here = None if device is None else measurements.machine(device)

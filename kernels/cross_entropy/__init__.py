@@ -1,9 +1,6 @@
 """Cross-entropy over V classes with smoothed labels, from logits, or from the input of a linear
 layer that computes the logits of one chunk of tokens at a time.
 
-    kernels.py      the kernels, and the groups that their arguments come in
-    launchers.py    the tiles by shape and architecture, the launchers, and the registered ops
-
 Forward, per row of logits x with target t:
     lse = max + log sum_c exp(x_c - max), stored as two numbers, whose sum would lose digits
     loss = constant + lse - (on - off) x_t - off sum_{c != pad} x_c
@@ -35,7 +32,5 @@ Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7,
 
 from __future__ import annotations
 
-from ..common import INTERPRETED
-from .launchers import supports
-
-__all__ = ["INTERPRETED", "supports"]
+from ..common import INTERPRETED as INTERPRETED
+from .launchers import supports as supports

@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..common import INTERPRETED
@@ -48,9 +49,7 @@ def blocks(v: int) -> list[tuple[int, int]]:
 
 
 def group_size(x: Tensor, block: int) -> int:
-    """Choose how many classes make a group: as many as 16 bytes hold. In the interpreter it is a
-    full block, because each operation has a fixed cost.
-    """
+    """Choose the classes of a group: those of 16 bytes; in the slow interpreter, a full block."""
     return block if INTERPRETED else 16 // x.element_size()
 
 
@@ -90,9 +89,7 @@ class Smoothing(NamedTuple):
         return choose(x.device, tuning_key)
 
     def launch(self, kernel: Any, x: Tensor, dx: Tensor | None, g: Any, **case: bool) -> Launch:
-        """Make the launch of a kernel for the rows of logits x [M, V]. g: the stride of the losses'
-        gradients.
-        """
+        """Make the launch of a kernel for logits x [M, V]. g: the stride of the grad_losses."""
         labels = self.labels()
         block, warps = self.block(
             kernel.fn.__name__.removesuffix("_kernel"), x, labels.off > 0, case["ahead"]
@@ -257,32 +254,18 @@ def backward_in_place(*arguments):
 
 
 def _run_backward(
-    grad_loss,
-    logits,
-    target,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    smoothing,
-    lse,
-    count,
-    dx,
-    ahead,
+    grad_loss, logits, target, reduction, ignore_index, amount, kind, lse, count, dx, ahead
 ):
     v = logits.shape[-1]
     x, flat = unit_stride(logits.reshape(-1, v)), target.reshape(-1).contiguous()
     g = grad_loss.reshape(-1).to(lse.dtype)
     with on_device(logits):
-        Smoothing(v, ignore_index, label_smoothing, smoothing).gradient(
+        Smoothing(v, ignore_index, amount, kind).gradient(
             x, flat, lse, g, dx.view(-1, v), count if reduction == "mean" else None, ahead
         )
 
 
 # ---------------------------------------------------------------------------- of a linear layer
-
-
-def _logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, w, b)
 
 
 def _chunk(x: Tensor, v: int) -> int:
@@ -305,9 +288,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradients(input, weight, bias, wanted) -> list[Tensor]:
-    """Make zeros for the sums: dinput in its dtype, dw and db in the accumulator's. A sum that is
-    not wanted has no elements.
-    """
+    """Make zeros for dinput (in its dtype), dw and db (in the accumulator's), empty if unwanted."""
     wide = accumulator(input)
     like = ((input, input.dtype), (weight, wide), (bias, wide))
     return [
@@ -328,20 +309,10 @@ def _accumulate(dx, x, weight, sums, wanted, part) -> None:
         db += dx.sum(0, dtype=db.dtype)
 
 
-def _fake_linear(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    smoothing,
-    needs,
-):
+def _fake_linear(input, linear_weight, target, linear_bias, reduction, *rest):
     dtype = accumulator(input)
     shape = target.shape if reduction == "none" else ()
-    saved = [want and reduction != "none" for want in needs]
+    saved = [want and reduction != "none" for want in rest[-1]]
     sums = _gradients(input, linear_weight, linear_bias, saved)
     lse = input.new_empty(target.numel(), 2, dtype=dtype)
     return input.new_empty(shape, dtype=dtype), lse, *sums
@@ -356,21 +327,11 @@ _LINEAR = f"Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bi
     _fake_linear,
 )
 def linear_forward(
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    smoothing,
-    needs,
+    input, linear_weight, target, linear_bias, reduction, ignore_index, amount, kind, needs
 ):
-    """Return loss, lse, and for mean and sum the wanted gradients, computed one chunk of tokens at
-    a time.
-    """
+    """Return loss, lse, and for mean and sum the wanted gradients, chunk of tokens by chunk."""
     v, n = linear_weight.shape
-    labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
+    labels = Smoothing(v, ignore_index, amount, kind)
     x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
     rows = input.new_empty(len(x), dtype=accumulator(input))
     lse = rows.new_empty(len(x), 2)
@@ -380,7 +341,7 @@ def linear_forward(
     with on_device(input):
         for first in range(0, len(x), chunk):
             part = slice(first, first + chunk)
-            logits = _logits(x[part], linear_weight, linear_bias)
+            logits = F.linear(x[part], linear_weight, linear_bias)
             # the gradients of the sum: those of the mean would underflow in float16
             dx = logits if any(wanted) else None
             labels.loss(logits, flat[part], rows[part], lse[part], None, dx)
@@ -401,25 +362,12 @@ def _fake_linear_backward(grad_loss, input, linear_weight, target, linear_bias, 
     _fake_linear_backward,
 )
 def linear_backward(
-    grad_loss,
-    input,
-    linear_weight,
-    target,
-    linear_bias,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    smoothing,
-    lse,
-    sum_input,
-    sum_weight,
-    sum_bias,
-    needs,
+    grad_loss, input, linear_weight, target, linear_bias, reduction, ignore_index, *rest
 ):
     """Scale the gradients of the forward by grad_loss, and for mean by 1 / count. For none, compute
     them one chunk of tokens at a time.
     """
-    sums = [sum_input, sum_weight, sum_bias]
+    amount, kind, lse, *sums, needs = rest
     if reduction != "none":
         factor = grad_loss
         if reduction == "mean":  # finite if every target is ignored
@@ -427,14 +375,14 @@ def linear_backward(
         sums = [x * factor if need else x for x, need in zip(sums, needs)]
     else:
         v, n = linear_weight.shape
-        labels = Smoothing(v, ignore_index, label_smoothing, smoothing)
+        labels = Smoothing(v, ignore_index, amount, kind)
         x, flat = input.reshape(target.numel(), n), target.reshape(-1).contiguous()
         g = grad_loss.reshape(-1).contiguous()
         sums, chunk = _gradients(input, linear_weight, linear_bias, needs), _chunk(x, v)
         with on_device(input):
             for first in range(0, len(x), chunk):
                 part = slice(first, first + chunk)
-                logits = _logits(x[part], linear_weight, linear_bias)
+                logits = F.linear(x[part], linear_weight, linear_bias)
                 labels.gradient(logits, flat[part], lse[part], g[part], logits)
                 _accumulate(logits, x[part], linear_weight, sums, needs, part)
     likes = zip(sums, (input, linear_weight, linear_bias), needs)

@@ -2,9 +2,6 @@
 Annotated Transformer's form (unbiased); RMSNorm (Zhang and Sennrich 2019); and residual + dropout +
 either norm.
 
-    kernels.py      the kernels, and the groups that their arguments come in
-    launchers.py    the tiles by shape and architecture, the launchers, and the registered ops
-
 Forward, per row:
     s = x, or residual + Z x with Z = keep / (1 - p), rounded to the dtype of the residual
     mean = sum(s) / N                       rms: 0
@@ -28,7 +25,5 @@ each program sums a fixed range of rows, and these partial sums are added withou
 
 from __future__ import annotations
 
-from ..common import INTERPRETED
-from .launchers import supports
-
-__all__ = ["INTERPRETED", "supports"]
+from ..common import INTERPRETED as INTERPRETED
+from .launchers import supports as supports

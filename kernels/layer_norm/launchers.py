@@ -54,9 +54,7 @@ PARTIAL_SUMS = 256  # the most ranges of rows, each with a partial weight gradie
 
 
 class Tiles(NamedTuple):
-    """The rows and columns that a program holds at a time, its warps, and the pipeline stages of
-    the backward's loop over tiles of rows.
-    """
+    """A program's rows and columns, its warps, and the stages of the backward's loop over rows."""
 
     rows: int
     columns: int
@@ -68,9 +66,7 @@ WIDE_WEIGHTS = Tiles(8, 256, 4)  # of the weight gradients, if a row is several 
 
 
 def configuration(n: int, arch: str) -> Tiles:
-    """Choose tiles of full rows if a row fits, with several rows if they are short; else blocks of
-    4096 features.
-    """
+    """Choose tiles of full rows (several, if short); for wider rows, blocks of 4096 features."""
     block = max(16, min(next_power_of_2(n), ONE_BLOCK if n <= ONE_BLOCK else 4096))
     if arch == "interpreter":  # few programs: each interpreted operation has a fixed cost
         return Tiles(max(1, min(64, 65536 // block)), block, 4)
@@ -81,9 +77,7 @@ def configuration(n: int, arch: str) -> Tiles:
 
 
 def others(tiles: Tiles, backward: bool) -> list[Tiles]:
-    """Return the tiles that a measurement may choose instead: other numbers of rows, warps and, for
-    the backward, pipeline stages.
-    """
+    """Return the tiles that a measurement may choose: other rows, warps and, backward, stages."""
     rows = (n for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * tiles.columns <= 8192)
     return [
         tiles._replace(rows=n, warps=warps, stages=stages)
@@ -165,9 +159,7 @@ def _run_forward(
     seed: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, s, mean [M] and r [M]. Without a residual s is x. RMSNorm has no mean and returns r
-    for it.
-    """
+    """Return y, s (x without a residual), mean [M] and r [M]. RMSNorm returns r for the mean."""
     if x.numel() == 0:  # also if n is 0
         mean = x.new_empty(0, dtype=accumulator(x))
         return x.new_empty(x.shape), x.new_empty(x.shape), mean, torch.empty_like(mean)
@@ -197,9 +189,7 @@ def _run_forward(
 
 
 class _Given(NamedTuple):
-    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s as an output, if
-    it has one.
-    """
+    """The tensors of a backward. x: the saved sum s. grad_sum: the gradient of s, if it has one."""
 
     grad: Tensor
     grad_sum: Tensor | None
@@ -211,9 +201,7 @@ class _Given(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Whether there was a residual, and which gradients are wanted. weights: of weight or bias;
-    bias: of the bias too.
-    """
+    """Whether there was a residual, and what is wanted; weights: the gradient of weight or bias."""
 
     residual: bool
     x: bool
@@ -222,9 +210,7 @@ class Needs(NamedTuple):
 
 
 class _Backward:
-    """The launches of a backward: one kernel if a row fits into a tile, else one for dx and one for
-    the weight gradients.
-    """
+    """The launches: one kernel if a row fits into a tile, else one for dx and one for weights."""
 
     def __init__(self, given: _Given, options: Options, needs: Needs) -> None:
         x, n, acc = given.x, options.n, triton_dtype(given.mean.dtype)
@@ -373,10 +359,8 @@ def forward(input, normalized_shape, weight, bias, eps, unbiased):
     return y, mean, r
 
 
-def _fake_backward(
-    grad_output, input, normalized_shape, weight, bias, eps, unbiased, mean, reciprocal, needs
-):
-    likes = zip(needs, (input, weight, bias))
+def _fake_backward(grad_output, input, normalized_shape, weight, bias, *rest):
+    likes = zip(rest[-1], (input, weight, bias))
     return tuple(_or_nothing(need, like, input) for need, like in likes)
 
 
@@ -392,25 +376,19 @@ def backward(
 ):
     """Launch the kernels of dx and of the partial weight gradients, and add up the partial sums."""
     options = Options(math.prod(normalized_shape), eps, unbiased)
-    dx, _, sums = _run_backward(
-        _Given(grad_output, None, input, weight, None, mean, reciprocal),
-        options,
-        Needs(False, needs[0], needs[1] or needs[2], needs[2]),
-    )
+    given = _Given(grad_output, None, input, weight, None, mean, reciprocal)
+    wanted = Needs(False, needs[0], needs[1] or needs[2], needs[2])
+    dx, _, sums = _run_backward(given, options, wanted)
     return dx, _as(sums[0], needs[1], weight, dx), _as(sums[-1], needs[2], bias, dx)
 
 
 # ----------------------------------------------------------------------------------------- RMSNorm
 
 
-def _fake_rms(input, normalized_shape, *_):
-    return input.new_empty(input.shape), _statistics(input, normalized_shape)
-
-
 @register(
     "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps) "
     "-> (Tensor output, Tensor reciprocal)",
-    _fake_rms,
+    lambda *given: _fake(*given)[:2],
 )
 def rms_forward(input, normalized_shape, weight, eps):
     """Launch the forward: (output, r [M])."""
@@ -432,11 +410,8 @@ def _fake_rms_backward(grad_output, input, normalized_shape, weight, eps, recipr
 def rms_backward(grad_output, input, normalized_shape, weight, eps, reciprocal, needs):
     """Launch as `backward` does. r is passed for the mean, which no kernel reads."""
     options = Options(math.prod(normalized_shape), eps, rms=True)
-    dx, _, sums = _run_backward(
-        _Given(grad_output, None, input, weight, None, reciprocal, reciprocal),
-        options,
-        Needs(False, needs[0], needs[1], False),
-    )
+    given = _Given(grad_output, None, input, weight, None, reciprocal, reciprocal)
+    dx, _, sums = _run_backward(given, options, Needs(False, needs[0], needs[1], False))
     return dx, _as(sums[0], needs[1], weight, dx)
 
 
@@ -446,13 +421,8 @@ _ARGUMENTS = "float dropout_p, float eps, bool unbiased, Tensor? dropout_seed, S
 
 
 def _fake_add(input, residual, weight, *_):
-    statistics = _statistics(input, list(weight.shape))
-    return (
-        input.new_empty(input.shape),
-        input.new_empty(input.shape),
-        statistics,
-        torch.empty_like(statistics),
-    )
+    x, statistics = input.new_empty(input.shape), _statistics(input, list(weight.shape))
+    return x, torch.empty_like(x), statistics, torch.empty_like(statistics)
 
 
 @register(
@@ -463,8 +433,7 @@ def _fake_add(input, residual, weight, *_):
 )
 def add_forward(input, residual, weight, bias, dropout_p, eps, unbiased, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, mean [M], r [M])."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, unbiased, **dropout)
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
     return _run_forward(input, residual, weight, bias, dropout_seed, options)
 
 
@@ -488,50 +457,26 @@ def _fake_add_backward(grad_normalized, grad_residual_out, weight, bias, *rest):
     _fake_add_backward,
 )
 def add_backward(
-    grad_normalized,
-    grad_residual_out,
-    weight,
-    bias,
-    dropout_p,
-    eps,
-    unbiased,
-    dropout_seed,
-    shard,
-    residual_out,
-    mean,
-    reciprocal,
-    needs,
+    grad_normalized, grad_residual_out, weight, bias, dropout_p, eps, unbiased, seed, shard, *rest
 ):
-    """Launch one pass for the gradients of input and residual and for the partial weight gradients,
-    and add up the partial sums.
-    """
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, unbiased, **dropout)
-    dx, dinput, sums = _run_backward(
-        _Given(
-            grad_normalized, grad_residual_out, residual_out, weight, dropout_seed, mean, reciprocal
-        ),
-        options,
-        Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3]),
-    )
+    """Launch one pass for all gradients, and add up the partial sums of those of the weights."""
+    residual_out, mean, reciprocal, needs = rest
+    options = Options(weight.numel(), eps, unbiased, dropout_p=dropout_p, shard=row_shard(shard))
+    given = grad_normalized, grad_residual_out, residual_out, weight, seed, mean, reciprocal
+    wanted = Needs(True, needs[0] or needs[1], needs[2] or needs[3], needs[3])
+    dx, dinput, sums = _run_backward(_Given(*given), options, wanted)
     return dinput, dx, _as(sums[0], needs[2], weight, dx), _as(sums[-1], needs[3], bias, dx)
-
-
-def _fake_add_rms(input, residual, weight, *_):
-    statistic = _statistics(input, list(weight.shape))
-    return input.new_empty(input.shape), input.new_empty(input.shape), statistic
 
 
 @register(
     "dropout_add_rms_norm(Tensor input, Tensor residual, Tensor weight, float dropout_p, "
     "float eps, Tensor? dropout_seed, SymInt[]? shard) "
     "-> (Tensor normalized, Tensor residual_out, Tensor reciprocal)",
-    _fake_add_rms,
+    lambda *given: _fake_add(*given)[:3],
 )
 def add_rms_forward(input, residual, weight, dropout_p, eps, dropout_seed, shard):
     """Launch the forward: (normalized, residual_out, r [M])."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, rms=True, **dropout)
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
     y, total, _, r = _run_forward(input, residual, weight, None, dropout_seed, options)
     return y, total, r
 
@@ -549,24 +494,11 @@ def _fake_add_rms_backward(grad_normalized, grad_residual_out, weight, *rest):
     _fake_add_rms_backward,
 )
 def add_rms_backward(
-    grad_normalized,
-    grad_residual_out,
-    weight,
-    dropout_p,
-    eps,
-    dropout_seed,
-    shard,
-    residual_out,
-    reciprocal,
-    needs,
+    grad_normalized, grad_residual_out, weight, dropout_p, eps, seed, shard, residual_out, r, needs
 ):
     """Launch as `add_backward` does. r is passed for the mean, which no kernel reads."""
-    dropout = dict(dropout_p=dropout_p, shard=row_shard(shard))
-    options = Options(weight.numel(), eps, rms=True, **dropout)
-    saved = residual_out, weight, dropout_seed, reciprocal, reciprocal
-    dx, dinput, sums = _run_backward(
-        _Given(grad_normalized, grad_residual_out, *saved),
-        options,
-        Needs(True, needs[0] or needs[1], needs[2], False),
-    )
+    options = Options(weight.numel(), eps, rms=True, dropout_p=dropout_p, shard=row_shard(shard))
+    given = _Given(grad_normalized, grad_residual_out, residual_out, weight, seed, r, r)
+    wanted = Needs(True, needs[0] or needs[1], needs[2], False)
+    dx, dinput, sums = _run_backward(given, options, wanted)
     return dinput, dx, _as(sums[0], needs[2], weight, dx)

@@ -22,8 +22,8 @@ BROKEN = [
     ("attention", 'x["query"][:-1]), "hbq")', 'x["query"][:-1]), "hb")'),
     ("other_attention", '"block_table": "b."', '"block_table": ".."'),
     ("other_attention", '{"query": ".hd", "key": ".hd"', '{"query": "bhd", "key": ".hd"'),
-    ("feed_forward", '    {"f": ("input",)},', "    {},"),
-    ("feed_forward", '    "f" + operation.ROW_DIMS,', '    operation.ROW_DIMS + "f",'),
+    ("feed_forward", 'ROW_DIMS, {"f": ("input",)}', "ROW_DIMS, {}"),
+    ("feed_forward", '"f" + operation.ROW_DIMS,', 'operation.ROW_DIMS + "f",'),
     ("embedding", '{"v": ("tokens",), "n": ("tokens",)}', '{"n": ("tokens",)}'),
     ("losses", 'gathers={"v": ("input", "target")}', 'gathers={"v": ("input",)}'),
     # ---- the offsets and the global sizes of a shard
@@ -58,12 +58,8 @@ BROKEN = [
     # ---- the output
     ("embedding", 'elif dim == "v" and call.op != "embed":', 'elif dim == "v":'),
     ("losses", "[Partial() if isinstance(p, Shard) else p for p in placements]", "[*placements]"),
-    ("feed_forward", 'own["b_2"] * float(_is_first(call, "f"))', 'own["b_2"]'),
-    (
-        "feed_forward",
-        "return all(dist.get_rank(group) == 0",
-        "return any(dist.get_rank(group) == 0",
-    ),
+    ("feed_forward", 'own["b_2"] * float(is_first)', 'own["b_2"]'),
+    ("feed_forward", "is_first = all(dist.get_rank", "is_first = any(dist.get_rank"),
     # ---- the dropout of a shard
     ("masks", 'AttentionShard(batch, offsets.get("h", 0)', "AttentionShard(batch, 0"),
     ("masks", 'offsets.get("q", 0), 0, *full)', "0, 0, *full)"),

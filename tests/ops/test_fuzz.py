@@ -124,7 +124,9 @@ def check(case, draw, backend, tiles, alone=None):
 
 
 def test_every_op_is_drawn():
-    assert {case.__name__ for case in DRAWN} == set(functional.__all__)
+    assert {case.__name__ for case in DRAWN} == {
+        name for name, x in vars(functional).items() if callable(x)
+    }
 
 
 def test_philox():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,25 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fastformer.description import Attention
 from fastformer.dispatch.operation import OPERATIONS, Arguments
 
 Run = Callable[..., Any]  # `backends.run`
 Placement = Any  # torch's Placement: only some subclasses have a `dim`
-
-
-def holds_dtensor(values: Iterable[Any]) -> bool:
-    """Return whether one of the arguments of an op is a DTensor."""
-    return any(isinstance(x, DTensor) for x in flat(values))
-
-
-def flat(values: Iterable[Any]) -> Iterable[Any]:
-    """Yield the arguments of an op, with an `Attention` expanded to its fields."""
-    for x in values:
-        if isinstance(x, Attention):
-            yield from x
-        else:
-            yield x
 
 
 class Call(NamedTuple):
@@ -95,9 +80,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, parts: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of the parts * n chunks of the full tensor: chunk c is on device c // parts, and
-    goes to device c % n.
-    """
+    """All-to-all of parts * n chunks of a tensor: chunk c goes from device c // parts to c % n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, parts: int, back: bool) -> Tensor:

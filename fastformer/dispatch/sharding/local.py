@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastformer.description import Attention, RowShard
 from fastformer.description import Shard as AttentionShard
 from fastformer.dispatch.operation import ROW_DIMS, Arguments
-from fastformer.dispatch.sharding.call import Call, Run, holds_dtensor, require_group
+from fastformer.dispatch.sharding.call import Call, Run, require_group
 from fastformer.dispatch.sharding.losses import sharded_loss
 
 _TILE_ROWS = 16  # attention and feed-forward draw random words for so many rows at a time
@@ -28,18 +29,11 @@ def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
         return _run_attention(inner, call, arguments, first)
     if call.op == "embed" and "v" in call.sharded_dims:
         return _embed_local_vocabulary(inner, call, first)
-    own = dict(call.arguments)
-    if call.op == "embed":
-        own = _with_local_positions(call)
-    if (
-        "f" in call.sharded_dims and own["b_2"] is not None
-    ):  # a partial sum: only one device adds it
-        own["b_2"] = own["b_2"] * float(_is_first(call, "f"))
+    own = _with_local_positions(call) if call.op == "embed" else dict(call.arguments)
+    if "f" in call.sharded_dims and own["b_2"] is not None:  # a partial sum: one device adds it
+        is_first = all(dist.get_rank(group) == 0 for group in call.groups("f"))
+        own["b_2"] = own["b_2"] * float(is_first)
     return _run_rows(inner, call, own, first)
-
-
-def _is_first(call: Call, dim: str) -> bool:
-    return all(dist.get_rank(group) == 0 for group in call.groups(dim))
 
 
 def _run_attention(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
@@ -117,13 +111,9 @@ def _run_rows(inner: Run, call: Call, own: Arguments, first: int) -> Any:
 
 
 def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading: int) -> Any:
-    """Run an op on consecutive rows of each sequence.
-
-    leading: the number of leading dimensions, which count the sequences.
-    """
+    """Run an op on consecutive rows of each sequence; `leading` dimensions count the sequences."""
     begin, column, _, run, sequence = shard
-    # The feed-forward draws random words for 16 rows at a time. If a sequence does not begin at a
-    # multiple of 16, the sequences run one at a time.
+    # If a sequence does not begin at a multiple of `_TILE_ROWS`, they run one at a time.
     if "w_2" not in own or not (begin % 16 or run % 16 or sequence % 16):
         return inner(op, **{**own, "shard": shard})
     x = own["input"]
@@ -135,15 +125,13 @@ def _run_sequences(inner: Run, op: str, own: Arguments, shard: RowShard, leading
 
 
 def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) -> Any:
-    """Run an op with dropout on sharded sequences, one chunk of `context_parallel` at a time. The
-    first local sequence is sequence `first` of the full batch.
-    """
+    """Run an op with dropout on the chunks of sharded sequences; the first is number `first`."""
     tokens = op == "embed"
     x = own["tokens" if tokens else "input"]
     dim = x.dim() - 1 if tokens else x.dim() - (1 if "w_2" in own else own["weight"].dim()) - 1
     if dim < 0:
         raise ValueError(f"{op} of one row within context_parallel; expected [.., S, features]")
-    if holds_dtensor(own.values()):
+    if any(isinstance(x, DTensor) for x in own.values()):
         raise ValueError(f"{op} of DTensors within context_parallel; expected plain tensors")
     row_dims = {"tokens": dim, "input": dim, "residual": dim, "positional": 0}
     row_dims = {name: i for name, i in row_dims.items() if own.get(name) is not None}
@@ -165,10 +153,8 @@ def run_chunks(inner: Run, op: str, own: Arguments, first: int, context: Any) ->
 
 
 def _run_consecutive(inner: Run, op: str, own: Arguments, shard: RowShard) -> Any:
-    """Run an op on rows that are consecutive in the full tensor.
-
-    The feed-forward draws random words for 16 rows at a time. If the first row is not at a multiple
-    of 16, rows of zeros go before it.
+    """Run an op on rows that are consecutive in the full tensor. In the feed-forward rows of zeros
+    go before a first row that is not at a multiple of `_TILE_ROWS`.
     """
     before = shard.row % _TILE_ROWS if "w_2" in own else 0
     if not before:

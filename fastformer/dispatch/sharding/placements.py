@@ -74,10 +74,7 @@ def run_sharded(inner: Run, op: str, arguments: Arguments, first: int = 0) -> An
 
 
 def _mesh_of(op: str, arguments: Arguments) -> DeviceMesh | None:
-    """Return the mesh of the DTensors, or None if there are none.
-
-    Raises ValueError for DTensors on different meshes, and for plain parameters among DTensors.
-    """
+    """Return the mesh of the DTensors or None; refuse several meshes and plain parameters."""
     mesh, first = None, ""
     for name, x in arguments.items():
         if isinstance(x, DTensor):

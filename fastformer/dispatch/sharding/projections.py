@@ -15,10 +15,7 @@ from fastformer.dispatch.sharding.call import as_replicated, exchanged
 
 
 def projected(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    weights: Sequence[Any],
-    bias: Any,
-    dim: int,
+    inputs: tuple[Tensor, Tensor, Tensor], weights: Sequence[Any], bias: Any, dim: int
 ) -> list[Tensor]:
     """Project query, key and value [.., d] to DTensors [.., H, dim] that are sharded by heads.
 
@@ -48,9 +45,7 @@ def projected(
 
 
 def _share(x: DTensor, parts: int) -> Tensor:
-    """Return this device's shard of each of the equal parts of a parameter, concatenated. The parts
-    follow each other in its first dimension.
-    """
+    """Return this device's shard of each of the equal `parts` of a parameter, concatenated."""
     mesh = x.device_mesh
     local = x.redistribute(mesh, [Shard(0)]).to_local(grad_placements=[Shard(0)])
     return exchanged(local, mesh.get_group(), parts) if parts > 1 else local

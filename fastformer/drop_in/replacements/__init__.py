@@ -4,9 +4,6 @@
 and from a class of this package, a kind, which overrides `forward` with the original signature and
 calls the ops of `fastformer.ops.functional`. A call that the ops cannot run falls back to the
 original forward, and is counted on the module.
-
-    KINDS        torch's class -> the kind that replaces it and its subclasses
-    ANNOTATED    the kinds that replace classes that look like those of the Annotated Transformer
 """
 
 from __future__ import annotations
@@ -15,8 +12,6 @@ from torch import nn
 
 from fastformer.drop_in.replacements import annotated, attention, layers, norms, stacks
 from fastformer.drop_in.replacements.base import Accelerated
-
-__all__ = ["ANNOTATED", "KINDS"]
 
 KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.MultiheadAttention: attention.FusedMultiheadAttention,
@@ -27,7 +22,7 @@ KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.Transformer: stacks.FusedTransformer,
     nn.LayerNorm: norms.FusedLayerNorm,
     nn.RMSNorm: norms.FusedRMSNorm,
-}
+}  # by the class that a kind replaces, with its subclasses
 ANNOTATED: tuple[type[annotated.AnnotatedModule], ...] = (
     annotated.FusedAnnotatedAttention,
     annotated.FusedAnnotatedNorm,

@@ -67,9 +67,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         return out, weights if query.dim() == 3 else weights.squeeze(0)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
-        """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query.
-
-        In a packed batch, query, key, value and output are [tokens, E].
+        """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query. In a packed
+        batch, query, key, value and output are [tokens, E].
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
@@ -85,13 +84,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
             out = functional.scaled_dot_product_attention(
-                self._heads_first(q),
-                k,
-                v,
-                seen.attn_mask,
-                p,
-                seen.is_causal,
-                bias=seen.bias,
+                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
             )
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
@@ -265,10 +258,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     def _with_appended_keys(
         self, k: Tensor, v: Tensor, seen: Visibility
     ) -> tuple[Tensor, Tensor, Visibility]:
-        """Append bias_k and bias_v, and zeros (add_zero_attn), to k and v [N, H, S, D].
-
-        Every query sees the appended keys.
-        """
+        """Append bias_k and bias_v, and zeros, which every query sees, to k and v [N, H, S, D]."""
         if not self._appends_keys():
             return k, v, seen
         ends: list[tuple[Tensor, Tensor]] = []
@@ -284,9 +274,6 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             mask = None if mask is None else F.pad(mask, (0, 1), value=True)
             bias = None if bias is None else F.pad(bias, (0, 1))
         return k, v, seen._replace(attn_mask=mask, bias=bias)
-
-
-# ------------------------------------------------------------------------------------------- masks
 
 
 class Visibility(NamedTuple):

@@ -35,9 +35,8 @@ class Accelerated(nn.Module):
         return self._original.forward(self, *args)
 
     def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
-        """Call the original forward with arguments that the replacement rejected by `refusal`.
-
-        If the original raises too, raise `refusal`, whose message names the argument.
+        """Call the original forward with arguments that the replacement rejected by `refusal`. If
+        the original raises too, raise `refusal`, whose message names the argument.
         """
         name = str(refusal).split(" ", 1)[0]
         try:
@@ -71,9 +70,6 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
 def _new_instance(kind: type[Accelerated], original: type[nn.Module]) -> nn.Module:
     cls = class_for(kind, original)
     return cls.__new__(cls)
-
-
-# ------------------------------------------------------------------------------ fallbacks, records
 
 
 class _RunningModules(threading.local):
@@ -121,9 +117,6 @@ def record_fallback(module: nn.Module, op: str, reason: str) -> None:
 def record_torch(op: str, reason: str) -> None:
     """Let `explain` record that torch ran `op` itself, and why."""
     backends.report(backends.Choice(op, "torch", reason))
-
-
-# ------------------------------------------------------------------------------- unsupported calls
 
 
 def unsupported_tensor(*tensors: Tensor | None) -> str | None:

@@ -101,9 +101,8 @@ class Layer(OnStream):
         return in_order_of(x, out)
 
     def _keeps_order(self, out: Tensor) -> bool:
-        """Return whether torch's layer with output `out` keeps the memory order of its input.
-
-        With norm_first it does, because its output is a sum that begins with the input.
+        """Return whether torch's layer with output `out` keeps the memory order of its input. With
+        norm_first it does, because its output is a sum that begins with the input.
         """
         return self.norm_first
 
@@ -126,9 +125,8 @@ class Layer(OnStream):
 
 
 def in_order_of(x: Tensor, out: Tensor) -> Tensor:
-    """Return out, which has the shape of x, with its dimensions in the memory order of x.
-
-    An expanded x (stride 0) has no such order; then return a contiguous tensor.
+    """Return out, which has the shape of x, with its dimensions in the memory order of x. An
+    expanded x (stride 0) has no such order; then return a contiguous tensor.
     """
     if 0 in x.stride():
         return out.contiguous()
@@ -137,10 +135,7 @@ def in_order_of(x: Tensor, out: Tensor) -> Tensor:
 
 
 def attention_of(layer: Layer, name: str) -> FusedMultiheadAttention:
-    """Return the attention `name` of a layer, typed as the class that replaced it.
-
-    `Layer._unsupported_reason` checks the class.
-    """
+    """Return a layer's attention, as the class that `Layer._unsupported_reason` requires."""
     return getattr(layer, name)
 
 
@@ -155,9 +150,6 @@ def _op_activation(function: Any) -> str | Callable[[Tensor], Tensor]:
     if type(function) is nn.GELU:
         return "gelu" if function.approximate == "none" else "gelu_tanh"
     return "gelu" if function is F.gelu else function
-
-
-# ---------------------------------------------------------------------------------------- encoder
 
 
 class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
@@ -223,10 +215,8 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         record_torch(type(self).__name__, why)
 
     def _one_op_arguments(self, dtype: torch.dtype) -> tuple[Any, ...] | None:
-        """Return the arguments after x of torch's op for a full layer.
-
-        Return None if the op does not compute the same as the submodules, or does not support their
-        parameters.
+        """Return the arguments after x of torch's op for a full layer. Return None if the op does
+        not compute the same as the submodules, or does not support their parameters.
         """
         attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
         norm1, norm2, linear1, linear2 = parts = _parts(self)
@@ -256,10 +246,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
 
 
 def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
-    """Return whether torch's op for a full layer can run such a call.
-
-    The only mask that it may have is padding.
-    """
+    """Return whether torch's op for a full layer can run such a call: no mask but padding."""
     x = stream.x
     return not (
         x.device.type != "cpu"
@@ -310,9 +297,6 @@ def encoder_visibility(
     return attention._visibility(src, src, *masks, is_causal, names)
 
 
-# ---------------------------------------------------------------------------------------- decoder
-
-
 class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
     _internal = ("forward", "_sa_block", "_mha_block", "_ff_block")
     _attentions = ("self_attn", "multihead_attn")
@@ -331,9 +315,7 @@ class FusedTransformerDecoderLayer(Layer, nn.TransformerDecoderLayer):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream(
-            (tgt, memory, *masks),
-            hints,
-            lambda: decoder_context(self, tgt, memory, masks, hints),
+            (tgt, memory, *masks), hints, lambda: decoder_context(self, tgt, memory, masks, hints)
         )
 
     def _through(

@@ -22,10 +22,7 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
             )
 
     def after_sum(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """Return (self(sum), sum), where sum = residual + dropout(x), from one kernel.
-
-        x and residual: [..., *normalized_shape].
-        """
+        """Return (self(sum), sum) of sum = residual + dropout(x), [...], from one kernel."""
         if _unsupported_norm(residual, self.weight, self.bias, self.eps) is not None:
             total = residual + F.dropout(x, dropout_p)
             return self.forward(total), total

@@ -92,10 +92,7 @@ def _mask_form(layer: Layer, name: str) -> tuple[object, ...]:
 
 
 def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
-    """Return the hint, or without a hint whether the mask [L, L] is causal.
-
-    If the values of the mask may not be read, return False.
-    """
+    """Return the hint, or without one whether the mask [L, L] is known to be causal."""
     if hint is not None or mask is None:
         return bool(hint)
     if mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
@@ -107,9 +104,6 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
 def _may_decide(x: Tensor) -> bool:
     """Return whether the values of x may be read to decide what runs."""
     return eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-# ---------------------------------------------------------------------------------------- encoder
 
 
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
@@ -175,19 +169,15 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
-        """Return the original's output with norm(0), or 0 without a norm, at the padding.
-
-        out: [N, S, E] or [S, N, E]. hidden: [N, S], True at the padding.
-        """
+        """Return out with norm(0), or 0 without a norm, where hidden [N, S] is True."""
         hidden = self._batch_as_given(hidden)
         blank = out.new_zeros(out.shape[-1])
         blank = blank if self.norm is None else self.norm(blank)
         return torch.where(hidden.unsqueeze(-1), blank.to(out.dtype), out)
 
     def _converts_to_nested(self, src: Tensor, mask: Tensor | None, hidden: Tensor) -> bool:
-        """Return whether the original forward converts src to a nested tensor without padding.
-
-        If so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
+        """Return whether the original forward converts src to a nested tensor without padding. If
+        so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
         first = self._layers()[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
@@ -207,10 +197,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
 
 def _packing_worth_it(hidden: Tensor) -> Packing | None:
-    """Return the packing of the tokens where hidden is False, or None if it saves no time.
-
-    hidden: [N, S], True at the padding.
-    """
+    """Return the packing without the tokens of hidden [N, S], or None if it saves no time."""
     if not _may_decide(hidden):
         return None
     valid = ~hidden
@@ -221,9 +208,6 @@ def _packing_worth_it(hidden: Tensor) -> Packing | None:
     dropped = hidden.numel() - kept
     worth = kept > 0 and dropped >= max(_LEAST_TOKENS, _LEAST_SHARE * hidden.numel())
     return packing_of(valid, longest) if worth else None
-
-
-# ------------------------------------------------------------------------------ decoder, and both
 
 
 class FusedTransformerDecoder(Stack, nn.TransformerDecoder):

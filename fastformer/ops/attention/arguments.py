@@ -30,9 +30,7 @@ Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 def require_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
 ) -> tuple[float, Scores]:
-    """Check that the shapes [B, H, S, D] fit. Return the scale (or its default) and the shape of
-    the scores.
-    """
+    """Check the shapes [B, H, S, D]. Return the scale (or its default) and the scores' shape."""
     batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
     value_batch, value_heads, value_length, _ = value.shape
@@ -66,9 +64,7 @@ def default_scale(scale: float | None, dim: int) -> float:
 
 
 def require_pages(query: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> int:
-    """Check pages and table against the query. Return the number of keys that the table has room
-    for in a sequence.
-    """
+    """Check pages and table against the query. Return how many keys a sequence has room for."""
     batch, heads, _, dim = query.shape
     for name, x in (("key_pages", keys), ("value_pages", values)):
         if x.dim() != 4:
@@ -312,10 +308,8 @@ def checked_sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def checked_shard(shard: Sequence[int], scores: Scores, p: float) -> Shard | None:
-    """Return the shard with its global sizes filled in.
-
-    Return None if the shard is the full call, or if only batch and head differ and dropout is off;
-    but never within `context_parallel`.
+    """Return the shard with its global sizes filled in. Return None if the shard is the full call,
+    or if only batch and head differ and dropout is off; but never within `context_parallel`.
     """
     if not isinstance(shard, (tuple, list)) or len(shard) != len(Shard._fields):
         fields = ", ".join(Shard._fields)

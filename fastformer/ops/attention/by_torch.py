@@ -118,10 +118,8 @@ def _masked_attention(
 def _biased_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor | None:
-    """Call torch's op with a bias.
-
-    Return None if the bias masks out all keys of a query, or if the gradient of torch's op would
-    lose too many digits.
+    """Call torch's op with a bias. Return None if the bias masks out all keys of a query, or if the
+    gradient of torch's op would lose too many digits.
     """
     if not may_read(bias) or (differentiates(query, key, value, bias) and not near_zero(bias)):
         return None
@@ -136,7 +134,6 @@ def _biased_attention(
 
 def near_zero(added: Tensor) -> bool:
     """Return whether the maximum of every row is known to be near zero, or -inf (no key is seen).
-
     The backward of torch's op keeps only lse. A large term leaves no digits for the scores in it.
     """
     if not may_read(added):

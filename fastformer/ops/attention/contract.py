@@ -45,13 +45,6 @@ from fastformer.ops.attention.arguments import (
     require_table,
 )
 
-__all__ = [
-    "attention_weights",
-    "packed_attention",
-    "paged_attention",
-    "scaled_dot_product_attention",
-]
-
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -267,11 +260,8 @@ def packed_attention(
             raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     scale, _ = require_attention(q, k, v, scale, True)
-    for name, cu, x_name, x, longest in (
-        ("cu_seqlens_q", cu_seqlens_q, "query", query, max_q),
-        ("cu_seqlens_k", cu_seqlens_k, "key", key, max_k),
-    ):
-        require_offsets(name, cu, x_name, x, longest)
+    require_offsets("cu_seqlens_q", cu_seqlens_q, "query", query, max_q)
+    require_offsets("cu_seqlens_k", cu_seqlens_k, "key", key, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k has shape {shape_of(cu_seqlens_k)}; "
@@ -481,10 +471,7 @@ def _are_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _with_heads(three: bool, **tensors: Tensor) -> list[Tensor]:
-    """Return each tensor as [B, H, S, D].
-
-    three: whether the query has three dimensions; each tensor then gets a dimension of one head.
-    """
+    """Return each tensor as [B, H, S, D]; three: like the query, they have no heads yet."""
     for name, x in tensors.items():
         if x.dim() != 4 - three:
             known = "three dimensions [B, S, D], as query" if three else "four [B, H, S, D]"

@@ -120,11 +120,7 @@ def added_to_scores(
 def score_terms(
     query: Tensor, key: Tensor, attention: Attention, others: list[str]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the two masks of `visible_keys` and the term of `added_to_scores`, each None if it
-    changes nothing.
-
-    others: the options that `beyond_torch` returns.
-    """
+    """Return `visible_keys` and `added_to_scores`, None for no change; others: `beyond_torch`."""
     if not attention.is_causal and NO_TERMS.issuperset(others):
         return None, None, None
     i = torch.arange(query.shape[2], device=query.device).view(-1, 1)

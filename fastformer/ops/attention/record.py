@@ -10,15 +10,14 @@ from torch import Tensor
 
 from fastformer.description import OPTIONS, Attention, beyond_torch, dims, unpack, words
 from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
+from fastformer.dispatch.workloads import Maker
 from fastformer.ops.attention import contract, reference
 
 _aten = torch.ops.aten
 
 
-# --------------------------------------------------------------------------------------- sharding
-
-
-def _dims(arguments: operation.Arguments) -> dict[str, str]:
+def _dims(arguments: Arguments) -> dict[str, str]:
     if "block_table" in arguments:
         given = {"query": "bhqd", "key_pages": "..hd", "value_pages": "..he", "block_table": "b."}
     elif arguments["cu_seqlens_q"] is not None:
@@ -32,21 +31,16 @@ def _dims(arguments: operation.Arguments) -> dict[str, str]:
 _SHARDING = operation.ShardingRule(_dims, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
 
 
-# ---------------------------------------------------------------------------------------- workload
-
-
 def _describe(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     B, H, Sq, D = query.shape
     sizes = dict(B=B, H=H, G=key.shape[1], Sq=Sq, Sk=key.shape[2], D=D, Dv=value.shape[3])
     inside = H > 1 and Sq > 1 and query.stride(1) < query.stride(2)
     return sizes, dict(heads_inside=inside, **words(attention))
 
 
-def _arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     B, H, G, Sq, Sk, D, Dv = sizes.values()
 
     def heads(n: int, length: int, width: int, scale: float = 1.0) -> Tensor:
@@ -54,18 +48,16 @@ def _arguments(
             return make.normal(B, n, length, width, scale=scale)
         return make.normal(B, length, n, width, scale=scale).transpose(1, 2)
 
-    given: operation.Arguments = dict(query=heads(H, Sq, D, 1.5), enable_gqa=G != H)
+    given: Arguments = dict(query=heads(H, Sq, D, 1.5), enable_gqa=G != H)
     given |= dict(key=heads(G, Sk, D, 1.5), value=heads(G, Sk, Dv))
     return given | _band(options) | _scored(make, (B, H, Sq, Sk), options)
 
 
-def _scored(
-    make: workloads.Maker, scores: tuple[int, int, int, int], options: operation.Options
-) -> operation.Arguments:
+def _scored(make: Maker, scores: tuple[int, int, int, int], options: Options) -> Arguments:
     """Return the arguments that change the scores [B, H, Sq, Sk] in padded and paged attention."""
     B, H, Sq, Sk = scores
     shapes = {"keys": (1, Sk), "rows": (Sq, 1), "all": (Sq, Sk)}
-    given: operation.Arguments = {}
+    given: Arguments = {}
     if "mask" in options:
         # Padding on the right and, if each query has a row of its own, causality.
         lengths = make.integers(-(-Sk // 2), Sk + 1, B).view(B, 1, 1, 1)
@@ -87,11 +79,11 @@ def _scored(
     return given
 
 
-def _band(options: operation.Options) -> operation.Arguments:
+def _band(options: Options) -> Arguments:
     """Return the arguments that all attention ops share: the band, dropout, and every option that
     is a boolean whose only word is its name.
     """
-    given: operation.Arguments = {
+    given: Arguments = {
         o.name: True
         for o in OPTIONS
         if o.schema == "bool" and o.words is None and o.name in options
@@ -106,16 +98,14 @@ def _band(options: operation.Options) -> operation.Arguments:
 
 def _describe_packed(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     assert attention.cu_seqlens_q is not None
     sizes = dict(B=attention.cu_seqlens_q.shape[0] - 1, H=query.shape[1], G=key.shape[1])
     sizes |= dict(Sq=attention.max_q, Sk=attention.max_k, D=query.shape[2], Dv=value.shape[2])
     return sizes, words(attention)
 
 
-def _packed_arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     B, H, G, Sq, Sk, D, Dv = sizes.values()
     given = dict(query=make.normal(B * Sq, H, D, scale=1.5), max_q=Sq, max_k=Sk)
     given |= dict(key=make.normal(B * Sk, G, D, scale=1.5), value=make.normal(B * Sk, G, Dv))
@@ -133,21 +123,19 @@ def _describe_paged(
     block_table: Tensor,
     attention: Attention,
     return_lse: bool,
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     B, H, Sq, D = query.shape
     _, page, G, Dv = value_pages.shape
     sizes = dict(B=B, H=H, G=G, Sq=Sq, Sk=block_table.shape[1] * page, D=D, Dv=Dv, page=page)
     return sizes, words(attention)
 
 
-def _paged_arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _paged_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     """Return arguments with the pages in random order. Sk is a multiple of the page size."""
     B, H, G, Sq, Sk, D, Dv, page = sizes.values()
     blocks = Sk // page
     order = torch.randperm(B * blocks, generator=make.generator, device=make.device)
-    given: operation.Arguments = dict(query=make.normal(B, H, Sq, D, scale=1.5))
+    given: Arguments = dict(query=make.normal(B, H, Sq, D, scale=1.5))
     given["key_pages"] = make.normal(B * blocks, page, G, D, scale=1.5)
     given["value_pages"] = make.normal(B * blocks, page, G, Dv)
     given["block_table"] = order.view(B, blocks).int()
@@ -190,7 +178,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> A
     return op(q, k, v, None, True, 0.0, causal, scale=scale)
 
 
-def _signature(arguments: operation.Arguments) -> Hashable | None:
+def _signature(arguments: Arguments) -> Hashable | None:
     attention: Attention = arguments["attention"]
     if beyond_torch(attention):
         return None
@@ -202,8 +190,6 @@ def _signature(arguments: operation.Arguments) -> Hashable | None:
         return None
     return causal, query.dtype, query.stride(), *sizes
 
-
-# ----------------------------------------------------------------------------------------- records
 
 # Not multiples of a tile, so that the masked edge of a tile is compared too; but multiples of 16,
 # for which Triton compiles the same kernel as for the full size.
@@ -220,7 +206,7 @@ _TUNED = (
 )
 
 backends.register(
-    operation.Operation(
+    Operation(
         kernel="attention",
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
@@ -228,17 +214,15 @@ backends.register(
         workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_EXAMPLE, {})),
         tuned=_TUNED,
         alternatives={
-            "torch (cuDNN)": operation.Alternative(_forward_by(_cudnn)),
-            "torch (flash)": operation.Alternative(_forward_by(_flash)),
-            "torch (efficient)": operation.Alternative(_forward_by(_efficient)),
+            "torch (cuDNN)": Alternative(_forward_by(_cudnn)),
+            "torch (flash)": Alternative(_forward_by(_flash)),
+            "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
-    )
-)
-backends.register(
-    operation.Operation(
+    ),
+    Operation(
         kernel="attention",
         contract=contract.packed_attention,
         reference=reference.packed_attention,
@@ -247,10 +231,8 @@ backends.register(
             _describe_packed, _packed_arguments, _LIMITS, (_EXAMPLE, {})
         ),
         tuned=_TUNED,
-    )
-)
-backends.register(
-    operation.Operation(
+    ),
+    Operation(
         kernel="attention",
         contract=contract.paged_attention,
         reference=reference.paged_attention,
@@ -262,5 +244,5 @@ backends.register(
             (_EXAMPLE | dict(Sq=1, page=16), dict(lengths=True)),
         ),
         tuned=_TUNED,
-    )
+    ),
 )

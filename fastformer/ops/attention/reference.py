@@ -31,11 +31,7 @@ def _grouped(key: Tensor, heads: int) -> Tensor:
 
 
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    attention: Attention,
-    added: Tensor | None,
-    visible: Tensor | None,
+    query: Tensor, key: Tensor, attention: Attention, added: Tensor | None, visible: Tensor | None
 ) -> Tensor:
     """Return the scores [B, H, Sq, Sk], with the lowest finite number where a key is masked out.
 
@@ -85,24 +81,18 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
 ) -> Any:
     if not return_lse:
-        return _attend(query, key, value, attention, False)
-    out, peak, log_sum = _attend(query, key, value, attention, True)
+        return attention_block(query, key, value, attention, False)
+    out, peak, log_sum = attention_block(query, key, value, attention)
     return out, peak + log_sum
 
 
 def attention_block(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
-    log_sum: their sum has no digits left for log_sum if peak is large.
-    """
-    return _attend(query, key, value, attention, True)
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = True
 ) -> Any:
-    """Return the output, or (output, peak, log_sum) as `attention_block` does."""
+    """Return (output, peak, log_sum) of attention to a part of the keys, where lse = peak +
+    log_sum: their sum has no digits left for log_sum if peak is large. Without return_lse, return
+    the output alone.
+    """
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)

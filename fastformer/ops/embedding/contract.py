@@ -21,8 +21,6 @@ from fastformer.checks import (
 from fastformer.dispatch import backends
 from fastformer.ops.row_shards import row_shard
 
-__all__ = ["embed"]
-
 
 def embed(
     tokens: Tensor,

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Arguments, Operation, Options, Sizes
+from fastformer.dispatch.workloads import Maker
 from fastformer.ops.embedding import contract, reference
 
 
-def _dims(arguments: operation.Arguments) -> dict[str, str]:
+def _dims(arguments: Arguments) -> dict[str, str]:
     tokens = operation.ROW_DIMS[: arguments["tokens"].dim()]
     return {"tokens": tokens, "weight": "vn", "positional": ".n", "dropout_seed": "."}
 
@@ -25,25 +27,21 @@ _SHARDING = operation.ShardingRule(
 
 def _describe(
     tokens: Tensor, weight: Tensor, positional: Tensor | None, dropout_p: float, **_: Any
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     V, N = weight.shape
     sizes = dict(M=tokens.numel(), S=tokens.shape[-1], N=N, V=V)
     return sizes, dict(positional=positional is not None, dropout=dropout_p > 0)
 
 
-def _arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     M, S, N, V = sizes.values()
-    given: operation.Arguments = dict(
-        tokens=make.integers(0, V, M // S, S), weight=make.normal(V, N)
-    )
+    given: Arguments = dict(tokens=make.integers(0, V, M // S, S), weight=make.normal(V, N))
     positional = make.normal(S, N) if "positional" in options else None
     return given | dict(positional=positional) | workloads.dropout(options)
 
 
 backends.register(
-    operation.Operation(
+    Operation(
         kernel="embedding",
         contract=contract.embed,
         reference=reference.embed,

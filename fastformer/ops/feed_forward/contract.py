@@ -20,8 +20,6 @@ from fastformer.dispatch import backends
 from fastformer.ops.feed_forward.reference import ACTIVATIONS
 from fastformer.ops.row_shards import row_shard
 
-__all__ = ["feed_forward", "geglu", "swiglu"]
-
 
 def feed_forward(
     input: Tensor,

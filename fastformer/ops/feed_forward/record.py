@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Arguments, Operation, Options, Sizes
+from fastformer.dispatch.workloads import Maker
 from fastformer.ops.feed_forward import contract, reference
 
-# --------------------------------------------------------------------------------------- sharding
 
-
-def _dims(arguments: operation.Arguments) -> dict[str, str]:
+def _dims(arguments: Arguments) -> dict[str, str]:
     w, b = ("w_1", "b_1") if "w_1" in arguments else ("w", "b")
     rows = operation.ROW_DIMS[: arguments["input"].dim() - 1]
     given = {"input": rows + "d", w: "fd", b: "f", "w_2": "of", "b_2": "o"}
@@ -20,19 +20,13 @@ def _dims(arguments: operation.Arguments) -> dict[str, str]:
 
 
 _SHARDING = operation.ShardingRule(
-    _dims,
-    lambda x: (x["input"][:-1] + "o",),
-    "f" + operation.ROW_DIMS,
-    {"f": ("input",)},
+    _dims, lambda x: (x["input"][:-1] + "o",), "f" + operation.ROW_DIMS, {"f": ("input",)}
 )
-
-
-# ---------------------------------------------------------------------------------------- workload
 
 
 def _describe(
     input: Tensor, w_2: Tensor, b_2: Tensor | None, dropout_p: float, **more: Any
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     rows, b = (more["w"], more["b"]) if "w" in more else (more["w_1"], more["b_1"])
     d, (out, width) = rows.shape[1], w_2.shape
     options = dict(b_1=b is not None, b_2=b_2 is not None, dropout=dropout_p > 0)
@@ -40,14 +34,12 @@ def _describe(
     return sizes, dict(activation=more.get("activation", False), **options)
 
 
-def _arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     """Return the arguments of feed_forward, or of a gated layer if no activation is given."""
     M, d, F, out = sizes.values()
     gated = "activation" not in options
     w, b, rows = ("w", "b", 2 * F) if gated else ("w_1", "b_1", F)
-    given: operation.Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
+    given: Arguments = {"input": make.normal(M, d), b: None, "b_2": None}
     given |= {w: make.normal(rows, d, scale=d**-0.5), "w_2": make.normal(out, F, scale=F**-0.5)}
     given |= {b: make.normal(rows)} if "b_1" in options else {}
     given |= {"b_2": make.normal(out)} if "b_2" in options else {}
@@ -55,12 +47,10 @@ def _arguments(
     return given | activation | workloads.dropout(options)
 
 
-# ----------------------------------------------------------------------------------------- records
-
 _LIMITS, _SIZES = dict(M=496), dict(M=1, d=16, F=16, out=16)
 
 backends.register(
-    operation.Operation(
+    Operation(
         kernel="feed_forward",
         contract=contract.feed_forward,
         reference=reference.feed_forward,
@@ -76,7 +66,7 @@ for _contract, _reference in (
     (contract.swiglu, reference.swiglu),
 ):
     backends.register(
-        operation.Operation(
+        Operation(
             kernel="feed_forward",
             contract=_contract,
             reference=_reference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -59,9 +60,10 @@ def _gated(
     b: Tensor | None,
     w_2: Tensor,
     b_2: Tensor | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    shard: RowShard | None,
+    dropout_p: float = 0.0,
+    *,
+    dropout_seed: Tensor | None = None,
+    shard: RowShard | None = None,
 ) -> Tensor:
     z, v = F.linear(input, w, b).chunk(2, -1)
     hidden = ACTIVATIONS[activation](z) * v
@@ -73,29 +75,4 @@ def _gated(
     return F.linear(hidden, w_2, b_2)
 
 
-def geglu(
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
-    dropout_p: float = 0.0,
-    *,
-    dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
-) -> Tensor:
-    return _gated("gelu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)
-
-
-def swiglu(
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
-    dropout_p: float = 0.0,
-    *,
-    dropout_seed: Tensor | None = None,
-    shard: RowShard | None = None,
-) -> Tensor:
-    return _gated("silu", input, w, b, w_2, b_2, dropout_p, dropout_seed, shard)
+geglu, swiglu = (functools.partial(_gated, activation) for activation in ("gelu", "silu"))

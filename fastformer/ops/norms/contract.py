@@ -24,8 +24,6 @@ from fastformer.description import RowShard
 from fastformer.dispatch import backends
 from fastformer.ops.row_shards import row_shard
 
-__all__ = ["dropout_add_layer_norm", "dropout_add_rms_norm", "layer_norm", "rms_norm"]
-
 
 def layer_norm(
     input: Tensor,
@@ -244,10 +242,7 @@ def _require_sum(
 
 
 def _require_rows(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
+    input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> list[int]:
     """Check the other arguments of a norm against its input; return normalized_shape as a list."""
     if isinstance(normalized_shape, (tuple, list, Sequence)):

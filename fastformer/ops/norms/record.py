@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastformer.dispatch import backends, operation, workloads
+from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
+from fastformer.dispatch.workloads import Maker
 from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
 
 
-# --------------------------------------------------------------------------------------- sharding
-
-
-def _dims(arguments: operation.Arguments) -> dict[str, str]:
+def _dims(arguments: Arguments) -> dict[str, str]:
     x, shape = arguments["input"], arguments.get("normalized_shape")
     n = len(arguments["weight"].shape if shape is None else shape)
     rows, features = operation.ROW_DIMS[: x.dim() - n], "." * n
@@ -27,10 +26,6 @@ def _dims(arguments: operation.Arguments) -> dict[str, str]:
 
 
 _SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
-_SHARDING_OF_SUMS = _SHARDING._replace(outputs=lambda x: (x["input"],) * 2)
-
-
-# ---------------------------------------------------------------------------------------- workload
 
 
 def _describe(
@@ -42,21 +37,17 @@ def _describe(
     dropout_p: float = 0.0,
     residual: Tensor | None = None,
     **_: Any,
-) -> tuple[operation.Sizes, operation.Options]:
+) -> tuple[Sizes, Options]:
     n = torch.Size(normalized_shape or weight.shape).numel()  # type: ignore[union-attr]
-    options: operation.Options = dict(
-        weight=weight is not None, bias=bias is not None, unbiased=unbiased
-    )
+    options: Options = dict(weight=weight is not None, bias=bias is not None, unbiased=unbiased)
     if weight is not None and weight.dtype != input.dtype:
         options["weight_dtype"] = str(weight.dtype).removeprefix("torch.")
     return dict(M=input.numel() // n, N=n), dict(**options, dropout=dropout_p > 0)
 
 
-def _arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     n = sizes["N"]
-    given: operation.Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
+    given: Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
     for name in ("weight", "bias"):
         if name in options:
             x = make.normal(n)
@@ -65,15 +56,11 @@ def _arguments(
     return given | (dict(unbiased=True) if "unbiased" in options else {})
 
 
-def _sum_arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     return dict(bias=None) | _rms_sum_arguments(make, sizes, options)
 
 
-def _rms_sum_arguments(
-    make: workloads.Maker, sizes: operation.Sizes, options: operation.Options
-) -> operation.Arguments:
+def _rms_sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     given = _arguments(make, sizes, options) | workloads.dropout(options)
     del given["normalized_shape"]
     return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
@@ -83,14 +70,9 @@ def _rms_sum_arguments(
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    unbiased: bool,
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    y, mean, r = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
+    y, mean, r = torch.native_layer_norm(x, shape, weight, bias, eps)
     return y, mean.view(-1), r.view(-1)
 
 
@@ -121,36 +103,22 @@ def _layer_norm_backward(
 
 
 def _sum_and_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    eps: float,
-    unbiased: bool,
-    dropout_seed: Tensor | None,
-    shard: Sequence[int] | None,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, p: float, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    total = residual + input
+    total = residual + x
     y, mean, r = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
     return y, total, mean.view(-1), r.view(-1)
 
 
 def _sum_and_rms_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    dropout_p: float,
-    eps: float,
-    dropout_seed: Tensor | None,
-    shard: Sequence[int] | None,
+    x: Tensor, residual: Tensor, weight: Tensor, p: float, eps: float, *_: Any
 ) -> tuple[Tensor, ...]:
-    total = residual + input
+    total = residual + x
     y, r = _aten._fused_rms_norm(total, weight.shape, weight, eps)
     return y, total, r.view(-1)
 
 
-def _signature(arguments: operation.Arguments) -> Hashable | None:
+def _signature(arguments: Arguments) -> Hashable | None:
     if arguments.get("dropout_p") or arguments.get("unbiased"):
         return None
     tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
@@ -160,71 +128,47 @@ def _signature(arguments: operation.Arguments) -> Hashable | None:
     return dtype, tensors[0].shape, tuple(arguments.get("normalized_shape", ())), len(tensors)
 
 
-# ----------------------------------------------------------------------------------------- records
-
 _LIMITS, _SIZES = dict(M=496), dict(M=1, N=16)
-_TUNED = "layer_norm forward", "layer_norm backward"
+_WEIGHTED, _AFFINE = dict(weight=True), dict(weight=True, bias=True)
 
-backends.register(
-    operation.Operation(
-        kernel="layer_norm",
-        contract=contract.layer_norm,
-        reference=reference.layer_norm,
-        sharding=_SHARDING,
-        workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
-        tuned=_TUNED,
-        alternatives={
-            "torch (layer_norm)": operation.Alternative(_layer_norm),
-            "torch (layer_norm, backward)": operation.Alternative(
-                _layer_norm, _layer_norm_backward
-            ),
-        },
-        signature=_signature,
-    )
+_OF_LAYER_NORM = Operation(
+    kernel="layer_norm",
+    contract=contract.layer_norm,
+    reference=reference.layer_norm,
+    sharding=_SHARDING,
+    workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
+    tuned=("layer_norm forward", "layer_norm backward"),
+    alternatives={
+        "torch (layer_norm)": Alternative(_layer_norm),
+        "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
+    },
+    signature=_signature,
+)
+_OF_SUM = _OF_LAYER_NORM._replace(
+    contract=contract.dropout_add_layer_norm,
+    reference=reference.dropout_add_layer_norm,
+    sharding=_SHARDING._replace(outputs=lambda x: (x["input"],) * 2),
+    workloads=operation.WorkloadFamily(_describe, _sum_arguments, _LIMITS, (_SIZES, _AFFINE)),
+    alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
+    reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
 backends.register(
-    operation.Operation(
-        kernel="layer_norm",
+    _OF_LAYER_NORM,
+    _OF_LAYER_NORM._replace(
         contract=contract.rms_norm,
         reference=reference.rms_norm,
-        sharding=_SHARDING,
-        workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
-        tuned=_TUNED,
-        alternatives={"torch (rms_norm)": operation.Alternative(_rms_norm)},
-        signature=_signature,
-    )
-)
-backends.register(
-    operation.Operation(
-        kernel="layer_norm",
-        contract=contract.dropout_add_layer_norm,
-        reference=reference.dropout_add_layer_norm,
-        sharding=_SHARDING_OF_SUMS,
-        workloads=operation.WorkloadFamily(
-            _describe, _sum_arguments, _LIMITS, (_SIZES, dict(weight=True, bias=True))
-        ),
-        tuned=_TUNED,
-        alternatives={"torch (add, layer_norm)": operation.Alternative(_sum_and_norm)},
-        signature=_signature,
-        reference_backward=functools.partial(
-            reference.dropout_add_norm_backward, reference.layer_norm
-        ),
-    )
-)
-backends.register(
-    operation.Operation(
-        kernel="layer_norm",
+        alternatives={"torch (rms_norm)": Alternative(_rms_norm)},
+    ),
+    _OF_SUM,
+    _OF_SUM._replace(
         contract=contract.dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
-        sharding=_SHARDING_OF_SUMS,
         workloads=operation.WorkloadFamily(
-            _describe, _rms_sum_arguments, _LIMITS, (_SIZES, dict(weight=True))
+            _describe, _rms_sum_arguments, _LIMITS, (_SIZES, _WEIGHTED)
         ),
-        tuned=_TUNED,
-        alternatives={"torch (add, rms_norm)": operation.Alternative(_sum_and_rms_norm)},
-        signature=_signature,
+        alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         reference_backward=functools.partial(
             reference.dropout_add_norm_backward, reference.rms_norm
         ),
-    )
+    ),
 )

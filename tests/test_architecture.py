@@ -283,3 +283,13 @@ def test_no_test_skips_for_want_of_a_module_of_ours():
     assert len(names) > 10
     for name in sorted(names):
         importlib.import_module(name)
+
+
+def test_kernels_replace_no_fields():
+    """Within a kernel, Triton 3.9 hands on a NamedTuple as a tuple of its own, without _replace."""
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                compiled = {ast.unparse(x).split("(")[0] for x in node.decorator_list}
+                if compiled & {"triton.jit", "triton.constexpr_function"}:
+                    assert "._replace" not in ast.unparse(node), f"{path}: {node.name}"

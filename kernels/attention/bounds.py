@@ -190,11 +190,12 @@ def reads_no_mask(has):
 @triton.constexpr_function
 def inside_run(has):
     """Return the features of a tile inside of the run."""
+    known = {name: getattr(has, name) for name in Features._fields}  # Triton 3.9 has no _replace
     if has.bounds == 2:
-        return has._replace(bias=0, bounds=0)
-    if has.bias == 0:
-        return has._replace(mask=0, bounds=0)
-    return has._replace(bounds=0)
+        known["bias"] = 0
+    elif has.bias == 0:
+        known["mask"] = 0
+    return Features(**{**known, "bounds": 0})
 
 
 @triton.jit

@@ -227,6 +227,14 @@ def processors(device: torch.device) -> int:
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def l2_cache(device: torch.device) -> int:
+    """Return the bytes of a GPU's L2 cache. The interpreter counts as an H100, with 50 MB."""
+    if INTERPRETED:
+        return 50 * 2**20
+    return torch.cuda.get_device_properties(device).L2_cache_size
+
+
 def allow_tf32() -> bool:
     """Return whether torch multiplies float32 in tf32 on a GPU. `fp32_precision` is right however
     the setting was made; torch's `allow_tf32` raises once it was made by `fp32_precision`.

@@ -812,9 +812,40 @@ MORE = {
             "length = tl.load(optional.lengths + b).to(tl.int32)",
         ),
         "the same order of causal rows": (
-            "locate_rows",
-            "(blocks - 1 - tl.program_id(0) % blocks)",
-            "(tl.program_id(0) % blocks)",
+            "locate_block",
+            "block = blocks - 1 - block",
+            "block = block",
+        ),
+        "order: two programs for a block": (
+            "locate_block",
+            "tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)",
+            "tl.program_id(2) + tl.program_id(0)",
+        ),
+        "order: the longest last of a window to the left": (
+            "locate_block",
+            "(has.right or not has.left) == LAST_IS_LONGEST",
+            "LAST_IS_LONGEST",
+        ),
+        "order: heads past the last section": (
+            "heads_of_section",
+            "while heads % sections:",
+            "while sections < 1:",
+        ),
+        "order: sections past the cache": ("heads_of_section", "cache // max(1, size)", "heads"),
+        "order: the heads of a group in several sections": (
+            "Plan.grid",
+            "return section * share, blocks, groups // section",
+            "return section, blocks, groups * share // section",
+        ),
+        "order: more programs than an axis has": (
+            "Plan.grid",
+            "max(blocks, groups // section) <= MOST_PROGRAMS",
+            "MOST_PROGRAMS > 0",
+        ),
+        "order: dK and dV by the queries of one head": (
+            "Plan.columns",
+            'self.q_length * self.arguments["sizes"].group',
+            "self.q_length",
         ),
         "keys past the length walked": (
             "_queries_of_keys",
@@ -1424,14 +1455,13 @@ MORE["common"] |= SHARDED_ROWS
 EQUIVALENT = {
     ("attention", "an unbounded window"): "a side that is unbounded is no argument of the kernels",
     ("common", "threshold signed"): "Triton compares uint32 with int32 as unsigned",
-    ("attention", "the same order of causal rows"): "the order of the programs alone: on a GPU the "
-    "longest rows start last",
 }
 
 # Tests that see a kernel file, after the quick check beside it.
 COVERED_BY = {
     "attention": (
         "ops/test_bounds.py",
+        "ops/test_launch_order.py",
         "ops/test_decode_attention.py",
         "ops/test_shard.py",
         "ops/test_attention.py",

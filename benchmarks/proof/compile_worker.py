@@ -57,7 +57,10 @@ TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "other": (GPUTarget("cuda", 80, 32), "other", 101376),
     "gfx90a": (GPUTarget("hip", "gfx90a", 64), "other", 65536),
 }
-PROCESSORS = 132  # multiprocessors of an H100 or H200
+FACTS = {  # of an H100: its multiprocessors, and the bytes of its L2 cache
+    "processors": 132,
+    "l2_cache": 50 * 2**20,
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -444,10 +447,9 @@ def processor_seconds() -> float:
 def choose_as_on(row: str) -> None:
     """Make the launchers choose as on a GPU of this row of the configuration tables."""
     for name, module in sys.modules.items():  # whichever launchers read it
-        if name.startswith("fastformer.kernels.") and hasattr(module, "architecture"):
-            module.architecture = lambda device: row
-        if name.startswith("fastformer.kernels.") and hasattr(module, "processors"):
-            module.processors = lambda device: PROCESSORS
+        for fact, value in {**FACTS, "architecture": row}.items():
+            if name.startswith("fastformer.kernels.") and hasattr(module, fact):
+                setattr(module, fact, lambda device, value=value: value)
     launch.plans.clear()  # they are of the architecture before
 
 

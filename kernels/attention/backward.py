@@ -27,6 +27,7 @@ from .scores import (
     key_row,
     keys_of_rows,
     load_rows,
+    locate_block,
     locate_head,
     locate_keys,
     locate_rows,
@@ -322,9 +323,8 @@ def backward_dkdv_kernel(
     DELTA is [B, H, Sq], and OFFSET is [B, H, Sq] or, with a maximum of its own, [B, H, Sq, 2]. With
     `has.key_grad` it also writes DBIAS = sum_i dS of each head, [B, H, Sk].
     """
-    blocks = tl.cdiv(sizes.keys, tile.columns)
-    pair = tl.program_id(0) // blocks
-    n0 = tl.program_id(0) % blocks * tile.columns
+    pair, block = locate_block(tl.cdiv(sizes.keys, tile.columns), has, False)
+    n0 = block * tile.columns
     groups = sizes.heads // sizes.group
     b = (pair // groups).to(tl.int64)
     g = (pair % groups).to(tl.int64)
@@ -473,7 +473,7 @@ def backward_dq_kernel(
     """One program computes BM queries of one (batch, head): their rows of DQ [B, H, Sq, D]. DELTA
     is [B, H, Sq], and OFFSET is [B, H, Sq] or, with a maximum of its own, [B, H, Sq, 2].
     """
-    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
     if has.packed:

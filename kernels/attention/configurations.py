@@ -147,6 +147,17 @@ def configuration(
     return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
+def heads_of_section(heads: int, size: int, cache: int) -> int:
+    """Choose how many of a number of heads start their blocks together (`locate_block`): as many as
+    have what their blocks read, `size` bytes a head, in the L2 cache, in sections of equal size.
+    """
+    most = max(1, cache // max(1, size))
+    sections = max(1, -(-heads // most))
+    while heads % sections:
+        sections += 1
+    return heads // sections
+
+
 # A call with at most this many queries and at least this many keys uses the kernels of decode.py.
 MOST_QUERIES, LEAST_KEYS = 16, 256
 

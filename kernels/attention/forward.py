@@ -160,7 +160,7 @@ def forward_kernel(
     """One program computes BM queries of one (batch, head): their rows of the output O [B, H, Sq,
     DV], of LSE [B, H, Sq] and, with a bias or ALiBi, of STATISTICS [B, H, Sq, 2]. SINKS is [H].
     """
-    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     queries = sequence.queries
     if has.packed:

@@ -26,6 +26,7 @@ from ..launch import (
     architecture,
     constants,
     dot_precision,
+    l2_cache,
     layout,
     next_power_of_2,
     processors,
@@ -44,6 +45,7 @@ from .configurations import (
     Tiles,
     bounds_pay,
     configuration,
+    heads_of_section,
     narrowed,
     parts_of_keys,
     rows,
@@ -68,6 +70,7 @@ from .warp_specialised import WARP_SPECIALISED, warp_specialised_kernel
 # their own; newer versions serialise them if these have none.
 OLD = triton.__version__.startswith("3.6.")
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
+MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
 def heads_like(x: Tensor, heads: int, width: int) -> Tensor:
@@ -264,10 +267,15 @@ class Plan:
         return bounds_pay(self.arch, scores, math.prod(source.sizes), self.k_length)
 
     def add(
-        self, name: str, kernel: Any, blocks: Callable[[Tiles], int], has: Features, **own: Any
+        self,
+        name: str,
+        kernel: Any,
+        grid: Callable[[Tiles, Features], tuple[int, ...]],
+        has: Features,
+        **own: Any,
     ) -> None:
-        """Add a launch. `blocks` gives the number of programs for its tiles; `own` are arguments
-        that no other kernel takes.
+        """Add a launch. `grid` gives the number of programs along one axis, or along the three of
+        `locate_block`; `own` are arguments that no other kernel takes.
         """
         tiles, launch = self.tiles(name), Launch
         if isinstance(tiles, str):
@@ -284,9 +292,11 @@ class Plan:
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)
             has = has._replace(bounds=1 if self.source.name == "mask" else 2)
+        programs = grid(tiles, has)
+        has = has._replace(sections=len(programs) == 3)
         made = launch(
             kernel,
-            (blocks(tiles),),
+            programs,
             own | arguments | dict(tile=constants(tile), has=constants(has)),
             tiles.warps,
             tiles.stages,
@@ -328,13 +338,30 @@ class Plan:
         words = [named(self.dtype, self.tile.precision, **sizes), has]
         return " ".join(words + ["TMA"] * self.warp_specialises)
 
-    def rows(self, tiles: Tiles) -> int:
-        """Return the number of programs if each owns BM queries of a head."""
-        return triton.cdiv(self.q_length, tiles.BM) * self.batch * self.heads
+    def rows(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
+        """Return the grid if each program owns BM queries of a head."""
+        blocks = triton.cdiv(self.q_length, tiles.BM)
+        return self.grid(blocks, self.arguments["sizes"].group, self.k_length, has)
 
-    def columns(self, tiles: Tiles) -> int:
-        """Return the number of programs if each owns BN keys of a key-value head."""
-        return triton.cdiv(self.k_length, tiles.BN) * self.batch * self.groups
+    def columns(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
+        """Return the grid if each program owns BN keys of a key-value head."""
+        blocks = triton.cdiv(self.k_length, tiles.BN)
+        return self.grid(blocks, 1, self.q_length * self.arguments["sizes"].group, has)
+
+    def grid(self, blocks: int, share: int, rows: int, has: Features) -> tuple[int, ...]:
+        """Return the grid of programs that own a block each, of which a head has `blocks`. For each
+        key-value head there are `share` such heads, which read `rows` rows of two tensors.
+
+        It has three axes, those of `locate_block`, if a band or a mask of queries and keys gives
+        the blocks of a head different numbers of tiles.
+        """
+        groups = self.batch * self.groups
+        if has.left or has.right or (has.bounds and 2 in (has.mask, has.bias)):
+            size = rows * (self.tile.dim + self.tile.value_dim) * self.dtype.itemsize
+            section = heads_of_section(groups, size, l2_cache(self.device))
+            if section and max(blocks, groups // section) <= MOST_PROGRAMS:
+                return section * share, blocks, groups // section
+        return (blocks * groups * share,)
 
 
 def empty_outputs(
@@ -424,7 +451,7 @@ class DecodePlan(Plan):
         programs = self.blocks(tiles) * split.parts
         self.read = (key.numel() + value.numel()) * key.element_size()
         self.choose_bounds("decode", attention)
-        self.add("decode", split_kernel, lambda _: programs, has, split=split, paging=paging)
+        self.add("decode", split_kernel, lambda *_: (programs,), has, split=split, paging=paging)
         rows = self.batch * self.heads * self.q_length
         self.partial = (rows, split.parts, self.tile.value_dim), (rows, split.parts, 2)
         most = min(16, max(2, next_power_of_2(split.parts)))
@@ -563,11 +590,11 @@ class BackwardPlan(Plan):
         strides = RowStrides(h * q * k * (b > 1), q * k * (h > 1), k)
         over = Over(query.shape[0] // max(1, b), query.shape[1] // max(1, h))
 
-        def blocks(tiles: Tiles) -> int:
-            return b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over)
+        def programs(tiles: Tiles, has: Features) -> tuple[int, ...]:
+            return (b * h * triton.cdiv(q, tiles.BM) * triton.cdiv(k, tiles.BN) * all(over),)
 
         own = dict(dbias_strides=strides, over=over, do_strides=do_strides)
-        self.add("dbias", backward_dbias_kernel, blocks, self.has, **own)
+        self.add("dbias", backward_dbias_kernel, programs, self.has, **own)
 
     def run(
         self, grad_output, grad_lse, output, lse, statistics, query, key, value, attention

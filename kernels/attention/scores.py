@@ -155,6 +155,7 @@ class Features(NamedTuple):
     page: Any = 0  # keys of a page, 0 if the keys are not in pages
     key_grad: Any = False  # whether a bias that is the same for all queries needs its gradient
     bounds: Any = 0  # whether the kernel reads bounds: 1 of the mask, 2 of the bias
+    sections: Any = False  # whether the programs start section by section, see `locate_block`
 
 
 # -------------------------------------------------------------------- groups that a program makes
@@ -270,13 +271,37 @@ def moved(sizes, has: tl.constexpr):
 
 
 @triton.jit
-def locate_rows(sizes, tile: tl.constexpr):
+def locate_block(blocks, has: tl.constexpr, LAST_IS_LONGEST: tl.constexpr):
+    """Return (batch_head, block): which of the `blocks` blocks of a head a program owns.
+
+    A GPU starts programs in the order of their indices, the first axis fastest. A grid of one axis
+    goes head by head. With `has.sections` the axes are the heads of a section, the blocks, and the
+    sections. The longest blocks of all heads of a section start first, so that short ones are left
+    to even out when multiprocessors are done, and what the blocks of a section read in common fits
+    in the L2 cache.
+
+    LAST_IS_LONGEST says where the longest block of a head is under causality. If a window is
+    bounded to the left alone, it is at the other end.
+    """
+    if has.sections:
+        batch_head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        block = tl.program_id(1)
+    else:
+        batch_head = tl.program_id(0) // blocks
+        block = tl.program_id(0) % blocks
+    if (has.right or not has.left) == LAST_IS_LONGEST:
+        block = blocks - 1 - block
+    return batch_head, block
+
+
+@triton.jit
+def locate_rows(sizes, tile: tl.constexpr, has: tl.constexpr):
     """Return which BM queries a program owns: (batch_head, i0, b, h, g), where i0 is the first
-    query. The programs of the last queries start first: under causality these take longest.
+    query.
     """
     blocks = tl.cdiv(sizes.queries, tile.rows)
-    batch_head = tl.program_id(0) // blocks
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * tile.rows
+    batch_head, block = locate_block(blocks, has, True)
+    i0 = block * tile.rows
     b = (batch_head // sizes.heads).to(tl.int64)
     h = (batch_head % sizes.heads).to(tl.int64)
     return batch_head, i0, b, h, h // sizes.group

@@ -48,7 +48,7 @@ def warp_specialised_kernel(
     Query, key, value and O are read and written through TMA descriptors, which need addresses and
     strides in multiples of 16 bytes.
     """
-    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head

@@ -919,6 +919,7 @@ def test_a_kernel_is_compiled_for_what_a_call_has(device, made, name):
     off = dict.fromkeys(("alibi", "softcap", "left", "right", "bottom_right", "lengths"), False)
     off |= dict(mask=0, bias=0, page=0, packed=False, dropout=False, sink=False, key_grad=False)
     off |= dict(fold_scale=True, shard=False, bounds=0)
+    off["sections"] = "left" in expected or "right" in expected
     off["separate_max"] = "bias" in expected or "alibi" in expected
     x = {n: t.requires_grad_() for n, t in qkv(b=2, h=2, sq=20, sk=30, d=8, device=device).items()}
     with use_backend("triton"):

@@ -38,6 +38,7 @@ DEVICES = {
     (9, 0): (232448, 233472, 132),
     (10, 0): (232448, 233472, 148),
 }
+L2_CACHE = 50 * 2**20  # bytes, of an H100
 
 
 class Launch(NamedTuple):
@@ -199,9 +200,9 @@ def install(
                  it raises, the launch raises. None: launches are accepted, and that is all.
 
     Triton compiles into its own cache, TRITON_CACHE_DIR. fastformer's `triton` backend takes CPU
-    tensors, as it does in the interpreter. torch knows the capability and the number of
-    multiprocessors, and nothing else: torch.cuda.is_available() stays what it was. Streams are
-    numbers: set `stream` of the result.
+    tensors, as it does in the interpreter. torch knows the capability, the number of
+    multiprocessors and the L2 cache, and nothing else: torch.cuda.is_available() stays what it was.
+    Streams are numbers: set `stream` of the result.
 
     Raises RuntimeError where the stand-in cannot be built or Triton's interpreter is on, and
     ValueError for a capability that is not in `DEVICES`.
@@ -239,7 +240,8 @@ def install(
     triton.runtime.driver.set_active(driver)
     torch.cuda.get_device_capability = lambda device=None: capability
     if not torch.cuda.is_available():
-        properties = SimpleNamespace(multi_processor_count=DEVICES[capability][2])
+        count = DEVICES[capability][2]
+        properties = SimpleNamespace(multi_processor_count=count, L2_cache_size=L2_CACHE)
         torch.cuda.get_device_properties = lambda device=None: properties
     backends._unsupported_reason = lambda op, arguments, device: backends._load(op).supports(
         **arguments

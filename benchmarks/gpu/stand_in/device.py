@@ -299,6 +299,7 @@ def _cuda() -> dict[str, Any]:
     properties = SimpleNamespace(
         name=STAND_IN, major=major, minor=minor, total_memory=80 << 30, warp_size=32,
         multi_processor_count=processors, shared_memory_per_block_optin=shared,
+        L2_cache_size=stand_in.L2_CACHE,
     )  # fmt: skip
     stream = _Stream()
     return dict(

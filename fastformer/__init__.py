@@ -27,6 +27,7 @@ from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm, RMSNorm, SublayerConnection
 from fastformer.nn.padding import Packing, pad, unpad
+from fastformer.nn.saving import load_model, save_model
 from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer
 from fastformer.nn.transformer import (
     EncoderDecoder,
@@ -110,6 +111,7 @@ __all__ = [
     "greedy_decode",
     "layer_norm",
     "linear_cross_entropy",
+    "load_model",
     "make_decoder",
     "make_model",
     "make_optimizer",
@@ -124,6 +126,7 @@ __all__ = [
     "rms_norm",
     "run_epoch",
     "sample",
+    "save_model",
     "scaled_dot_product_attention",
     "sdpa_override",
     "sequences_from",

@@ -5,8 +5,11 @@ that argument, before anything runs; or it is listed below as legitimate, with t
 """
 
 import fnmatch
+import functools
 import inspect
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,6 +164,14 @@ def batch():
     return ff.Batch(ids(B, S), ids(B, T + 1))
 
 
+@functools.cache
+def saved():
+    folder = tempfile.TemporaryDirectory()
+    saved.folder = folder  # which goes with the process
+    ff.save_model(language_model(), Path(folder.name) / "model")
+    return str(Path(folder.name) / "model")
+
+
 def stream():
     return dict(x=floats(B, T, D), mask=torch.ones(B, 1, T, dtype=torch.bool), cache=None)
 
@@ -284,6 +295,7 @@ CALLS = {
         scheduler=torch.optim.lr_scheduler.ConstantLR(o), report=lambda *_: None, report_every=1,
         progress=False, description="epoch", accumulation_steps=2, max_grad_norm=1.0,
         autocast=torch.bfloat16, scaler=torch.amp.GradScaler("cpu"))),
+    "load_model": lambda: (ff.load_model, lambda: dict(folder=saved(), device="cpu")),
     "unpad": lambda: (ff.unpad, lambda: dict(x=floats(B, S, D), lengths=torch.tensor([S, 3]))),
     "pad": lambda: (ff.pad, lambda: dict(x=ids(8, 2), packing=packing(), value=7)),
     "Packing": lambda: (ff.Packing, lambda: dict(vars(packing()))),
@@ -317,6 +329,7 @@ LEFT_OUT = {
     "checked where a call takes it": ["RowShard", "Shard"],
     "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
     "several processes check it, in test_context_parallel.py": ["context_parallel"],
+    "every name is a folder; its own tests are in test_saving.py": ["save_model"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 

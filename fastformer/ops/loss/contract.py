@@ -109,7 +109,7 @@ def cross_entropy(
         target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
     )
     loss = backends.run("cross_entropy", logits=logits, target=target, **options)
-    loss = loss if constant is None else loss + constant
+    loss = _plus(loss, constant)
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
@@ -179,7 +179,17 @@ def linear_cross_entropy(
         linear_bias=linear_bias,
         **options,
     )
-    return loss if constant is None else loss + constant
+    return _plus(loss, constant)
+
+
+def _plus(loss: Tensor, constant: Tensor | None) -> Tensor:
+    if constant is None:
+        return loss
+    if backends.is_dtensor(loss):
+        from fastformer.dispatch.sharding.call import as_replicated
+
+        constant = as_replicated(constant, loss.device_mesh)  # type: ignore[attr-defined]
+    return loss + constant.to(loss.dtype)
 
 
 def _loss_options(
@@ -266,10 +276,10 @@ def _negative_entropy(
     on, off, classes = labels
     at_target, at_others = (q * math.log(q) if q > 0 else 0.0 for q in (on, off))
     kept = target != ignore_index
-    w: Tensor = kept.float()
+    w: Tensor = kept.double()
     rows = w * (at_target + (classes - 1) * at_others)
     if weight is not None:
-        w = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+        w = weight.detach().double()
         total, w = w.sum(), w[target.where(kept, 0)] * kept
         rows = (w * at_target + (total - w) * at_others) * kept
     if reduction == "none":

@@ -11,7 +11,13 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
-from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
+from fastformer.decoding.search import (
+    Hypotheses,
+    beam_search,
+    greedy_decode,
+    sample,
+    stream_tokens,
+)
 from fastformer.description import RowShard, Shard
 from fastformer.dispatch.backends import current_backend, use_backend
 from fastformer.distributed.context_parallel import context_parallel
@@ -130,6 +136,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa_override",
     "sequences_from",
+    "stream_tokens",
     "subsequent_mask",
     "swiglu",
     "tune",

@@ -267,9 +267,10 @@ CALLS = {
         pages=3, page_size=16, heads=H, head_dim=D, value_dim=D, batch=B, blocks=2,
         dtype=torch.float32, device="cpu")),
     "DecoderCache": lambda: (ff.DecoderCache, lambda: dict(capacity=S, page_size=16, pages=3)),
-    "greedy_decode": lambda: (ff.greedy_decode, search),
-    "sample": lambda: (
-        ff.sample, lambda: dict(**search(), temperature=0.5, top_k=3, top_p=0.5, seed=1)),
+    "greedy_decode": lambda: (
+        ff.greedy_decode, lambda: dict(**search(), repetition_penalty=1.5)),
+    "sample": lambda: (ff.sample, lambda: dict(**search(), **DRAWS)),
+    "stream_tokens": lambda: (ff.stream_tokens, lambda: dict(**search(), **DRAWS)),
     "beam_search": lambda: (
         ff.beam_search, lambda: dict(**search(), num_beams=3, length_penalty=0.5, n_best=2)),
     "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
@@ -322,7 +323,8 @@ def use_backend(name):
         pass
 
 
-SEARCHES = "greedy_decode", "sample", "beam_search"
+DRAWS = dict(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.5, seed=1)
+SEARCHES = "greedy_decode", "sample", "stream_tokens", "beam_search"
 # Public names without arguments that could be wrong, by reason.
 LEFT_OUT = {
     "a result": ["Explanation", "Hypotheses", "Report", "Tuning"],
@@ -454,8 +456,9 @@ LEGITIMATE = {
     "a huge eps only makes the output small": ["*norm.eps too large", "*Norm.eps too large"],
     "torch adds a mask of any floats": [
         "decode_step.memory_mask half", "decode_step.memory_key_padding_mask wrong dtype"],
-    "a huge temperature only flattens": ["sample.temperature too large"],
-    "every 64 bits seed torch's generator": ["sample.seed negative"],
+    "a huge temperature only flattens": ["s*.temperature too large"],
+    "every 64 bits seed torch's generator": ["sample.seed negative", "stream_tokens.seed negative"],
+    "a huge penalty rules repetition out": ["*.repetition_penalty too large"],
     "a huge softcap caps nothing": ["*.softcap too large"],
     "a token may be counted from the end, as in torch": ["*mbed*.padding_idx negative",
         "make_*.padding_idx negative"],

@@ -117,5 +117,5 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(copy_task, "compare", lambda *given: asked.append(given) or [run])
     asked, run = [], copy_task.Run("reference", False, [1.0] * 7, 1.0, None)
     assert cli.main(["plot", "loss-curves", "--steps", "7", "--out", str(out)]) == 0
-    ((settings, backends),) = asked
+    ((settings, backends, _),) = asked
     assert settings.steps == 7 and "reference" in backends

@@ -198,6 +198,13 @@ def _add_copy_task(commands: Any) -> None:
         metavar="P",
         help="smoothing of the labels",
     )
+    _add_processes(parser)
+    parser.set_defaults(run=_copy_task, parser=parser)
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run that goes on, or that several processes share."""
+    add = parser.add_argument
     add(
         "--parallel",
         choices=parallel_copy_task.WAYS,
@@ -218,7 +225,6 @@ def _add_copy_task(commands: Any) -> None:
         metavar="SECONDS",
         help="of --parallel: how long a process waits for the others",
     )
-    parser.set_defaults(run=_copy_task, parser=parser)
 
 
 def _add_dpi(parser: argparse.ArgumentParser) -> None:

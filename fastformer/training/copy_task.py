@@ -268,11 +268,7 @@ def _trained(
         interpreter.repair()
     if is_interpreted and limit < math.inf:
         data = _items_within(data, limit, INTERPRETED_STEPS)
-        write(
-            f"  (Python runs each program of a kernel. These are the first steps of the same run:\n"
-            f"  as many as fit into {limit:.0f} s, and at least {INTERPRETED_STEPS}. "
-            "The speed says nothing about the kernels.)"
-        )
+        write(_INTERPRETED_NOTE.format(limit))
 
     with use_backend(backend):
         torch.manual_seed(settings.seed)
@@ -337,6 +333,13 @@ def _trained(
     result = [float(loss) for loss in losses]
     run = Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
     return run, model
+
+
+_INTERPRETED_NOTE = (
+    "  (Python runs each program of a kernel. These are the first steps of the same run:\n"
+    f"  as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}. "
+    "The speed says nothing about the kernels.)"
+)
 
 
 def _trained_line(settings: Settings, done: int, seconds: float, speed: float) -> str:

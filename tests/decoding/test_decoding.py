@@ -642,6 +642,16 @@ def test_beams_of_padding_on_the_left_and_of_several_ends(cache):
     assert len(set(ended) & set(ends)) > 1
 
 
+def test_beams_go_on_where_the_likeliest_tokens_all_end():
+    """Three of each beam, as many as there are end symbols. The penalty favours what goes on."""
+    model, ends = language_model(), [7, 10, 4]
+    with torch.no_grad():
+        model.generator.proj.bias[ends] += 20.0
+    options = dict(end_symbol=ends, num_beams=3, n_best=3, length_penalty=32)
+    found = beam_search(model, PROMPTS[:, :2], None, 5, **options)  # the second step has 3 beams
+    assert found.scores.isfinite().all() and (found.lengths == 5).all()
+
+
 def test_replays_continue_prompts_with_padding_on_the_left(recorded):
     """As on a GPU, where no mask is read."""
     model = language_model()

@@ -1,5 +1,6 @@
 """The standard Transformer on fused Triton kernels, with a PyTorch reference for every op."""
 
+import sys
 from pathlib import Path
 
 from fastformer._version import __version__
@@ -11,7 +12,13 @@ if not (_here / "kernels").is_dir():  # a checkout: kernels/ stands beside this 
 from fastformer.cache.contiguous import KVCache
 from fastformer.cache.decoder import DecoderCache
 from fastformer.cache.paged import PagedKVCache
-from fastformer.decoding.search import Hypotheses, beam_search, greedy_decode, sample
+from fastformer.decoding.search import (
+    Hypotheses,
+    beam_search,
+    greedy_decode,
+    sample,
+    stream_tokens,
+)
 from fastformer.description import RowShard, Shard
 from fastformer.dispatch.backends import current_backend, sequences_from, use_backend
 from fastformer.distributed.context_parallel import context_parallel
@@ -27,6 +34,7 @@ from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm, RMSNorm, SublayerConnection
 from fastformer.nn.padding import Packing, pad, unpad
+from fastformer.nn.saving import load_model, save_model
 from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer
 from fastformer.nn.transformer import (
     EncoderDecoder,
@@ -62,6 +70,9 @@ from fastformer.training.training import (
     run_epoch,
 )
 from fastformer.tuning.tuner import Tuning, tune
+
+# The name of the class stands for the module, too: `import fastformer.context_parallel`.
+sys.modules[f"{__name__}.context_parallel"] = sys.modules[context_parallel.__module__]
 
 __all__ = [
     "Batch",
@@ -110,6 +121,7 @@ __all__ = [
     "greedy_decode",
     "layer_norm",
     "linear_cross_entropy",
+    "load_model",
     "make_decoder",
     "make_model",
     "make_optimizer",
@@ -124,9 +136,11 @@ __all__ = [
     "rms_norm",
     "run_epoch",
     "sample",
+    "save_model",
     "scaled_dot_product_attention",
     "sdpa_override",
     "sequences_from",
+    "stream_tokens",
     "subsequent_mask",
     "swiglu",
     "tune",

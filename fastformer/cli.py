@@ -5,8 +5,8 @@
     fastformer tune         measure what is fastest on this GPU
     fastformer info         print versions, devices, and the backend of each op with its reason
 
-The exit status is 0 on success, 1 if the copy task failed, and 2 for a bad option or a request that
-this machine cannot serve.
+The exit status is 0 on success, 1 if the copy task failed, 2 for a bad option or a request that
+this machine cannot serve, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, by default the process's arguments. Return the exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments, arguments.parser)
+    try:
+        return arguments.run(arguments, arguments.parser)
+    except KeyboardInterrupt:
+        print("\nInterrupted")
+        return INTERRUPTED
+
+
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of every option that has one; the help of the others says what it is."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,13 +86,39 @@ def _device(name: str) -> torch.device:
 def _output_file(name: str) -> Path:
     """Return the path, after a check that it can be written: an error comes before the work."""
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib raises an error for a name that is too long
         raise argparse.ArgumentTypeError(f"{name!r} is a folder; expected a file")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{name!r} is in a folder that does not exist")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be written")
+    is_new = not os.path.exists(path)
+    if is_new or path.is_file():
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            told = f"{name!r} cannot be written: {error.strerror}"
+            raise argparse.ArgumentTypeError(told) from error
+    if is_new:
+        path.unlink()
     return path
+
+
+def _output_folder(name: str) -> Path:
+    """Return the path of a folder, after a check that files can be written to it."""
+    path = Path(name)
+    there = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return path
+    except OSError as error:
+        told = f"{name!r} cannot be written: {error.strerror}"
+        raise argparse.ArgumentTypeError(told) from error
+
+
+def _dpi(text: str) -> int:
+    dpi = int(text) if text.isdecimal() else 0
+    if not 20 <= dpi <= 1200:
+        raise argparse.ArgumentTypeError(f"dpi is {text}; expected an int from 20 to 1200")
+    return dpi
 
 
 def _figure_file(name: str) -> Path:
@@ -99,28 +142,54 @@ def _add_copy_task(commands: Any) -> None:
         "masks. On a CPU the Triton kernels run in Triton's interpreter and train the first steps "
         "of the same run. The exit status is 1 if a run of the default number of steps or more "
         "does not copy, or if the first losses of the backends differ.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     default = copy_task.Settings()
     add = parser.add_argument
-    add("--backend", choices=("auto", "triton", "reference", "both"), default="both")
+    add(
+        "--backend",
+        choices=("auto", "triton", "reference", "both"),
+        default="both",
+        help="which to train; with --parallel, both means auto",
+    )
     add("--steps", type=int, default=default.steps, help="batches to train on")
     add("--seed", type=int, default=default.seed, help="the seed of weights, data and dropout")
-    add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--device",
+        type=_device,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda, or cuda:N",
+    )
     # A second thread does not speed up such a small model, and if another program uses one of the
     # cores, the threads wait for each other: 29 tokens/s measured, against 914 with one thread.
     add("--threads", type=int, default=1, help="CPU threads; more help at larger sizes only")
-    add("--json", type=_output_file, metavar="FILE", help="write losses and environment here")
-    add("--plot", type=_figure_file, metavar="FILE", help="draw the loss curves here")
+    add(
+        "--json",
+        type=_output_file,
+        metavar="FILE",
+        help="write losses and environment here; by default nowhere",
+    )
+    add(
+        "--plot",
+        type=_figure_file,
+        metavar="FILE",
+        help="draw the loss curves here; by default nowhere",
+    )
+    _add_dpi(parser)
     add("--batch", type=int, default=default.batch, help="sequences in a batch")
     add("--length", type=int, default=default.length, help="symbols in a sequence")
     add("--vocab", type=int, default=default.vocab, help="symbols 1 .. VOCAB-1, 0 is padding")
-    add("--layers", "--N", type=int, default=default.N, dest="N", metavar="N")
-    add("--d-model", "--d_model", type=int, default=default.d_model, metavar="D")
-    add("--d-ff", "--d_ff", type=int, default=default.d_ff, metavar="D")
-    add("--heads", "--h", type=int, default=default.h, dest="h", metavar="H")
-    add("--dropout", type=float, default=default.dropout, metavar="P")
-    add("--warmup", "--warm-up", type=int, default=default.warmup, metavar="STEPS")
+    sizes: list[tuple[str, str, str, str]] = [
+        ("--layers", "--N", "N", "layers of the encoder, and of the decoder"),
+        ("--d-model", "--d_model", "d_model", "features of a token"),
+        ("--d-ff", "--d_ff", "d_ff", "hidden features of the feed-forward"),
+        ("--heads", "--h", "h", "attention heads"),
+        ("--warmup", "--warm-up", "warmup", "steps in which the learning rate rises"),
+    ]
+    for option, other, name, help in sizes:
+        value = getattr(default, name)
+        add(option, other, type=int, default=value, dest=name, metavar=name.upper(), help=help)
+    add("--dropout", type=float, default=default.dropout, metavar="P", help="of every dropout")
     add("--factor", type=float, default=default.factor, help="multiplies the learning rate")
     add(
         "--smoothing",
@@ -129,17 +198,25 @@ def _add_copy_task(commands: Any) -> None:
         metavar="P",
         help="smoothing of the labels",
     )
+    _add_processes(parser)
+    parser.set_defaults(run=_copy_task, parser=parser)
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run that goes on, or that several processes share."""
+    add = parser.add_argument
     add(
         "--parallel",
         choices=parallel_copy_task.WAYS,
         help="train on the processes that torchrun has started, by this way, and compare the "
-        "losses with those of one process",
+        "losses with those of one process; by default in one process",
     )
     add(
         "--checkpoint",
-        type=Path,
+        type=_output_folder,
         metavar="FOLDER",
-        help="of --parallel: save checkpoints here, and begin with the last one",
+        help="save a checkpoint here every 10 steps, keep the last three, and begin with the last "
+        "one; both backends have a folder each. By default nothing is saved",
     )
     add(
         "--timeout",
@@ -148,7 +225,11 @@ def _add_copy_task(commands: Any) -> None:
         metavar="SECONDS",
         help="of --parallel: how long a process waits for the others",
     )
-    parser.set_defaults(run=_copy_task, parser=parser)
+
+
+def _add_dpi(parser: argparse.ArgumentParser) -> None:
+    help = "dots per inch of a figure in pixels"
+    parser.add_argument("--dpi", type=_dpi, default=200, metavar="DPI", help=help)
 
 
 def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -157,11 +238,12 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         settings = copy_task.Settings(**{name: getattr(arguments, name) for name in names})
     except ValueError as error:
         parser.error(str(error))
+    if not 0 < arguments.timeout < math.inf:
+        parser.error(f"timeout is {arguments.timeout}; expected a positive number of seconds")
     if arguments.threads < 1:
         parser.error(f"threads is {arguments.threads}; expected 1 or more")
     if settings.device.type == "cpu":  # triton reads this when it is imported: later
         os.environ["TRITON_INTERPRET"] = "1"
-    _require_parallel(arguments, parser)
     if arguments.parallel is not None:
         return _parallel_copy_task(arguments, settings, parser)
     chosen = ["reference", "triton"] if arguments.backend == "both" else [arguments.backend]
@@ -175,33 +257,18 @@ def _copy_task(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         skipped = str(error)
 
     with _threads(arguments.threads):
-        runs = copy_task.compare(settings, chosen)
+        try:
+            runs = copy_task.compare(settings, chosen, arguments.checkpoint)
+        except ValueError as error:  # of a checkpoint
+            parser.error(str(error))
         where = environment.describe(settings.device)
     if skipped is not None:
         print(f"\nThe triton run is skipped: {skipped}")
-    if arguments.json is not None:
-        result = copy_task.summary(runs, where | {"command": _command(arguments)})
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"Wrote {arguments.json}")
-    if arguments.plot is not None:
-        curves = {r.backend + ", interpreted" * r.interpreted: r.losses for r in runs}
-        title = f"Copy task on {where['gpu'] or settings.device}, seed {settings.seed}"
-        plots.loss_curves(curves, title).savefig(arguments.plot)
-        print(f"Wrote {arguments.plot}")
-    faults = copy_task.faults(settings, runs)
+    faults = [] if runs[-1].interrupted else copy_task.faults(settings, runs)
+    _write(arguments, settings, runs, where)
     for fault in faults:
         print(f"FAILED: {fault}")
-    return 1 if faults else 0
-
-
-def _require_parallel(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if arguments.parallel is None:
-        if arguments.checkpoint is not None:
-            parser.error("checkpoint is given without --parallel; expected both or neither")
-        return
-    for name in ("json", "plot"):
-        if getattr(arguments, name) is not None:
-            parser.error(f"{name} is given with --parallel; expected one of them")
+    return INTERRUPTED if runs[-1].interrupted else 1 if faults else 0
 
 
 def _parallel_copy_task(
@@ -220,9 +287,34 @@ def _parallel_copy_task(
             settings = replace(settings, device=device)
             way = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
             # torchrun prints the error of the process that failed first.
-            return int(record(parallel_copy_task.compare)(settings, backend, way) or 0)
+            compared: Any = record(parallel_copy_task.compare)(settings, backend, way)
+            runs, faults = compared
+            if way.rank == 0:
+                _write(arguments, settings, runs, environment.describe(device))
     except ValueError as error:
         parser.error(str(error))
+    return INTERRUPTED if runs[-1].interrupted else 1 if faults else 0
+
+
+def _write(
+    arguments: argparse.Namespace,
+    settings: copy_task.Settings,
+    runs: Sequence[copy_task.Run],
+    where: dict[str, Any],
+) -> None:
+    """Write the files of the options --json and --plot, of interrupted runs as well."""
+    last = runs[-1]
+    if last.interrupted:
+        print(f"\nInterrupted: {last.title} trained {len(last.losses)} of {settings.steps} steps")
+    if arguments.json is not None:
+        result = copy_task.summary(runs, where | {"command": _command(arguments)})
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"Wrote {arguments.json}")
+    if arguments.plot is not None:
+        curves = {run.title: run.losses for run in runs}
+        title = f"Copy task on {where['gpu'] or settings.device}, seed {settings.seed}"
+        plots.loss_curves(curves, title).savefig(arguments.plot, dpi=arguments.dpi)
+        print(f"Wrote {arguments.plot}")
 
 
 @contextlib.contextmanager
@@ -239,7 +331,7 @@ def _command(arguments: argparse.Namespace) -> str:
     """Return the command line that repeats these runs, with the value of every option."""
     words = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
-        if value is not None and name not in ("run", "parser", "json", "plot"):
+        if value is not None and name not in ("run", "parser", "json", "plot", "dpi"):
             option = {"N": "layers", "h": "heads"}.get(name, name.replace("_", "-"))
             words += [f"--{option}", str(value)]
     return shlex.join(words)
@@ -257,11 +349,11 @@ def _add_plot(commands: Any) -> None:
         description="Draws a figure from values that the package computes. attention-maps trains "
         "the copy task first. loss-curves trains it on both backends, as copy-task --plot does, or "
         "reads a file of copy-task --json.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     default = copy_task.Settings()
     add = parser.add_argument
-    add("name", choices=(*plots.PICTURES, *TRAINED))
+    add("name", choices=(*plots.PICTURES, *TRAINED), help="the figure")
     add(
         "--out",
         type=_figure_file,
@@ -276,7 +368,13 @@ def _add_plot(commands: Any) -> None:
         help="training steps, for a figure that needs them",
     )
     add("--seed", type=int, default=default.seed, help="the seed of that training")
-    add("--json", type=Path, metavar="FILE", help="for loss-curves: a file of copy-task --json")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="for loss-curves: a file of copy-task --json; by default it trains",
+    )
+    _add_dpi(parser)
     parser.set_defaults(run=_plot, parser=parser)
 
 
@@ -299,10 +397,15 @@ def _plot(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
         figure = _loss_curves(arguments.json, parser)
     else:
         words = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-        return main(["copy-task", *words, "--plot", str(out)])
-    figure.savefig(out)
+        return main(["copy-task", *words, "--plot", str(out), "--dpi", str(arguments.dpi)])
+    figure.savefig(out, dpi=arguments.dpi)
     print(f"Wrote {out}")
     return 0
+
+
+def _title(run: dict[str, Any]) -> str:
+    named = [run["backend"], run.get("parallel"), "interpreted" if run["interpreted"] else None]
+    return ", ".join(word for word in named if word)
 
 
 def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
@@ -311,9 +414,7 @@ def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
         result = json.loads(path.read_text())
         where, runs = result["environment"], result["runs"]
         curves = {
-            run["backend"] + ", interpreted" * run["interpreted"]: [
-                math.nan if loss is None else loss for loss in run["losses"]
-            ]
+            _title(run): [math.nan if loss is None else loss for loss in run["losses"]]
             for run in runs
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -333,13 +434,23 @@ def _add_tune(commands: Any) -> None:
         "auto reads. A candidate that fails, crashes, hangs or disagrees with the reference is "
         "dropped. What the file already holds is not measured again, so an interrupted run goes "
         "on. fastformer.tune(model, *inputs) measures the calls of a model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     add = parser.add_argument
     add("--minutes", type=float, default=30.0, help="when to stop")
     add("--dry-run", action="store_true", help="print what would be measured; needs no GPU")
-    add("--only", type=_regex, metavar="REGEX", help="only the calls of --dry-run that it finds")
-    add("--out", type=_output_file, metavar="FILE", help="write here, not to the user's file")
+    add(
+        "--only",
+        type=_regex,
+        metavar="REGEX",
+        help="only the calls of --dry-run that it finds; by default all",
+    )
+    add(
+        "--out",
+        type=_output_file,
+        metavar="FILE",
+        help="write here; by default to the user's file",
+    )
     parser.set_defaults(run=_tune, parser=parser)
 
 

@@ -296,7 +296,7 @@ def losses(draw, lead, classes):
         "smoothing": draw.one("uniform", "kl"),
         "ignore_index": draw.one(int(draw.random.integers(classes)), -100),
     }
-    if options["smoothing"] == "kl":
+    if options["smoothing"] == "kl":  # whose formula in `independent` has a padding class
         options["ignore_index"] %= classes
     if options["reduction"] == "mean" and (target == options["ignore_index"]).all():
         options["reduction"] = "sum"

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import fastformer
 from fastformer import cli
 from fastformer.dispatch import backends
-from fastformer.training import copy_task
+from fastformer.training import checkpoints, copy_task
 from fastformer.tuning import tuner
 
 SIZES = ["--batch=2", "--length=3", "--vocab=6", "--layers=1", "--d-model=8", "--d-ff=16"]
@@ -116,7 +117,7 @@ def test_without_triton_both_trains_the_reference_and_says_so(monkeypatch, capsy
 
 def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_path):
     forgetful = copy_task.Run("reference", False, [0.5] * 400, 1.0, [1, 1, 1])
-    monkeypatch.setattr(copy_task, "compare", lambda settings, backends: [forgetful])
+    monkeypatch.setattr(copy_task, "compare", lambda *_: [forgetful])
     written = tmp_path / "result.json"
     assert copied("--backend", "reference", "--json", str(written)) == 1
     assert "FAILED: reference: trained 400 steps and does not copy" in capsys.readouterr().out
@@ -141,6 +142,9 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("--plot curves.xyz", "argument --plot: curves.xyz ends in 'xyz'; expected one of"),
         ("--plot /nowhere/x.png", "argument --plot: '/nowhere/x.png' is in a folder that does"),
         ("--speed 3", "unrecognized arguments: --speed 3"),
+        ("--dpi 0", "argument --dpi: dpi is 0; expected an int from 20 to 1200"),
+        ("--dpi many", "argument --dpi: dpi is many; expected an int from 20 to 1200"),
+        ("--timeout 0", "timeout is 0.0; expected a positive number of seconds"),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_status_2(words, message, capsys, monkeypatch):
@@ -152,6 +156,139 @@ def test_a_bad_option_is_one_line_and_exit_status_2(words, message, capsys, monk
     assert captured.out == ""
     last = captured.err.splitlines()[-1]
     assert re.match(r"fastformer( copy-task)?: error: ", last) and message in last
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path):
+    """Whoever runs the command, root as well: the file is opened."""
+    monkeypatch.setattr(copy_task, "compare", lambda *_: pytest.fail("it trained"))
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "fifo").mkdir()
+    long = str(tmp_path / ("x" * 300))
+    for words in (
+        ["--json", long],
+        ["--plot", f"{long}.png"],
+        ["--checkpoint", str(tmp_path / "file")],
+        ["--checkpoint", str(tmp_path / "file" / "within")],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["copy-task", *words])
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stopped.value.code == 2 and f"argument {words[0]}: " in error
+        assert "cannot be written: " in error
+    assert (tmp_path / "file").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "file"]
+    assert cli._output_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert not (tmp_path / "new").exists()  # the check leaves nothing
+
+
+def test_help_says_what_each_option_is_by_default():
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    shown = 0
+    for parser in commands.choices.values():
+        for action in parser._actions:
+            if action.option_strings and not action.required and action.dest != "help":
+                text = parser._get_formatter()._expand_help(action)
+                assert re.search(r"\(default: [^N]|[Bb]y default", text), action.option_strings
+                shown += 1
+    assert shown > 25
+
+
+INTERRUPTED = """
+import os, signal, sys
+from fastformer import cli
+from fastformer.training import copy_task, training
+
+class Meter(training._Meter):
+    def add(self, *given, count=[0]):
+        count[0] += 1
+        if count[0] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        super().add(*given)
+
+training._Meter = Meter
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_with_one_line_and_writes_what_there_is(tmp_path):
+    written, drawn = tmp_path / "result.json", tmp_path / "curves.png"
+    (tmp_path / "run.py").write_text(INTERRUPTED)
+    files = ["--json", written, "--plot", drawn]
+    done = run_python(tmp_path / "run.py", "copy-task", *SIZES, "--steps=9", *files)
+    assert done.returncode == 130 and done.stderr == ""
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines[-3:] == [
+        "Interrupted: reference trained 4 of 9 steps", f"Wrote {written}", f"Wrote {drawn}",
+    ]  # fmt: skip
+    assert "triton" not in done.stdout and drawn.read_bytes().startswith(b"\x89PNG")
+    (run,) = json.loads(written.read_text())["runs"]
+    assert run["interrupted"] and len(run["losses"]) == 4 and run["decoded"] is None
+
+
+def test_ctrl_c_before_the_first_step_keeps_the_runs_before(capsys, monkeypatch, tmp_path):
+    trained, written = copy_task.train, tmp_path / "result.json"
+
+    def train(settings, backend, **options):
+        if backend == "triton":
+            raise KeyboardInterrupt
+        return trained(settings, backend, **options)
+
+    monkeypatch.setattr(copy_task, "train", train)
+    assert copied("--steps", "2", "--json", str(written)) == 130
+    title = "triton" if torch.cuda.is_available() else "triton, interpreted"
+    assert f"Interrupted: {title} trained 0 of 2 steps" in capsys.readouterr().out
+    first, second = json.loads(written.read_text())["runs"]
+    assert len(first["losses"]) == 2 and not first["interrupted"]
+    assert second["losses"] == [] and second["tokens_per_second"] is None
+
+
+def test_ctrl_c_elsewhere_is_one_line(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.environment, "devices", interrupted)
+    assert cli.main(["info"]) == 130 and capsys.readouterr().out == "\nInterrupted\n"
+
+
+def losses_of(path):
+    return [run["losses"] for run in json.loads(path.read_text())["runs"]]
+
+
+def test_a_checkpoint_of_one_process(capsys, monkeypatch, tmp_path):
+    """The run goes on with the losses of an uninterrupted one, and three checkpoints are kept."""
+    monkeypatch.setattr(checkpoints, "EVERY", 10)
+    whole, written, folder = tmp_path / "whole.json", tmp_path / "result.json", tmp_path / "c"
+    words = ["--backend=reference", "--dropout=0.3"]
+    assert copied(*words, "--steps", "45", "--json", str(whole)) == 0
+    saved = [*words, "--checkpoint", str(folder), "--json", str(written)]
+    assert copied(*saved, "--steps", "32") == 0
+    assert "resumes" not in capsys.readouterr().out
+    assert sorted(p.name for p in folder.iterdir()) == ["step-20", "step-30", "step-32"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert copied(*saved, "--steps", "45") == 0
+    printed = capsys.readouterr().out
+    assert f"  resumes from {folder / 'step-32'}, after 32 steps" in printed
+    counted = [int(n) for n in re.findall(r"^  step +(\d+)", printed, re.MULTILINE)]
+    assert counted[0] > 32 and counted[-1] == 45
+    assert losses_of(written) == losses_of(whole)
+    assert sorted(p.name for p in folder.iterdir()) == ["step-32", "step-40", "step-45"]
+    for more, message in (
+        (["--steps=44"], "steps is 44; expected at least the 45 that checkpoint"),
+        (["--steps=50", "--seed=1"], "has seed 0; expected 1, or another folder"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            copied(*saved, *more)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_both_backends_have_checkpoints_of_their_own(tmp_path, capsys):
+    for _ in range(2):
+        assert copied("--steps", "1", "--checkpoint", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count("the checkpoint has all of the 1 steps") == 2
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == [
+        "reference/step-1", "triton/step-1",
+    ]  # fmt: skip
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsys):

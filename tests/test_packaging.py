@@ -70,6 +70,24 @@ def install(tmp_path, *how):
     return python, source
 
 
+def check_types(python, folder):
+    """mypy finds the installed package by its environment, with the types of what it exports."""
+    program = folder / "program.py"
+    program.write_text(
+        "import fastformer as ff\nreveal_type(ff.rate(1, 2, 3.0, 4))\nff.rate('a')\n"
+    )
+    words = ["--python-executable", str(python), "--cache-dir", str(folder / "mypy")]
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
+    skipped = ["--follow-imports=silent", "--config-file=", str(program)]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *words, *skipped],
+        cwd=folder, env=clean, capture_output=True, text=True,
+    )  # fmt: skip
+    assert 'Revealed type is "float"' in result.stdout.replace("builtins.", ""), result.stdout
+    assert "Missing positional arguments" in result.stdout, result.stdout
+    assert "import-untyped" not in result.stdout and "import-not-found" not in result.stdout
+
+
 @pytest.mark.parametrize("how", ["wheel", "editable"])
 def test_installed(tmp_path, how):
     pytest.importorskip("setuptools")
@@ -85,6 +103,7 @@ def test_installed(tmp_path, how):
         "print([f for d in s for f in d.glob('*')])"
     )
     assert "gpu.json" in run(python, shipped, tmp_path)[0]
+    check_types(python, tmp_path)
     assert top_level == "None"  # a top-level package `kernels` would be Hugging Face's
     if how == "wheel":
         assert (Path(package).parent / "py.typed").is_file()

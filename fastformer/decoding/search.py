@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_int, require_number, require_size
-from fastformer.decoding.steps import Steps, make_steps, put_tokens
+from fastformer.checks import require_int, require_number, require_probability, require_size
+from fastformer.decoding.steps import Steps, Symbols, make_steps, put_tokens
 
-__all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample"]
+__all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample", "stream_tokens"]
 
 WAIT_EVERY = 16  # on a GPU, steps between two checks for the end, each of which waits
 
@@ -26,8 +26,9 @@ def greedy_decode(
     max_len: int,
     start_symbol: int | None = None,
     *,
-    end_symbol: int | None = None,
+    end_symbol: Symbols = None,
     pad_symbol: int | None = None,
+    repetition_penalty: float = 1.0,
     cache: bool | DecoderCache = True,
 ) -> Tensor:
     """Choose the most likely next token at each step.
@@ -42,12 +43,17 @@ def greedy_decode(
             model, as `make_decoder` builds it.
         src: [B, S] token ids; for a language model the prompts.
         src_mask: the encoder's mask, [B, 1, S] as `Batch` makes it; None masks nothing out. For a
-            language model, True at the tokens of a prompt and False at the padding on its right.
+            language model, True at the tokens of a prompt and False at the padding, which stands on
+            its left, on its right or on both sides. Positions count from the prompt's first token.
         max_len: length of the result, including the start symbol or the prompt, at least 1.
         start_symbol: the first id of every row; None for a language model.
-        end_symbol: the id that ends a row; None for none. The loop stops when all rows have ended.
-            On a GPU it checks this only at every 16th step, because a check waits for the device.
-        pad_symbol: the id that fills a row after its end; end_symbol by default.
+        end_symbol: the id that ends a row, or a list of several; None for none. The loop stops when
+            all rows have ended. On a GPU it checks this only at every 16th step, because a check
+            waits for the device.
+        pad_symbol: the id that fills a row after its end; the first end_symbol by default.
+        repetition_penalty: positive; multiplies log p(v) of each token v that the row already has,
+            in its prompt (without the padding) or after it. 1 changes nothing, more makes such
+            tokens less likely.
         cache: True keeps the keys and values of each token for later steps; apart from attention, a
             step then costs the same at any length. False recomputes all tokens at each step, which
             is also what happens if a module of the model takes no cache. A `DecoderCache` is used
@@ -55,19 +61,23 @@ def greedy_decode(
 
     Returns:
         [B, max_len], in the dtype and on the device of src; an empty batch gives [0, max_len]. If
-        the prompts differ in length, each row gets max_len - S new tokens.
+        the prompts differ in length, each row gets max_len - S new tokens, which follow its prompt;
+        what stands to the left of a prompt stays.
 
     Raises:
         ValueError: src is not [B, S]; max_len is less than 1 or than the prompt, or exceeds the
-            model's positions or the capacity of the cache; a symbol is not in the vocabulary; the
-            model refuses the ids or the mask.
+            model's positions or the capacity of the cache; a symbol is not in the vocabulary;
+            repetition_penalty is not positive and finite; a prompt is empty or has padding between
+            its tokens; the model refuses the ids or the mask.
         TypeError: the ids are not integers; the model has no encode, decode or generator.
 
     Source: harvardnlp/annotated-transformer, "Greedy Decoding"; the cache: Shazeer 2019, "Fast
-    Transformer Decoding: One Write-Head is All You Need", section 2.4.
+    Transformer Decoding: One Write-Head is All You Need", section 2.4; repetition_penalty: Keskar
+    et al. 2019, "CTRL", section 4.1.
     """
+    choose = _penalised(_likeliest, repetition_penalty)
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_RowSearch(make_steps(*given), lambda scores: scores.argmax(-1))).tokens
+    return _searched(_RowSearch(make_steps(*given), choose)).tokens
 
 
 @torch.no_grad()
@@ -78,25 +88,30 @@ def sample(
     max_len: int,
     start_symbol: int | None = None,
     *,
-    end_symbol: int | None = None,
+    end_symbol: Symbols = None,
     pad_symbol: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
     cache: bool | DecoderCache = True,
 ) -> Tensor:
     """Draw each next token from the distribution that the model gives.
 
-        y_t ~ p(v)^(1 / temperature) / sum, over the tokens that top_k and top_p keep
+        y_t ~ p(v)^(1 / temperature) / sum, over the tokens that top_k, top_p and min_p keep
 
     Args:
         model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.
         end_symbol, pad_symbol, cache: as in `greedy_decode`.
+        repetition_penalty: as in `greedy_decode`, before the temperature.
         temperature: above 0; below 1 it sharpens the distribution.
         top_k: keeps the k most likely tokens; None keeps all.
         top_p: in (0, 1]; keeps the fewest most likely tokens whose probabilities, after temperature
             and top_k, sum to top_p or more; None keeps all.
+        min_p: in [0, 1]; keeps the tokens of at least min_p times the probability of the most
+            likely one, after temperature; None keeps all.
         seed: the seed of the draws; None draws from torch's default generator.
 
     Returns:
@@ -104,15 +119,69 @@ def sample(
 
     Raises:
         ValueError: temperature is not positive and finite, top_k is below 1, top_p is outside
-            (0, 1]; as in `greedy_decode`.
+            (0, 1], min_p is outside [0, 1]; as in `greedy_decode`.
         TypeError: one of these has another type; as in `greedy_decode`.
 
     Source: top_k: Fan et al. 2018, "Hierarchical Neural Story Generation", section 5.4; top_p:
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; min_p: Nguyen
+    et al. 2024, "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs".
     """
-    draw = _draws(temperature, top_k, top_p, seed)
+    choose = _penalised(_draws(temperature, top_k, top_p, min_p, seed), repetition_penalty)
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_RowSearch(make_steps(*given), draw)).tokens
+    return _searched(_RowSearch(make_steps(*given), choose)).tokens
+
+
+def stream_tokens(
+    model: nn.Module,
+    src: Tensor,
+    src_mask: Tensor | None,
+    max_len: int,
+    start_symbol: int | None = None,
+    *,
+    end_symbol: Symbols = None,
+    pad_symbol: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    cache: bool | DecoderCache = True,
+) -> Iterator[Tensor]:
+    """Yield the next token of each row, step by step, as `greedy_decode` or `sample` chooses them.
+
+    The arguments are checked, and a source is encoded, at the call; each step runs when its tokens
+    are asked for. Until then, do not use the cache elsewhere.
+
+    Args:
+        model, src, src_mask, max_len, start_symbol: as in `greedy_decode`.
+        end_symbol, pad_symbol, repetition_penalty, cache: as in `greedy_decode`.
+        temperature: None takes the most likely tokens, as `greedy_decode` does; a number draws
+            them, as `sample` does, whose default is 1.
+        top_k, top_p, min_p, seed: as in `sample`; they need a temperature.
+
+    Yields:
+        [B], in the dtype and on the device of src: the new tokens of a step, the pad symbol in a
+        row that has ended. There are at most max_len - S steps (max_len - 1 after a start symbol),
+        and they stop as those of `greedy_decode` do.
+
+    Raises:
+        ValueError: top_k, top_p, min_p or seed is given without a temperature; as in `sample`.
+        TypeError: as in `sample`.
+    """
+    if temperature is None:
+        for name, x in dict(top_k=top_k, top_p=top_p, min_p=min_p, seed=seed).items():
+            if x is not None:
+                raise ValueError(
+                    f"{name} is {x} and temperature None, which draws nothing; expected a "
+                    "temperature, such as 1.0"
+                )
+    draw = None if temperature is None else _draws(temperature, top_k, top_p, min_p, seed)
+    choose = _penalised(draw or _likeliest, repetition_penalty)
+    with torch.no_grad():
+        given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
+        search = _RowSearch(make_steps(*given), choose)
+    return _stepwise(search)
 
 
 class Hypotheses(NamedTuple):
@@ -162,7 +231,7 @@ def beam_search(
     max_len: int,
     start_symbol: int | None = None,
     *,
-    end_symbol: int | None = None,
+    end_symbol: Symbols = None,
     pad_symbol: int | None = None,
     num_beams: int = 4,
     length_penalty: float = 0.6,
@@ -235,18 +304,26 @@ Searching = TypeVar("Searching", bound=_Search)
 
 def _searched(search: Searching) -> Searching:
     """Run the search until the sequences are full or it has ended, and return it."""
+    for _ in _stepwise(search):
+        pass
+    return search
+
+
+@torch.no_grad()
+def _stepwise(search: _Search) -> Iterator[Tensor]:
+    """Run the search, and yield the tokens [R] of each step."""
     steps = search.steps
     if not steps.new or not len(steps.prompt):
-        return search
+        return
     scores = search.begin()
     for i in range(steps.new):
         tokens, rows = search.take(scores, i)
+        yield tokens
         if i + 1 == steps.new or (_looks(tokens, i) and search.ended()):
-            break
+            return
         if rows is not None:
             steps.reorder(rows, same_source=True)
         scores = steps.step(tokens)
-    return search
 
 
 def _looks(tokens: Tensor, i: int) -> bool:
@@ -255,12 +332,13 @@ def _looks(tokens: Tensor, i: int) -> bool:
 
 
 class _RowSearch:
-    """Search for one sequence in each row. `choose`: log-probabilities [B, V] -> tokens [B].
+    """Search for one sequence in each row.
 
+    choose: log-probabilities [B, V] and the steps -> tokens [B].
     tokens: [B, max_len], with the pad symbol after the end of a row.
     """
 
-    def __init__(self, steps: Steps, choose: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, steps: Steps, choose: Chooser) -> None:
         self.steps, self._choose = steps, choose
         self.tokens = steps.begun()
         self._done = torch.zeros(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
@@ -269,11 +347,12 @@ class _RowSearch:
         return self.steps.first()
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        chosen = self._choose(scores).to(self.tokens.dtype)
-        if self.steps.end is not None:
+        chosen = self._choose(scores, self.steps).to(self.tokens.dtype)
+        ended = self.steps.ended(chosen)
+        if ended is not None:
             chosen = chosen.masked_fill(self._done, self.steps.pad)
-            self._done |= chosen == self.steps.end
-        put_tokens(self.tokens, self.steps.lengths, i, chosen)
+            self._done |= ended
+        put_tokens(self.tokens, self.steps.first_new, i, chosen)
         return chosen, None
 
     def ended(self) -> Tensor | None:
@@ -284,9 +363,45 @@ def _draws(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    min_p: float | None,
     seed: int | None,
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that draws tokens [B] from log-probabilities [B, V]."""
+    _require_draws(temperature, top_k, top_p, min_p, seed)
+    temperature = float(temperature)  # an int past 64 bits divides no tensor
+    generator = None
+
+    def draw(scores: Tensor) -> Tensor:
+        nonlocal generator
+        if seed is not None and generator is None:
+            generator = torch.Generator(scores.device).manual_seed(seed)
+        scores = _precise(scores) / temperature
+        order = None
+        if top_k is not None or top_p is not None:
+            scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        if top_k is not None:
+            scores[..., top_k:] = float("-inf")
+        weights = scores.softmax(-1)
+        largest = weights.amax(-1, keepdim=True)
+        if top_p is not None:
+            before = weights.cumsum(-1) - weights
+            before[..., 0] = 0.0
+            weights = weights.masked_fill(before >= top_p, 0.0)
+        if min_p is not None:
+            weights = weights.masked_fill(weights < min_p * largest, 0.0)
+        drawn = torch.multinomial(weights, 1, generator=generator)
+        return (drawn if order is None else order.gather(-1, drawn)).squeeze(-1)
+
+    return draw
+
+
+def _require_draws(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+) -> None:
     temperature = require_number("temperature", temperature)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}; expected a positive number")
@@ -296,29 +411,44 @@ def _draws(
         top_p = require_number("top_p", top_p, "a number in (0, 1], or None")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}; expected a number in (0, 1]")
+    if min_p is not None:
+        require_probability("min_p", min_p)
     if seed is not None:
         require_int("seed", seed)
-    generator = None
 
-    def draw(scores: Tensor) -> Tensor:
-        nonlocal generator
-        if seed is not None and generator is None:
-            generator = torch.Generator(scores.device).manual_seed(seed)
-        scores = _precise(scores) / temperature
-        if top_k is None and top_p is None:
-            return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        if top_k is not None:
-            scores[..., top_k:] = float("-inf")
-        weights = scores.softmax(-1)
-        if top_p is not None:
-            before = weights.cumsum(-1) - weights
-            before[..., 0] = 0.0
-            weights = weights.masked_fill(before >= top_p, 0.0)
-        drawn = torch.multinomial(weights, 1, generator=generator)
-        return order.gather(-1, drawn).squeeze(-1)
 
-    return draw
+Chooser = Callable[[Tensor, Steps], Tensor]
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    return scores.argmax(-1)
+
+
+def _penalised(choose: Callable[[Tensor], Tensor], penalty: float) -> Chooser:
+    """Return a function that applies `choose` to scores in which a row's own tokens are lower."""
+    penalty = require_number("repetition_penalty", penalty)
+    if not 0 < penalty < float("inf"):
+        raise ValueError(f"repetition_penalty is {penalty}; expected a positive number")
+    if penalty == 1:
+        return lambda scores, steps: choose(scores)
+    seen: Tensor | None = None  # [B, V]
+
+    def chosen(scores: Tensor, steps: Steps) -> Tensor:
+        nonlocal seen
+        scores = _precise(scores)
+        if seen is None:
+            prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
+            lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
+            padding = columns.to(prompt.device) >= lengths
+            tokens = prompt[:, :1].where(padding, prompt)
+            seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, tokens, True)
+        # A model of one's own may give logits, which can be positive.
+        lower = torch.where(scores < 0, scores * penalty, scores / penalty)
+        tokens = choose(torch.where(seen, lower, scores))
+        seen.scatter_(1, tokens.unsqueeze(1), True)
+        return tokens
+
+    return chosen
 
 
 def _precise(scores: Tensor) -> Tensor:
@@ -336,6 +466,7 @@ class _BeamSearch:
         self.steps, self.n_best = steps, n_best
         self.num_beams, self.length_penalty = num_beams, length_penalty
         self._lengths, begun = steps.lengths, steps.begun()
+        self._first_new = steps.first_new
         batch, device = len(begun), begun.device
         self.tokens = begun.unsqueeze(1).repeat(1, self.num_beams, 1)
         self._rows = torch.arange(batch, device=device).repeat_interleave(self.num_beams)
@@ -356,17 +487,18 @@ class _BeamSearch:
         batch, beams, vocabulary = *self.scores.shape, scores.shape[-1]
         scores = _precise(scores).view(batch, beams, vocabulary)
         totals = (self.scores.unsqueeze(-1) + scores).flatten(1)
-        # At most K of the 2 K best end: of each beam, the one that continues with the end symbol.
-        totals, at = totals.topk(min(2 * beams, totals.shape[1]), -1)
+        # Of each beam as many end as there are end symbols: at least K of these are left.
+        ends = 1 if self.steps.end is None else len(self.steps.end)
+        totals, at = totals.topk(min((1 + ends) * beams, totals.shape[1]), -1)
         origin, chosen = at // vocabulary, (at % vocabulary).to(self.tokens.dtype)
-        if self.steps.end is not None:
-            ended = chosen == self.steps.end
-            tokens = _extended(self.tokens, origin, self._lengths, i, chosen)
+        ended = self.steps.ended(chosen)
+        if ended is not None:
+            tokens = _extended(self.tokens, origin, self._first_new, i, chosen)
             self._offer(tokens, totals.masked_fill(~ended, float("-inf")), i + 1)
             totals = totals.masked_fill(ended, float("-inf"))
         self.scores, kept = totals.topk(beams, -1)
         origin, chosen = origin.gather(1, kept), chosen.gather(1, kept)
-        self.tokens = _extended(self.tokens, origin, self._lengths, i, chosen)
+        self.tokens = _extended(self.tokens, origin, self._first_new, i, chosen)
         if i + 1 == self.steps.new:
             self._offer(self.tokens, self.scores, i + 1)
         rows = origin + self._rows.view(batch, beams)[:, :1] * beams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from fastformer.eager import may_read
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask
+
+Symbols = int | Sequence[int] | None  # end symbols
 
 
 def put_tokens(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> None:
@@ -32,12 +34,14 @@ def put_tokens(tokens: Tensor, lengths: int | Tensor, i: int, new: Tensor) -> No
 class Steps:
     """The steps of a model: each gives the log-probabilities [R, V] of the next token.
 
-    prompt: [B, P] token ids. lengths: the lengths of the prompts, P, or [B] where they can differ.
-    new: the number of tokens that follow each prompt. end, pad: the symbol that ends a row, and the
-    symbol that fills it afterwards.
+    prompt: [B, P] token ids, each row from its first column on. lengths: the lengths of the
+    prompts, P, or [B] where they can differ. first_new: the column of the result in which the first
+    new token of a row stands, an int or [B]: `lengths`, and the padding on the left. new: the
+    number of tokens that follow each prompt. end, pad: the symbols that end a row, [E] or None, and
+    the symbol that fills it afterwards.
     """
 
-    end: int | None = None
+    end: Tensor | None = None
     pad = 0
 
     def __init__(
@@ -51,22 +55,32 @@ class Steps:
         self.model, self.src_mask = model, src_mask
         self.memory: Tensor | None = None
         self.lengths: int | Tensor = 1
+        self.first_new: int | Tensor = 1
         if start_symbol is None:
-            self.prompt = src
-            self.lengths = src.shape[1] if src_mask is None else _prompt_lengths(src, src_mask)
+            self._given = self.prompt = src
+            self.lengths = self.first_new = src.shape[1]
+            if src_mask is not None:
+                first, self.lengths = _prompt_places(src, src_mask)
+                self.first_new = first + self.lengths
+                columns = torch.arange(src.shape[1], device=src.device) + first.unsqueeze(1)
+                self.prompt = src.gather(1, columns % src.shape[1])
         else:
-            self.prompt = src.new_full((src.shape[0], 1), start_symbol)
+            self._given = self.prompt = src.new_full((src.shape[0], 1), start_symbol)
             self.memory = model.encode(src, src_mask)
         self.translates = start_symbol is not None
         self.new = max_len - self.prompt.shape[1]
 
     def begun(self) -> Tensor:
-        """Return tokens [B, max_len]: the prompts, then the pad symbol."""
-        tokens = F.pad(self.prompt, (0, self.new), value=self.pad)
-        if isinstance(self.lengths, Tensor):
-            past = torch.arange(tokens.shape[1], device=tokens.device) >= self.lengths.unsqueeze(1)
-            tokens.masked_fill_(past, self.pad)
+        """Return tokens [B, max_len]: the prompts where they were given, then the pad symbol."""
+        tokens = F.pad(self._given, (0, self.new), value=self.pad)
+        if isinstance(self.first_new, Tensor):
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens.masked_fill_(columns >= self.first_new.unsqueeze(1), self.pad)
         return tokens
+
+    def ended(self, tokens: Tensor) -> Tensor | None:
+        """Return whether tokens [..] are end symbols, [..]; None if there is no end symbol."""
+        return None if self.end is None else (tokens.unsqueeze(-1) == self.end).any(-1)
 
     def first(self) -> Tensor:
         """Return the log-probabilities [B, V] after the prompts."""
@@ -256,7 +270,7 @@ def make_steps(
     src_mask: Tensor | None,
     max_len: int,
     start_symbol: int | None,
-    end_symbol: int | None,
+    end_symbol: Symbols,
     pad_symbol: int | None,
     cache: bool | DecoderCache,
 ) -> Steps:
@@ -272,15 +286,17 @@ def make_steps(
             f"max_len is {max_len} and src has {prompt} tokens; expected a prompt of 1 to max_len"
         )
     _require_positions(model, max_len)
-    symbols = dict(start_symbol=start_symbol, end_symbol=end_symbol, pad_symbol=pad_symbol)
-    _require_symbols(_vocabulary(model), **symbols)
+    vocabulary = _vocabulary(model)
+    _require_symbols(vocabulary, start_symbol=start_symbol, pad_symbol=pad_symbol)
+    ends = _end_symbols(vocabulary, end_symbol)
     steps = _steps(cache, model, src, src_mask, max_len, start_symbol)
-    pad = end_symbol if pad_symbol is None else pad_symbol
+    pad = ends[0] if ends and pad_symbol is None else pad_symbol
     if pad is None and isinstance(steps.lengths, Tensor):
         raise ValueError(
             "pad_symbol is None and so is end_symbol; expected a token to follow short prompts"
         )
-    steps.end, steps.pad = end_symbol, 0 if pad is None else pad
+    steps.end = torch.tensor(ends, device=src.device) if ends else None
+    steps.pad = 0 if pad is None else pad
     return steps
 
 
@@ -358,8 +374,24 @@ def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
                 raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
 
 
-def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
-    """Return the lengths [B] of prompts [B, S]; the mask hides the padding on their right."""
+def _end_symbols(vocabulary: int | None, end_symbol: Symbols) -> list[int]:
+    """Return the end symbols, none for None."""
+    if end_symbol is None:
+        return []
+    ends = list(end_symbol) if isinstance(end_symbol, (list, tuple)) else [cast(int, end_symbol)]
+    if not ends:
+        raise ValueError("end_symbol is empty; expected a token, several, or None")
+    for end in ends:
+        checks.require_int("end_symbol", end)
+        _require_symbols(vocabulary, end_symbol=end)
+    return ends
+
+
+def _prompt_places(src: Tensor, src_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first columns [B] of prompts [B, S] and their lengths [B].
+
+    The mask hides the padding on their left and on their right.
+    """
     checks.require_tensor("src_mask", src_mask)
     mask = src_mask.squeeze(1) if src_mask.dim() == 3 else src_mask
     if mask.shape != src.shape or mask.is_floating_point():
@@ -368,12 +400,15 @@ def _prompt_lengths(src: Tensor, src_mask: Tensor) -> int | Tensor:
             f"booleans, [B, S] = {checks.shape_of(src)} or [B, 1, S]"
         )
     kept = mask != 0
-    if may_read(kept) and not (kept[:, 0].all() and (kept[:, 1:] <= kept[:, :-1]).all()):
-        raise ValueError(
-            "src_mask masks out a token before another one; expected prompts on the left, of one "
-            "token or more, and padding on their right"
-        )
-    return kept.sum(1)
+    first, lengths = kept.to(torch.uint8).argmax(1), kept.sum(1)
+    if may_read(kept):
+        starts = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
+        if not (starts == 1).all():
+            raise ValueError(
+                "src_mask masks out a token between others, or all of a row; expected prompts of "
+                "one token or more in one piece, and padding on their left or right"
+            )
+    return first, lengths
 
 
 def _takes_cache(model: Any) -> bool:

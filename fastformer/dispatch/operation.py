@@ -75,6 +75,8 @@ class Operation(NamedTuple):
     reference: the op in eager PyTorch, given checked arguments.
     sharding: how the op is sharded over a mesh.
     workloads: how measurements describe and make calls of the op.
+    without_kernel: arguments that no kernel takes. A call has them only where they are given, and
+        then runs on the reference.
     tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
         of the op. It also decides whether a kernel or an alternative runs.
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
@@ -91,6 +93,7 @@ class Operation(NamedTuple):
     reference: Function
     sharding: ShardingRule
     workloads: WorkloadFamily
+    without_kernel: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None

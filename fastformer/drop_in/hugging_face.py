@@ -82,16 +82,21 @@ def register_transformers() -> None:
     selects the backend, as for every op. A second call changes nothing.
 
     Raises:
-        ImportError: transformers is not installed, or is too old.
+        ImportError: transformers is not installed, its import fails, or it is too old.
 
     Source: the attention interface of huggingface/transformers.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
-        raise ImportError(
-            "register_transformers needs transformers: python -m pip install 'fastformer[hf]'"
-        ) from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        told = (
+            "which is not installed: python -m pip install 'transformers>=5.17', or, in a checkout "
+            "of fastformer, python -m pip install -c constraints.txt '.[hf]'"
+            if absent
+            else f"5.17 or newer, and its import fails: {error}"
+        )
+        raise ImportError(f"register_transformers needs transformers, {told}") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     check = PreTrainedModel.get_correct_attn_implementation

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from fastformer.decoding.search import greedy_decode
 from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.transformer import EncoderDecoder, make_model
+from fastformer.training.checkpoints import Checkpoints
 from fastformer.training.training import (
     Batch,
     LabelSmoothing,
@@ -101,6 +103,11 @@ class Settings:
             raise ValueError(f"factor is {self.factor}; expected a positive number")
 
     @property
+    def plain(self) -> dict[str, Any]:
+        """The settings by name, without the device."""
+        return {name: x for name, x in vars(self).items() if name != "device"}
+
+    @property
     def sentence(self) -> list[int]:
         """The symbols to copy after training: 1 3 2 5 4 6 7 8 9 10, cut or repeated to `length`."""
         symbols = [s for s in (1, 3, 2, 5, 4, *range(6, self.vocab)) if s < self.vocab]
@@ -148,6 +155,8 @@ class Run:
         decoded: the decoded sequence with its start symbol; None if not every step was trained.
         decoding: tokens per second of greedy decoding, with a cache and without one; None for
             interpreted kernels, if `OneProcess.timed` is False, or if not every step was trained.
+        parallel: how several processes trained it; None for one process.
+        interrupted: whether Ctrl-C ended it.
     """
 
     backend: str
@@ -156,6 +165,14 @@ class Run:
     tokens_per_second: float
     decoded: list[int] | None
     decoding: tuple[float, float] | None = None
+    parallel: str | None = None
+    interrupted: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name of the run in a legend."""
+        parallel = "" if self.parallel is None else f", {self.parallel}"
+        return self.backend + parallel + ", interpreted" * self.interpreted
 
 
 def interpreted(backend: str, device: torch.device) -> bool:
@@ -176,10 +193,14 @@ class OneProcess:
     """How the model is trained: here, in one process.
 
     The subclasses in `parallel_copy_task` train with several processes. name: a suffix for the
-    printed title of the run. timed: whether the speed of decoding is measured.
+    printed title of the run. timed: whether the speed of decoding is measured. checkpoints: where
+    they are saved, or None.
     """
 
     name, timed = "", True
+
+    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
+        self.checkpoints = checkpoints
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
@@ -189,10 +210,13 @@ class OneProcess:
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
     ) -> tuple[int, list[Tensor]]:
         """Load the checkpoint, if there is one; return its number of steps and their losses."""
-        return 0, []
+        found = self.checkpoints
+        return (0, []) if found is None else found.begin(model, optimizer, scheduler)
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
         """Save a checkpoint if one is due. losses: the loss of every step so far."""
+        if self.checkpoints is not None:
+            self.checkpoints.end_step(losses)
 
     def local_batch(self, batch: Batch) -> Batch:
         """Return the local shard of a batch, which this process computes."""
@@ -244,11 +268,7 @@ def _trained(
         interpreter.repair()
     if is_interpreted and limit < math.inf:
         data = _items_within(data, limit, INTERPRETED_STEPS)
-        write(
-            f"  (Python runs each program of a kernel. These are the first steps of the same run:\n"
-            f"  as many as fit into {limit:.0f} s, and at least {INTERPRETED_STEPS}. "
-            "The speed says nothing about the kernels.)"
-        )
+        write(_INTERPRETED_NOTE.format(limit))
 
     with use_backend(backend):
         torch.manual_seed(settings.seed)
@@ -262,6 +282,8 @@ def _trained(
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute = SimpleLossCompute(model.generator, criterion)
         done, losses = way.begin(placed, optimizer, scheduler)
+        if done and way.checkpoints is not None:
+            write(f"  resumes from {way.checkpoints.resumed_from}, after {done} steps")
         speeds: list[float] = []
 
         def parts() -> Iterator[Batch]:
@@ -276,39 +298,52 @@ def _trained(
 
         def report(step: int, loss: float, tokens_per_second: float) -> None:
             speeds.append(tokens_per_second)
+            step += done  # those of the checkpoint
             bar = "#" * min(40, round(15 * loss)) if math.isfinite(loss) else "not finite"
             write(f"  step {step:5d}  {tokens_per_second:9,.0f} tokens/s  loss {loss:7.4f}  {bar}")
 
-        started = time.perf_counter()
-        if done < settings.steps:
-            with way.sequences():
-                run_epoch(
-                    parts(),
-                    placed,
-                    recorded,
-                    optimizer,
-                    scheduler,
-                    report=report,
-                    report_every=1 if is_interpreted else max(1, settings.steps // 10),
-                    progress=None if verbose else False,
-                    description=f"  {backend}",
-                )
-        else:
-            write(f"  the checkpoint has all of the {done} steps")
-        seconds = time.perf_counter() - started
+        started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
+        try:
+            if done < settings.steps:
+                with way.sequences():
+                    run_epoch(
+                        parts(),
+                        placed,
+                        recorded,
+                        optimizer,
+                        scheduler,
+                        report=report,
+                        report_every=1 if is_interpreted else max(1, settings.steps // 10),
+                        progress=None if verbose else False,
+                        description=f"  {backend}",
+                    )
+            else:
+                write(f"  the checkpoint has all of the {done} steps")
+            speed = statistics.median(speeds or [math.nan])
+            write(_trained_line(settings, len(losses), time.perf_counter() - started, speed))
+            model = way.gathered(placed, settings)
+            if len(losses) == settings.steps:
+                timed = way.timed and not is_interpreted
+                decoded, decoding = _decoded(settings, model, timed, write)
+            else:
+                write("  the training is incomplete, so nothing is decoded")
+        except KeyboardInterrupt:
+            interrupted = True
+    speed, parallel = statistics.median(speeds or [math.nan]), way.name.removeprefix(", ") or None
+    result = [float(loss) for loss in losses]
+    run = Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
+    return run, model
 
-        speed, done = statistics.median(speeds or [math.nan]), len(losses)
-        model = way.gathered(placed, settings)
-        write(
-            f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
-        )
-        decoded, decoding = None, None
-        if done == settings.steps:
-            decoded, decoding = _decoded(settings, model, way.timed and not is_interpreted, write)
-        else:
-            write("  the training is incomplete, so nothing is decoded")
-    result = torch.stack(losses).tolist()
-    return Run(backend, is_interpreted, result, speed, decoded, decoding), model
+
+_INTERPRETED_NOTE = (
+    "  (Python runs each program of a kernel. These are the first steps of the same run:\n"
+    f"  as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}. "
+    "The speed says nothing about the kernels.)"
+)
+
+
+def _trained_line(settings: Settings, done: int, seconds: float, speed: float) -> str:
+    return f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
 
 
 def _decoded(
@@ -404,7 +439,7 @@ def loss_difference(runs: Sequence[Run], steps: int = COMPARED_STEPS) -> float |
         return None
     pairs = zip(runs[0].losses[:steps], runs[1].losses[:steps], strict=False)
     differences = [abs(a - b) for a, b in pairs]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=None)
 
 
 def _final_difference(runs: Sequence[Run]) -> float | None:
@@ -444,8 +479,14 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
     return found
 
 
-def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
-    """Train on each backend in turn, and print the progress and the comparison."""
+def compare(
+    settings: Settings, backends: Sequence[str], checkpoints: Path | None = None
+) -> list[Run]:
+    """Train on each backend in turn, and print the progress and the comparison.
+
+    checkpoints: the folder of the run's checkpoints, which has one for each backend if there are
+    several; None for none. Ctrl-C ends the runs: the last one is `interrupted`.
+    """
     s = settings
     parameters = sum(p.numel() for p in s.model().parameters())
     print(
@@ -454,7 +495,19 @@ def compare(settings: Settings, backends: Sequence[str]) -> list[Run]:
         f"Model: N={s.N}, d_model={s.d_model}, d_ff={s.d_ff}, h={s.h}, dropout={s.dropout};"
         f" {parameters:,} parameters"
     )
-    runs = [train(settings, backend) for backend in backends]
+    runs: list[Run] = []
+    for backend in backends:
+        way = OneProcess()
+        if checkpoints is not None:
+            folder = checkpoints / backend if len(backends) > 1 else checkpoints
+            way = OneProcess(Checkpoints(folder, settings.plain))
+        try:
+            runs.append(train(settings, backend, way=way))
+        except KeyboardInterrupt:  # before the first step
+            is_interpreted = interpreted(backend, settings.device)
+            runs.append(Run(backend, is_interpreted, [], math.nan, None, interrupted=True))
+        if runs[-1].interrupted:
+            return runs
     difference = loss_difference(runs)
     if difference is not None:
         common = min(len(run.losses) for run in runs)
@@ -481,6 +534,7 @@ def summary(runs: Sequence[Run], environment: dict[str, Any]) -> dict[str, Any]:
     listed = [asdict(run) for run in runs]
     for run in listed:
         run["losses"] = [_finite(x) for x in run["losses"]]
+        run["tokens_per_second"] = _finite(run["tokens_per_second"])
     return {
         "runs": listed,
         "max_loss_difference": _finite(loss_difference(runs)),

@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
 import os
-import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -31,20 +28,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from fastformer.checks import require_size
 from fastformer.distributed.context_parallel import context_parallel
 from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
 from fastformer.nn.transformer import EncoderDecoder
-from fastformer.training.copy_task import COMPARED_STEPS, PAD, OneProcess, Settings, faults, train
+from fastformer.training.checkpoints import EVERY, Checkpoints
+from fastformer.training.copy_task import (
+    COMPARED_STEPS,
+    PAD,
+    OneProcess,
+    Run,
+    Settings,
+    faults,
+    train,
+)
 from fastformer.training.training import Batch
 
 __all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor", "context")
 TOLERANCE = 1e-5  # of the loss difference from one process, in float32
-CHECKPOINT_EVERY = 10  # steps
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -100,16 +104,21 @@ class Alone(OneProcess):
     timed = False
 
 
-def compare(settings: Settings, backend: str, way: Parallel) -> int:
+def compare(settings: Settings, backend: str, way: Parallel) -> tuple[list[Run], list[str]]:
     """Train by `way`, train the first steps in one process, and compare the losses.
 
-    Print the largest loss difference. Return 1 if it is too large, or if the model does not copy
-    after the default number of steps or more, else 0.
+    Print the largest loss difference. Return both runs, and the faults, one sentence each: it is
+    too large, or the model does not copy after the default number of steps or more. An interrupted
+    run is the last one, and has no faults.
     """
     write = way.rank == 0
     few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
     alone = train(few, backend, math.inf, False, Alone())
+    if alone.interrupted:
+        return [alone], []
     run = train(settings, backend, math.inf, write, way)
+    if run.interrupted:
+        return [alone, run], []
     pairs = zip(alone.losses, run.losses, strict=False)
     difference = max(abs(a - b) for a, b in pairs)
     found = faults(settings, [run])
@@ -122,7 +131,7 @@ def compare(settings: Settings, backend: str, way: Parallel) -> int:
         )
         for fault in found:
             print(f"FAILED: {fault}")
-    return 1 if found else 0
+    return [alone, run], found
 
 
 class Parallel(Alone):
@@ -132,13 +141,10 @@ class Parallel(Alone):
         way: the parallelism, one of `WAYS`.
         settings: of the copy task. For "ddp" and "fsdp", the batch has to be a multiple of the
             number of processes.
-        folder: where checkpoints are saved, every `every` steps and after the last step. Training
-            resumes from the newest checkpoint that can be read. None saves no checkpoints.
-        every: the number of steps between checkpoints.
+        folder, every: as in `Checkpoints`; a folder of None saves no checkpoints.
 
     Raises ValueError, on all ranks, if way is unknown, every is less than 1, the batch does not
-    divide by the number of processes, the settings differ between the ranks or from the checkpoint,
-    the checkpoint has more steps than the settings, or no checkpoint in the folder can be read.
+    divide by the number of processes, or the settings differ between the ranks.
     """
 
     def __init__(
@@ -146,19 +152,15 @@ class Parallel(Alone):
         way: str,
         settings: Settings,
         folder: Path | None = None,
-        every: int = CHECKPOINT_EVERY,
+        every: int = EVERY,
     ) -> None:
         if way not in WAYS:
             raise ValueError(f"way is {way!r}; expected one of {', '.join(WAYS)}")
         self.way, self.rank, self.size = way, dist.get_rank(), dist.get_world_size()
-        if every < 1:
-            raise ValueError(f"every is {every}; expected 1 or more")
-        self._folder, self._every = folder, every
+        require_size(every=every)
+        super().__init__(None if folder is None else Checkpoints(folder, settings.plain, every))
         torch.manual_seed(settings.seed)
-        same = {k: v for k, v in vars(settings).items() if k != "device"}
-        require_same_ranks(settings=same, way=way)
-        self._steps = settings.steps
-        self._settings = json.dumps({k: v for k, v in same.items() if k != "steps"})
+        require_same_ranks(settings=settings.plain, way=way)
         self.name = f", {way} on {self.size} processes"
         self._splits = way in ("ddp", "fsdp")  # the batch dimension is sharded
         if self._splits and settings.batch % self.size:
@@ -167,7 +169,6 @@ class Parallel(Alone):
             )
         self._count = settings.batch // self.size
         self._context: context_parallel | None = None
-        self._state: tuple[Any, ...] = ()
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         kind = next(model.parameters()).device.type
@@ -226,93 +227,6 @@ class Parallel(Alone):
         plain = settings.model()
         plain.load_state_dict(full)
         return plain
-
-    # ------------------------------------------------------------------------------- checkpoints
-
-    def begin(
-        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
-    ) -> tuple[int, list[Tensor]]:
-        self._state = model, optimizer, scheduler
-        if self._folder is None:
-            return 0, []
-        complete = self._folder.glob("step-*/.metadata")  # .metadata is written last
-        names = [re.fullmatch("step-([1-9][0-9]*)", path.parent.name) for path in complete]
-        steps = sorted((int(name[1]) for name in names if name), reverse=True)
-        require_same_ranks(checkpoints=steps)
-        if not steps:
-            return 0, []
-        from torch.distributed.checkpoint import CheckpointException
-
-        for done in steps:
-            path = self._folder / f"step-{done}"
-            try:
-                return done, self._load(path, done)
-            except CheckpointException as error:  # raised on all ranks if one cannot read it
-                reason = next(iter(error.failures.values()))[0]
-                if self.rank == 0:
-                    told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
-                    warnings.warn(told, stacklevel=2)
-        raise ValueError(
-            f"no checkpoint in {self._folder} can be read; expected one that can, or another folder"
-        )
-
-    def _load(self, path: Path, done: int) -> list[Tensor]:
-        """Load a checkpoint of `done` steps, and return their losses."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        saved = {"settings": ""}
-        dcp.load(saved, checkpoint_id=str(path))
-        theirs = json.loads(saved["settings"])
-        for name, ours in json.loads(self._settings).items():
-            if theirs.get(name) != ours:
-                raise ValueError(
-                    f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
-                    "folder"
-                )
-        if done > self._steps:
-            raise ValueError(
-                f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
-                "or another folder"
-            )
-        model, optimizer, scheduler = self._state
-        state = self._collected(torch.zeros(done))
-        dcp.load(state, checkpoint_id=str(path))
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        scheduler.load_state_dict(state["scheduler"])
-        for module, x in zip(self._generators(), state["random"]):
-            module.set_rng_state(x)
-        return list(state["losses"].to(next(model.parameters()).device))
-
-    def end_step(self, losses: Sequence[Tensor]) -> None:
-        if self._folder is None or (len(losses) % self._every and len(losses) < self._steps):
-            return
-        import torch.distributed.checkpoint as dcp
-
-        state = self._collected(torch.stack(list(losses)).cpu())
-        dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
-
-    def _collected(self, losses: Tensor) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer, scheduler = self._state
-        parameters, moments = get_state_dict(model, optimizer)
-        return {
-            "model": parameters,
-            "optimizer": moments,
-            "scheduler": scheduler.state_dict(),
-            "random": [module.get_rng_state() for module in self._generators()],
-            "losses": losses,
-            "settings": self._settings,
-        }
-
-    def _generators(self) -> list[Any]:
-        return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
 
 
 class _OfShards(EncoderDecoder):

@@ -59,45 +59,66 @@ def lines(series: Series, title: str, x: str, y: str) -> Figure:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if len(series) > 1:
-        axes.legend()
+        _legend(figure)
     return figure
+
+
+def _legend(figure: Figure) -> None:
+    """Put the legend below the axes, where it hides no curve."""
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 def _array(values: Tensor) -> Any:
     return values.detach().cpu().float().numpy()
 
 
-def heat_map(values: Tensor, title: str, x: str, y: str) -> Figure:
-    """Draw values [rows, columns] as a heat map, with the first row on top."""
+def heat_map(
+    values: Tensor,
+    title: str,
+    x: str,
+    y: str,
+    scale: str,
+    labels: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Figure:
+    """Draw values [rows, columns] as a heat map, with the first row on top.
+
+    scale: what the colours stand for. labels: the names of the columns and of the rows; None for
+    their numbers.
+    """
     figure = _figure(6.0, 5.0)
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
     image = axes.imshow(_array(values), aspect="auto", interpolation="nearest")
     axes.set(title=title, xlabel=x, ylabel=y)
-    for axis in (axes.xaxis, axes.yaxis):
+    for i, axis in enumerate((axes.xaxis, axes.yaxis)):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image)
+        if labels is not None:
+            axis.set_ticks(range(len(labels[i])), labels[i])
+    figure.colorbar(image, label=scale)
     return figure
 
 
 def attention_maps(maps: Mapping[str, Tensor], symbols: Sequence[object]) -> Figure:
     """Draw attention weights [h, T, S], with one row of panels per name and one panel per head.
 
-    In a panel, queries are rows and keys are columns. `symbols` label the positions.
+    In a panel, queries are rows and keys are columns. `symbols` are the tokens at the positions.
     """
     heads = max(len(weights) for weights in maps.values())
-    figure = _figure(2.0 * heads + 1.0, 2.1 * len(maps))
+    figure = _figure(2.0 * heads + 1.5, 2.3 * len(maps) + 0.5)
+    figure.suptitle(f"Attention weights of a copy of {' '.join(map(str, symbols))}")
     panels = figure.subplots(len(maps), heads, squeeze=False)
     for row, (name, weights) in zip(panels, maps.items()):
         for head, (axes, weight) in enumerate(zip(row, _array(weights))):
-            axes.imshow(weight, vmin=0, vmax=1, interpolation="nearest")
+            image = axes.imshow(weight, vmin=0, vmax=1, interpolation="nearest")
             for set_ticks, size in zip((axes.set_yticks, axes.set_xticks), weight.shape):
                 set_ticks(range(size), [str(s) for s in symbols[:size]], fontsize=6)
             axes.set_title(f"head {head + 1}", fontsize=8)
-        row[0].set_ylabel(name, fontsize=8)
+            axes.set_xlabel("token of the key", fontsize=7)
+        row[0].set_ylabel(f"{name}\ntoken of the query", fontsize=7)
         for axes in row[len(weights) :]:
             axes.set_axis_off()
+    figure.colorbar(image, ax=panels, label="attention weight", shrink=0.6)
     return figure
 
 
@@ -121,7 +142,7 @@ def loss_curves(losses: Mapping[str, Sequence[float]], title: str | None = None)
     axes.set_ylabel("loss per token")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    _legend(figure)
     if title is not None:
         axes.set_title(title)
     return figure
@@ -142,10 +163,14 @@ def _dimensions() -> Series:
     return {f"dimension {i}": (positions, encoding[:, i].tolist()) for i in range(4, 8)}
 
 
+_TARGETS = (2, 1, 0, 3, 3)
+_PADDED = {0: "0: padding"}
+
+
 def _smoothed_targets() -> Tensor:
     """Return the smoothed targets, [targets, classes]; class 0 and target 0 are padding."""
     criterion = LabelSmoothing(size=5, padding_idx=0, smoothing=0.5)
-    criterion(torch.full((5, 5), 0.2).log(), torch.tensor([2, 1, 0, 3, 3]))
+    criterion(torch.full((5, 5), 0.2).log(), torch.tensor(_TARGETS))
     assert criterion.true_dist is not None
     return criterion.true_dist
 
@@ -171,7 +196,9 @@ class Picture(NamedTuple):
 PICTURES = {
     "subsequent-mask": Picture(
         lambda: subsequent_mask(20)[0],
-        lambda mask: heat_map(mask, "subsequent_mask(20): the keys that are kept", "key", "query"),
+        lambda mask: heat_map(
+            mask, "subsequent_mask(20)", "position of the key", "position of the query", "1: kept"
+        ),
     ),
     "positional-encoding": Picture(
         _dimensions,
@@ -179,16 +206,27 @@ PICTURES = {
     ),
     "positional-heat-map": Picture(
         lambda: _positions(128),
-        lambda data: heat_map(data, "PositionalEncoding(128, 0)", "dimension", "position"),
+        lambda data: heat_map(
+            data, "PositionalEncoding(128, 0)", "dimension", "position", "added to the embedding"
+        ),
     ),
     "smoothed-targets": Picture(
         _smoothed_targets,
         lambda data: heat_map(
-            data, "LabelSmoothing(5, 0, smoothing=0.5)", "class", "row, of targets 2 1 0 3 3"
+            data,
+            "LabelSmoothing(5, 0, smoothing=0.5)",
+            "token that is predicted",
+            "token that is right",
+            "target probability",
+            (
+                [_PADDED.get(i, str(i)) for i in range(5)],
+                [_PADDED.get(i, str(i)) for i in _TARGETS],
+            ),
         ),
     ),
     "relu": Picture(_relu, lambda data: lines(data, "relu(x) = max(x, 0)", "x", "relu(x)")),
     "learning-rate": Picture(
-        _learning_rates, lambda data: lines(data, "rate(step, d_model, 1, warmup)", "step", "rate")
+        _learning_rates,
+        lambda data: lines(data, "rate(step, d_model, 1, warmup)", "step", "learning rate"),
     ),
 }

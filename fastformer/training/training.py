@@ -12,7 +12,10 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,8 +140,9 @@ class LabelSmoothing(nn.Module):
         KL(t || exp(x)) = sum over rows and classes of t * (log t - x)
 
     t is 1 - smoothing at the true class, 0 at `padding_idx` and smoothing / (size - 2) at the
-    other classes. A row whose target is padding contributes 0. t is not materialized: with
-    c = 1 - smoothing and e = smoothing / (size - 2), the loss of a row is
+    other classes; if no class is padding, smoothing / (size - 1). A row whose target is padding
+    contributes 0. t is not materialized: with c = 1 - smoothing and e the other classes' t, the
+    loss of a row is
 
         c log c + smoothing log e - (c - e) x[target] - e sum_v x[v]
 
@@ -147,9 +151,12 @@ class LabelSmoothing(nn.Module):
     LabelSmoothing(size=5, padding_idx=0, smoothing=0.5) turns target 2 into 0, 1/6, 1/2, 1/6, 1/6.
 
     Args:
-        size: the number of classes, at least 3.
-        padding_idx: the class that stands for padding.
+        size: the number of classes, at least 3, or 2 if none of them is padding.
+        padding_idx: the class that stands for padding; or a negative label of rows to ignore, which
+            is no class, such as -100; or None, which ignores no row.
         smoothing: in [0, 1).
+        weight: [size], the weights of the classes: every term of the sum is multiplied by that of
+            its class. None for 1. It is a buffer, and gets no gradient.
 
     forward(x, target): x [..., size] log-probabilities, target [...] integers -> a scalar, in
     float32 if x is float16 or bfloat16. `true_dist` is t of the last call, as in the tutorials; it
@@ -157,21 +164,35 @@ class LabelSmoothing(nn.Module):
 
     Raises:
         ValueError: size, padding_idx or smoothing is out of range; the shapes do not match; the
-            devices differ; a target is outside of [0, size), or x has a value above 0, which logits
-            can have and log-probabilities cannot (values are checked on a CPU, and on a GPU with
-            FASTFORMER_CHECK=1).
-        TypeError: x is not floating, or target is not an integer tensor.
+            devices differ; a target is neither in [0, size) nor padding_idx, or x has a value above
+            0, which logits can have and log-probabilities cannot (values are checked on a CPU, and
+            on a GPU with FASTFORMER_CHECK=1).
+        TypeError: x or weight is not floating, or target is not an integer tensor.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; Vaswani et al.
     2017, section 5.4; the form is the Annotated Transformer's.
     """
 
-    def __init__(self, size: int, padding_idx: int, smoothing: float = 0.0) -> None:
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        size: int,
+        padding_idx: int | None,
+        smoothing: float = 0.0,
+        *,
+        weight: Tensor | None = None,
+    ) -> None:
         super().__init__()
-        checks.require_size(3, size=size)  # padding, the true class and one other
-        checks.require_int("padding_idx", padding_idx)
-        if not 0 <= padding_idx < size:
-            raise ValueError(f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}")
+        if padding_idx is not None:
+            checks.require_int("padding_idx", padding_idx)
+        pads = padding_idx is not None and padding_idx >= 0
+        checks.require_size(2 + pads, size=size)  # the true class, one other, and padding
+        if padding_idx is not None and padding_idx >= size:
+            raise ValueError(
+                f"padding_idx is {padding_idx}; expected a class from 0 to {size - 1}, a negative "
+                "label, or None"
+            )
         smoothing = checks.require_number("smoothing", smoothing, "a number in [0, 1)")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing is {smoothing}; expected a number in [0, 1)")
@@ -179,6 +200,14 @@ class LabelSmoothing(nn.Module):
         self.padding_idx = padding_idx
         self.smoothing = smoothing
         self.confidence = 1.0 - smoothing
+        if weight is not None:
+            checks.require_floating(weight=weight)
+            if weight.shape != (size,):
+                given = checks.shape_of(weight)
+                raise ValueError(f"weight has shape {given}; expected [size] = [{size}]")
+            weight = weight.detach().clone()
+        self.register_buffer("weight", weight)
+        self._pad = padding_idx if pads else None  # the class that is padding
         self._target: Tensor | None = None
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -194,8 +223,11 @@ class LabelSmoothing(nn.Module):
                 f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
             )
         checks.require_device("target", target, "x", x)
-        if may_read(target) and target.numel():
-            low, high = (int(n) for n in target.aminmax())
+        if self.weight is not None:
+            checks.require_device("weight", self.weight, "x", x)
+        kept = self._kept(target)
+        if may_read(target) and kept.any():
+            low, high = (int(n) for n in target[kept].aminmax())
             if low < 0 or high >= self.size:
                 bad = low if low < 0 else high
                 raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
@@ -206,29 +238,52 @@ class LabelSmoothing(nn.Module):
                     f"x holds {highest:.4g}; "
                     "expected log-probabilities, none above 0: the log_softmax of logits"
                 )
-        target = target.long()
-        self._target = target
+        self._target = target.long()
+        target = self._target.where(kept, 0)
         accumulated = torch.promote_types(x.dtype, torch.float32)
-        c, e = self.confidence, self.smoothing / (self.size - 2)
-        rows = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(accumulated) * (e - c)
+        c, e = self.confidence, self._off
+        w = None if self.weight is None else self.weight.to(accumulated)
+        of_target: Tensor | float = 1.0 if w is None else w[target]
+        rows = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).to(accumulated) * (e - c) * of_target
         if e > 0:
-            before, after = x[..., : self.padding_idx], x[..., self.padding_idx + 1 :]
-            rows = rows - e * (before.sum(-1, dtype=accumulated) + after.sum(-1, dtype=accumulated))
-            rows = rows + (c * math.log(c) + self.smoothing * math.log(e))
-        return rows.masked_fill(target == self.padding_idx, 0.0).sum()
+            total: Tensor | float = self.size - (self._pad is not None)
+            for part in self._classes():
+                term = x[..., part] if w is None else x[..., part] * w[part]
+                rows = rows - e * term.sum(-1, dtype=accumulated)
+            if w is not None:
+                total = sum((w[part].sum() for part in self._classes()), w.new_zeros(()))
+            rows = rows + of_target * c * math.log(c) + (total - of_target) * e * math.log(e)
+        return rows.masked_fill(~kept, 0.0).sum()
+
+    @property
+    def _off(self) -> float:
+        """The smoothed target of a class that is neither true nor padding."""
+        return self.smoothing / (self.size - 1 - (self._pad is not None))
+
+    def _classes(self) -> list[slice]:
+        """Return slices of the classes that are not padding."""
+        return (
+            [slice(None)] if self._pad is None else [slice(self._pad), slice(self._pad + 1, None)]
+        )
+
+    def _kept(self, target: Tensor) -> Tensor:
+        """Return the mask of the rows that are not ignored."""
+        if self.padding_idx is None:
+            return torch.ones_like(target, dtype=torch.bool)
+        return target != self.padding_idx
 
     @property
     def true_dist(self) -> Tensor | None:
         """The smoothed targets of the last call, [..., size]; None before the first call."""
         if self._target is None:
             return None
-        target = self._target.unsqueeze(-1)
-        t = torch.full(
-            (*self._target.shape, self.size), self.smoothing / (self.size - 2), device=target.device
-        )
+        kept = self._kept(self._target).unsqueeze(-1)
+        target = self._target.unsqueeze(-1).where(kept, 0)
+        t = torch.full((*self._target.shape, self.size), self._off, device=target.device)
         t.scatter_(-1, target, self.confidence)
-        t[..., self.padding_idx] = 0.0
-        return t.masked_fill(target == self.padding_idx, 0.0)
+        if self._pad is not None:
+            t[..., self._pad] = 0.0
+        return t.masked_fill(~kept, 0.0)
 
     def extra_repr(self) -> str:
         return f"{self.size}, padding_idx={self.padding_idx}, smoothing={self.smoothing}"
@@ -286,22 +341,30 @@ class SimpleLossCompute:
         generator: [B, T, d_model] -> log-probabilities [B, T, V].
         criterion: (log-probabilities [B * T, V], targets [B * T]) -> the summed loss, such as
             `LabelSmoothing`.
+        z_loss: as in `cross_entropy`; it needs a `Generator`, a `LabelSmoothing` without hooks, and
+            targets of int64, because log-probabilities no longer hold it.
 
     Called with x [B, T, d_model], y [B, T] and norm, the number of tokens (0 counts as 1), it
     returns a differentiable scalar. A `Generator` and a `LabelSmoothing` without hooks are not
     called: `linear_cross_entropy` computes the same loss from their parameters, and does not
     materialize the log-probabilities of all tokens.
 
-    Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm is
-    not a number; ValueError if y is not [B, T]. Errors of generator and criterion propagate.
+    Raises TypeError if generator or criterion is not callable, x or y is not a tensor, or norm or
+    z_loss is not a number; ValueError if y is not [B, T], or if z_loss is negative, not finite, or
+    cannot be computed. Errors of generator and criterion propagate.
     """
 
     def __init__(
         self,
         generator: Callable[[Tensor], Tensor],
         criterion: Callable[[Tensor, Tensor], Tensor],
+        *,
+        z_loss: float = 0.0,
     ) -> None:
         checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
+        self.z_loss = checks.require_number("z_loss", z_loss)
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
         self.generator = generator
         self.criterion = criterion
 
@@ -322,6 +385,11 @@ class SimpleLossCompute:
             checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
         if loss is None:
+            if self.z_loss:
+                raise ValueError(
+                    f"z_loss is {self.z_loss}; expected 0, or a Generator and a LabelSmoothing "
+                    "without hooks and targets of int64, which give the logits"
+                )
             x = self.generator(x)
             loss = self.criterion(x.reshape(-1, x.shape[-1]), y.reshape(-1))
         if type(loss) is not Tensor and backends.is_sharded(loss):  # a DTensor
@@ -351,6 +419,8 @@ class SimpleLossCompute:
             ignore_index=criterion.padding_idx,
             label_smoothing=criterion.smoothing,
             smoothing="kl",
+            weight=criterion.weight,
+            z_loss=self.z_loss,
         )
 
 
@@ -365,11 +435,15 @@ def run_epoch(
     report_every: int = 20,
     progress: bool | None = None,
     description: str | None = None,
+    accumulation_steps: int = 1,
+    max_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> float:
     """Run the model on every batch and return the loss per token; with an optimizer, train it.
 
     A progress bar shows loss per token and tokens per second. The host does not synchronize with
-    the device between reports.
+    the device between reports, except in a `scaler`, at each update.
 
     Args:
         data: batches with targets; if it has a length, the bar shows the remaining batches.
@@ -377,7 +451,7 @@ def run_epoch(
             batches have no source. The caller sets its mode: model.train() before training,
             model.eval() before evaluation.
         loss_compute: (output, tgt_y, ntokens) -> loss per token, such as `SimpleLossCompute`.
-        optimizer: steps once per batch. None evaluates without gradients.
+        optimizer: steps once per `accumulation_steps` batches. None evaluates without gradients.
         scheduler: steps after the optimizer.
         report: called as report(batches so far, loss per token, tokens per second) every
             `report_every` batches and at the end; the last two cover the time since the previous
@@ -387,14 +461,27 @@ def run_epoch(
             a terminal; if standard output is not a terminal and `report` is None, it prints a line
             for each report. (A notebook is not a terminal: pass True.)
         description: the text in front of the bar.
+        accumulation_steps: the number of batches whose gradients make one update. It is that of all
+            their tokens in one batch: each batch counts by its share of them. The last update takes
+            the batches that are left. The batches of an update are read before it.
+        max_grad_norm: scales the gradients of an update down to this norm, over all parameters of
+            the optimizer; None leaves them as they are.
+        autocast: torch.float16 or torch.bfloat16, in which model and loss_compute run, as under
+            torch.autocast on the device of the batch; None for the dtype of the parameters.
+        scaler: scales the loss and unscales the gradients, which float16 needs. An update whose
+            gradients are not finite is left out, and the scheduler does not step either.
 
     Raises:
-        ValueError: data has no batch, a batch has no target, scheduler is given without an
-            optimizer, or report_every < 1.
+        ValueError: data has no batch, a batch has no target, report_every or accumulation_steps is
+            below 1, max_grad_norm is not positive and finite, autocast is another dtype, or
+            scheduler, max_grad_norm, scaler or more than one of accumulation_steps is given without
+            an optimizer.
         TypeError: data is not an iterable of batches; model, loss_compute or report is not
-            callable; optimizer or scheduler has no step(); progress is not True, False or None.
+            callable; optimizer or scheduler has no step(), or the optimizer no param_groups beside
+            a max_grad_norm; progress is not True, False or None; another argument has a wrong type.
     """
     _require_epoch(data, model, loss_compute, optimizer, scheduler)
+    _require_update(optimizer, accumulation_steps, max_grad_norm, autocast, scaler)
     if report is not None:
         checks.require_callable("a function of batches, loss and tokens per second", report=report)
     checks.require_size(report_every=report_every)
@@ -403,6 +490,7 @@ def run_epoch(
         if report is None and not progress:
             report = _print_line
     checks.require_flag("progress", progress)
+    updates = _Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
@@ -413,15 +501,16 @@ def run_epoch(
             report(step, per_token, per_second)
 
     with torch.set_grad_enabled(optimizer is not None), bar:
-        for step, batch in enumerate(bar, 1):
-            _require_target(step, batch)
-            output = model(*_inputs(batch))
-            loss = loss_compute(output, batch.tgt_y, batch.ntokens)
-            if optimizer is not None:
-                _update(loss, optimizer, scheduler)
-            meter.add(loss.detach(), batch.ntokens)
-            if step % report_every == 0:
-                look()
+        batches = iter(bar)
+        while group := list(islice(batches, accumulation_steps)):
+            for i, batch in enumerate(group, step + 1):
+                _require_target(i, batch)
+            for batch, loss in updates.losses(group):
+                step += 1
+                assert batch.ntokens is not None
+                meter.add(loss, batch.ntokens)
+                if step % report_every == 0:
+                    look()
         if step % report_every:
             look()
     if step == 0:
@@ -436,13 +525,69 @@ def _inputs(batch: Batch) -> tuple[Tensor | None, ...]:
     return batch.src, batch.tgt, batch.src_mask, batch.tgt_mask
 
 
-def _update(loss: Tensor, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Run backward, then a step of the optimizer and one of the scheduler."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    if scheduler is not None:
-        scheduler.step()
+def _shares(group: list[Batch]) -> list[Tensor | None]:
+    """Return the share that each batch has of the group's tokens; None for a batch alone."""
+    if len(group) == 1:
+        return [None]
+    counts = [batch.ntokens for batch in group if batch.ntokens is not None]
+    total = sum(counts, torch.zeros_like(counts[0])).clamp(min=1)
+    return [count / total for count in counts]
+
+
+class _Updates(NamedTuple):
+    """How batches are run, and how their gradients change the parameters: see `run_epoch`."""
+
+    model: nn.Module
+    loss_compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    max_grad_norm: float | None
+    autocast: torch.dtype | None
+    scaler: torch.amp.GradScaler | None
+
+    def losses(self, group: list[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield the batches of an update and their losses; the last one after the update."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        for i, (batch, share) in enumerate(zip(group, _shares(group)), 1):
+            last = i == len(group)
+            with nullcontext() if last else self._without_exchange():
+                loss = self._loss(batch)
+                if self.optimizer is not None:
+                    scaled = loss if share is None else loss * share
+                    (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            if last and self.optimizer is not None:
+                self._step(self.optimizer)
+            yield batch, loss.detach()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        assert batch.tgt is not None and batch.tgt_y is not None and batch.ntokens is not None
+        kind = batch.tgt.device.type
+        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
+            return self.loss_compute(self.model(*_inputs(batch)), batch.tgt_y, batch.ntokens)
+
+    def _without_exchange(self) -> AbstractContextManager[None]:
+        """Return DistributedDataParallel's `no_sync`, so that only the last batch exchanges."""
+        no_sync = getattr(self.model, "no_sync", None)
+        return no_sync() if callable(no_sync) else nullcontext()
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Run a step of the optimizer and one of the scheduler, with the gradients as they are."""
+        if self.max_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        skipped = False
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            scale = self.scaler.get_scale()
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < scale  # the gradients were not finite
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
 
 
 class _Meter:
@@ -484,6 +629,40 @@ def _require_epoch(
     for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
         if x is not None and not callable(getattr(x, "step", None)):
             raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")
+
+
+def _require_update(
+    optimizer: object,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    autocast: object,
+    scaler: object,
+) -> None:
+    """Check the arguments of `run_epoch` that say how an update is made."""
+    checks.require_size(accumulation_steps=accumulation_steps)
+    if max_grad_norm is not None:
+        norm = checks.require_number("max_grad_norm", max_grad_norm, "a number, or None")
+        if not 0 < norm < math.inf:
+            raise ValueError(f"max_grad_norm is {norm}; expected a positive, finite number")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            kind = type(optimizer).__name__
+            raise TypeError(
+                f"max_grad_norm is {norm}, and optimizer is a {kind} without param_groups; "
+                "expected one of torch.optim"
+            )
+    if autocast is not None:
+        if not isinstance(autocast, torch.dtype):
+            raise TypeError(f"autocast is a {type(autocast).__name__}; expected a dtype, or None")
+        if autocast not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"autocast is {autocast}; expected torch.float16 or torch.bfloat16")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        kind = type(scaler).__name__
+        raise TypeError(f"scaler is a {kind}; expected a torch.amp.GradScaler, or None")
+    more = accumulation_steps if accumulation_steps > 1 else None
+    given = dict(accumulation_steps=more, max_grad_norm=max_grad_norm, scaler=scaler)
+    for name, x in given.items():
+        if x is not None and optimizer is None:
+            raise ValueError(f"{name} is given without an optimizer; expected both or neither")
 
 
 def _require_target(step: int, batch: object) -> None:

@@ -498,13 +498,17 @@ def test_a_prompt_of_max_len_is_all():
         (dict(start_symbol=1), "start_symbol is 1; expected None: a language model continues src"),
         (dict(max_len=3), r"max_len is 3 and src has 4 tokens; expected a prompt of 1 to max_len"),
         (dict(src=PROMPTS[:, :0]), "src has 0 tokens"),
-        (dict(src_mask=PROMPTS != 3), "src_mask masks out a token before another one"),
-        (dict(src_mask=PROMPTS != 1), "src_mask masks out a token before another one"),
-        (dict(src_mask=(PROMPTS != 0) & (PROMPTS[:, :1] != 5)), "prompts .* of one token or more"),
+        (dict(src_mask=PROMPTS != 4), "src_mask masks out a token between others"),
+        (dict(src_mask=PROMPTS != 1), "src_mask masks out a token between others"),
+        (dict(src_mask=(PROMPTS != 0) & (PROMPTS[:, :1] != 5)), "prompts .*of one token or more"),
         (dict(src_mask=PROMPTS[:2] != 0), r"src_mask has shape \[2, 4\] and dtype torch.bool"),
         (dict(src_mask=PROMPTS.float()), r"src_mask has shape \[3, 4\] and dtype torch.float32"),
         (dict(src_mask=PROMPTS != 0, end_symbol=None), "pad_symbol is None and so is end_symbol"),
         (dict(src=PROMPTS + 2, end_symbol=11), "end_symbol is 11; expected a token of the 11"),
+        (dict(end_symbol=[2, 12]), "end_symbol is 12; expected a token of the 11"),
+        (dict(end_symbol=[]), "end_symbol is empty; expected a token, several, or None"),
+        (dict(repetition_penalty=0), "repetition_penalty is 0.0; expected a positive number"),
+        (dict(repetition_penalty=math.inf), "repetition_penalty is inf; expected a positive"),
         (dict(max_len=5002), "max_len is 5002; expected at most 5001, the positions"),
     ],
 )
@@ -512,6 +516,185 @@ def test_wrong_prompts_are_named(options, message):
     arguments = dict(src=PROMPTS, src_mask=None, max_len=8, end_symbol=7)
     with pytest.raises(ValueError, match=message):
         greedy_decode(language_model(), **{**arguments, **options})
+
+
+# ---------------------------------------------------------------- compared with a plain loop
+
+
+def likeliest(scores):
+    return scores.argmax(-1)
+
+
+def drawing(temperature, min_p, seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(scores):
+        p = (scores / temperature).softmax(-1)
+        p = torch.stack([row * (row >= min_p * row.max()) for row in p])
+        return p.multinomial(1, generator=generator).squeeze(-1)
+
+    return draw
+
+
+def plain_loop(model, prompts, new, choose, ends=(), pad=None, penalty=1.0, memory=None):
+    """The tokens after each prompt, row by row and without a cache: a list for each step."""
+    rows, over, steps = [list(prompt) for prompt in prompts], [False] * len(prompts), []
+    with torch.no_grad():
+        for _ in range(new):
+            scores = []
+            for b, row in enumerate(rows):
+                x = torch.tensor([row])
+                if memory is None:
+                    out = model(x)
+                else:
+                    m, mask = memory[0][b : b + 1], memory[1][b : b + 1]
+                    out = model.decode(m, mask, x, subsequent_mask(len(row)))
+                logp = model.generator(out)[0, -1]
+                for v in set(row):
+                    logp[v] *= penalty
+                scores.append(logp)
+            chosen = choose(torch.stack(scores)).tolist()
+            chosen = [pad if o else v for v, o in zip(chosen, over)]
+            for b, v in enumerate(chosen):
+                rows[b].append(v)
+                over[b] = over[b] or v in ends
+            steps.append(chosen)
+            if all(over):
+                break
+    return steps
+
+
+LEFT = torch.tensor([[3, 1, 4, 1], [0, 0, 5, 9], [0, 0, 0, 2], [0, 6, 8, 0]])
+WHERE = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0]]).bool()
+LEFT_PROMPTS = [row[kept].tolist() for row, kept in zip(LEFT, WHERE)]
+OPTIONS = [
+    (dict(), dict(end_symbol=[7, 10], pad_symbol=0)),
+    (dict(penalty=1.7), dict(end_symbol=7, pad_symbol=0, repetition_penalty=1.7)),
+    (dict(penalty=1.3), dict(end_symbol=(10, 6, 7), pad_symbol=0, repetition_penalty=1.3)),
+]
+DRAWN = dict(temperature=0.9, min_p=0.2, seed=4)
+
+
+@pytest.mark.parametrize("plain, options", OPTIONS)
+@pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "sample"])
+@pytest.mark.parametrize("cache", [True, False, 16])
+def test_padding_on_either_side_ends_and_penalties(cache, draws, plain, options):
+    model, new = language_model(), 14
+    cache = DecoderCache(18, page_size=cache) if cache == 16 else cache
+    choose = drawing(**draws) if draws else likeliest
+    ends = options["end_symbol"]
+    ends = (ends,) if isinstance(ends, int) else ends
+    steps = plain_loop(model, LEFT_PROMPTS, new, choose, ends, 0, **plain)
+    assert len({v for step in steps for v in step}) > 3
+    given = dict(model=model, src=LEFT, src_mask=WHERE, max_len=4 + new, cache=cache, **options)
+    found = (sample if draws else greedy_decode)(**given, **draws)
+    for b, kept in enumerate(WHERE):
+        first = int(kept.nonzero()[0])
+        end = first + int(kept.sum())
+        row = found[b].tolist()
+        assert row[:first] == LEFT[b, :first].tolist()
+        want = [step[b] for step in steps]
+        assert row[first:] == LEFT_PROMPTS[b] + want + [0] * (18 - end - len(want))
+    streamed = ff.stream_tokens(**given, **draws)
+    assert [tokens.tolist() for tokens in streamed] == steps
+
+
+@pytest.mark.parametrize("draws", [{}, DRAWN], ids=["greedy", "sample"])
+def test_a_translation_with_ends_and_penalties(draws):
+    model, (src, mask) = translator(), sources()
+    choose = drawing(**draws) if draws else likeliest
+    with torch.no_grad():
+        memory = model.encode(src, mask), mask
+    starts = [[1]] * 3
+    steps = plain_loop(model, starts, 12, choose, (7, 5), 7, 1.4, memory)
+    given = (model, src, mask, 13, 1)
+    options = dict(end_symbol=[7, 5], repetition_penalty=1.4, **draws)
+    found = (sample if draws else greedy_decode)(*given, **options)
+    want = torch.tensor(steps).T
+    assert torch.equal(found[:, 1 : 1 + len(steps)], want)
+    assert (found[:, 1 + len(steps) :] == 7).all()
+    assert torch.equal(torch.stack(list(ff.stream_tokens(*given, **options)), 1), want)
+    without = torch.stack(list(ff.stream_tokens(*given, end_symbol=[7, 5], **draws)), 1)
+    assert not torch.equal(without, want)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_beams_of_padding_on_the_left_and_of_several_ends(cache):
+    """Those of the same prompts with their padding on the right, and of each end symbol."""
+    model, ends = language_model(), [7, 10, 4]
+    right = torch.zeros_like(LEFT)
+    for row, prompt in zip(right, LEFT_PROMPTS):
+        row[: len(prompt)] = torch.tensor(prompt)
+    options = dict(end_symbol=ends, pad_symbol=0, num_beams=3, n_best=3, cache=cache)
+    want = beam_search(model, right, right != 0, 12, **options)
+    have = beam_search(model, LEFT, WHERE, 12, **options)
+    torch.testing.assert_close(have.scores, want.scores)
+    assert torch.equal(have.lengths, want.lengths)
+    for b, first in enumerate(WHERE.int().argmax(1).tolist()):
+        columns = want.tokens[b, :, : len(LEFT_PROMPTS[b]) + 8]
+        assert torch.equal(have.tokens[b, :, first : first + columns.shape[1]], columns)
+        assert (have.tokens[b, :, :first] == LEFT[b, :first]).all()
+    ended = [
+        int(row[n - 1])
+        for rows, lengths in zip(want.tokens, want.lengths)
+        for row, n in zip(rows, lengths)
+    ]
+    assert len(set(ended) & set(ends)) > 1
+
+
+def test_beams_go_on_where_the_likeliest_tokens_all_end():
+    """Three of each beam, as many as there are end symbols. The penalty favours what goes on."""
+    model, ends = language_model(), [7, 10, 4]
+    with torch.no_grad():
+        model.generator.proj.bias[ends] += 20.0
+    options = dict(end_symbol=ends, num_beams=3, n_best=3, length_penalty=32)
+    found = beam_search(model, PROMPTS[:, :2], None, 5, **options)  # the second step has 3 beams
+    assert found.scores.isfinite().all() and (found.lengths == 5).all()
+
+
+def test_replays_continue_prompts_with_padding_on_the_left(recorded):
+    """As on a GPU, where no mask is read."""
+    model = language_model()
+    options = dict(end_symbol=[7, 10], pad_symbol=0, repetition_penalty=1.3)
+    want = greedy_decode(model, LEFT, WHERE, 16, cache=False, **options)
+    got = recorded(greedy_decode, model, LEFT, WHERE, 16, cache=DecoderCache(16), **options)
+    assert torch.equal(got, want) and len(recorded.captures) == 1
+
+
+def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
+    model, cache = language_model(), DecoderCache(9)
+    stream = ff.stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
+    assert cache.longest == 0 and torch.is_grad_enabled()
+    first = next(stream)
+    assert first.dtype == torch.int32 and first.shape == (3,) and cache.longest == 2
+    assert torch.is_grad_enabled() and not first.requires_grad
+    next(stream)
+    assert cache.longest == 3 and len(list(stream)) == 5
+    assert list(ff.stream_tokens(model, PROMPTS[:0], None, 9)) == []
+    assert list(ff.stream_tokens(model, PROMPTS, None, 4)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(top_k=3), ValueError, "top_k is 3 and temperature None, which draws nothing"),
+        (dict(top_p=0.5), ValueError, "top_p is 0.5 and temperature None"),
+        (dict(min_p=0.5), ValueError, "min_p is 0.5 and temperature None"),
+        (dict(seed=0), ValueError, "seed is 0 and temperature None"),
+        (dict(temperature=0), ValueError, "temperature is 0.0; expected a positive number"),
+        (dict(temperature=1, min_p=1.5), ValueError, r"min_p is 1.5; expected .* \[0, 1\]"),
+        (dict(temperature=1, min_p="a"), TypeError, "min_p is a str"),
+        (dict(repetition_penalty="a"), TypeError, "repetition_penalty is a str"),
+        (dict(end_symbol=[None]), TypeError, "end_symbol is a NoneType; expected an int"),
+        (dict(end_symbol="2"), TypeError, "end_symbol is a str; expected an int"),
+        (dict(max_len=3), ValueError, "max_len is 3 and src has 4 tokens"),
+    ],
+)
+def test_a_stream_is_refused_at_the_call(options, error, message):
+    with pytest.raises(error, match=message):
+        ff.stream_tokens(
+            **dict(model=language_model(), src=PROMPTS, src_mask=None, max_len=8) | options
+        )
 
 
 # -------------------------------------------------------------------------------------- beam search

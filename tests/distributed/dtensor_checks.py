@@ -332,9 +332,11 @@ def losses(folder):
         dict(logits=drawn(4, 6, 11, seed=3), target=target),
         dict(logits="01v", target="01"),
     )
-    for reduction, smoothing in itertools.product(("mean", "sum", "none"), ("uniform", "kl")):
+    kinds = [*itertools.product(("mean", "sum", "none"), ("uniform", "kl"), (5,))]
+    kinds += [("mean", "kl", None), ("none", "kl", None)]
+    for reduction, smoothing, ignored in kinds:
         options = dict(
-            reduction=reduction, ignore_index=5, label_smoothing=0.2, smoothing=smoothing
+            reduction=reduction, ignore_index=ignored, label_smoothing=0.2, smoothing=smoothing
         )
         output = "01" if reduction == "none" else ""
         for op, tensors, letters in (
@@ -342,7 +344,7 @@ def losses(folder):
             (ff.cross_entropy, logits, of_logits),
         ):
             function = functools.partial(op, **options)
-            name = f"{op.__name__}, {reduction}, {smoothing}"
+            name = f"{op.__name__}, {reduction}, {smoothing}, {ignored}"
             case = Case(name, function, tensors, letters, output, merged=True)
             for ways in ("v", "0", "1", "0v", "v1", "01", "00", ".v", "vv"):
                 case.check("reference", ways)

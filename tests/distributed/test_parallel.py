@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_a_death_under_torchrun(tmp_path, request):
     "options, message",
     [
         ([], "the environment has no RANK, .*expected torchrun"),
-        (["--json", "losses.json"], "json is given with --parallel"),
+        (["--timeout", "-1"], "timeout is -1.0; expected a positive number of seconds"),
     ],
 )
 def test_the_command_without_torchrun(options, message, capsys, monkeypatch):
@@ -173,10 +174,27 @@ def test_the_command_without_torchrun(options, message, capsys, monkeypatch):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_checkpoint_without_processes(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["copy-task", "--checkpoint", "folder"])
-    assert "checkpoint is given without --parallel" in capsys.readouterr().err
+def test_the_command_in_a_group_writes_its_files(tmp_path, monkeypatch, capsys):
+    """In a group of one process, which torchrun would have started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    for name, value in (started | dict(MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
+    written, drawn = tmp_path / "result.json", tmp_path / "curves.png"
+    sizes = ["--steps=2", "--layers=1", "--d-model=8", "--d-ff=16", "--length=3", "--batch=2"]
+    files = ["--json", str(written), "--plot", str(drawn)]
+    command = ["copy-task", "--parallel", "ddp", "--device", "cpu", "--heads=1", *sizes, *files]
+    assert cli.main([*command, "--backend", "reference"]) == 0
+    assert f"Wrote {written}" in capsys.readouterr().out
+    result = json.loads(written.read_text())
+    alone, run = result["runs"]
+    assert (alone["parallel"], run["parallel"]) == (None, "ddp on 1 processes")
+    assert len(run["losses"]) == 2 and result["max_loss_difference"] <= 1e-5
+    assert "--parallel ddp" in result["environment"]["command"]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_process_group():

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import hugging_face
@@ -1167,8 +1168,26 @@ def test_masks_that_are_not_registered(device, monkeypatch):
 
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'fastformer\[hf\]'"):
+    with pytest.raises(ImportError, match=r"not installed: .* in a checkout .* '\.\[hf\]'"):
         ff.register_transformers()
+
+
+@pytest.mark.parametrize("reason", ["too old", "a package of its own is missing"])
+def test_transformers_whose_import_fails(reason, monkeypatch):
+    """It is not taken for one that is absent: the reason is passed on."""
+    stub = types.ModuleType("transformers")
+    if reason != "too old":
+
+        def missing(name):
+            raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+        stub.__getattr__ = missing
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    with pytest.raises(ImportError) as raised:
+        ff.register_transformers()
+    text = str(raised.value)
+    assert "5.17 or newer, and its import fails: " in text and "not installed" not in text
+    assert ("AttentionInterface" if reason == "too old" else "tokenizers") in text
 
 
 def test_imports(tmp_path):

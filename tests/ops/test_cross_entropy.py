@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fastformer as ff
 from fastformer import eager, numerics, use_backend
+from fastformer.dispatch import backends
 from fastformer.ops import functional
 from fastformer.ops.loss import reference
 
 LOW = [torch.float16, torch.bfloat16]
+LINEAR = "linear_cross_entropy"
 
 
 def targets(*shape, classes, device="cpu", ignored=(), every=5):
@@ -54,6 +56,7 @@ CASES = {
         "reduction": "none",
     },
     "kl without smoothing": {"smoothing": "kl", "ignore_index": 3},
+    "kl without a padding class": {"smoothing": "kl", "ignore_index": -7, "label_smoothing": 0.2},
 }
 
 
@@ -208,6 +211,103 @@ def test_uniform_is_torch(backend, device, reduction, smoothing, dtype):
     assert have.dtype == torch.float32
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.01}
     torch.testing.assert_close(have.double(), want, **close)
+
+
+def by_classes(logits, target, reduction, ignore_index, e, smoothing, weight, z_loss):
+    """The docstring of cross_entropy in float64, with the targets q as a table of all classes."""
+    x, v = logits.double(), logits.shape[1]
+    pad = ignore_index if ignore_index is not None and 0 <= ignore_index < v else None
+    kept = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else (
+        target != ignore_index
+    )  # fmt: skip
+    true = target.where(kept, 0)
+    if smoothing == "uniform":
+        q = torch.full_like(x, e / v).scatter_add_(
+            1, true.unsqueeze(1), torch.full_like(x, 1 - e)[:, :1]
+        )
+    else:
+        q = torch.full_like(x, e / (v - 1 - (pad is not None)))
+        q.scatter_(1, true.unsqueeze(1), 1 - e)
+        if pad is not None:
+            q[:, pad] = 0.0
+    w = torch.ones(v) if weight is None else weight
+    terms = -q * x.log_softmax(-1) + (torch.special.xlogy(q, q) if smoothing == "kl" else 0.0)
+    rows = (w.double() * terms).sum(1) * kept
+    squares = z_loss * x.logsumexp(1) ** 2 * kept
+    if reduction == "mean":
+        return rows.sum() / (w[true].double() * kept).sum() + squares.sum() / kept.sum()
+    return rows + squares if reduction == "none" else (rows + squares).sum()
+
+
+WEIGHTED = [
+    (None, 0.0, "kl", 0.0), (-100, 0.3, "kl", 0.0), (None, 0.95, "kl", 0.5), (2, 0.2, "kl", 0.5),
+    (None, 0.0, "uniform", 0.5), (-100, 0.3, "uniform", 0.0), (2, 1.0, "uniform", 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignore_index, e, smoothing, z_loss", WEIGHTED)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_z_loss_and_no_padding(
+    reduction, ignore_index, e, smoothing, z_loss, weighted
+):
+    """Of logits and of a linear layer, with their gradients."""
+    x, bias = torch.randn(9, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    weight = torch.rand(6) + 0.2 if weighted else None
+    target = targets(9, classes=6, ignored=() if ignore_index is None else (ignore_index,))
+    options = reduction, ignore_index, e, smoothing, weight, z_loss
+    want = by_classes(x + bias, target, *options)
+    named = dict(zip(("reduction", "ignore_index", "label_smoothing", "smoothing"), options))
+    named |= dict(weight=weight, z_loss=z_loss)
+    wide = {"linear_weight": torch.eye(6), "linear_bias": bias}
+    cotangent = torch.randn(want.shape, dtype=torch.float64)
+    grads = torch.autograd.grad(want, (x, bias), cotangent)
+    for have in (
+        ff.cross_entropy(x + bias, target, **named),
+        ff.linear_cross_entropy(x, target=target, **wide, **named),
+    ):
+        torch.testing.assert_close(have.double(), want, atol=1e-5, rtol=1e-5)
+        for a, b in zip(torch.autograd.grad(have, (x, bias), cotangent.float()), grads):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    if smoothing == "uniform" and not z_loss:
+        index = -100 if ignore_index is None else ignore_index
+        torchs = F.cross_entropy(
+            x + bias, target, weight, ignore_index=index, reduction=reduction, label_smoothing=e
+        )
+        torch.testing.assert_close(have, torchs)
+
+
+def test_weights_and_z_loss_run_on_the_reference_and_explain_says_so():
+    x, target = torch.randn(4, 6, dtype=torch.bfloat16), targets(4, classes=6)
+    with use_backend("triton"):
+        assert ff.explain("cross_entropy", x, target).backend == "triton"
+        with pytest.raises(RuntimeError, match="no kernel computes weight and z_loss"):
+            ff.explain("cross_entropy", x, target, weight=torch.ones(6), z_loss=1e-4)
+        seen = []
+        with backends.observe(on_unsupported=lambda *given: seen.append(given)):
+            loss = ff.cross_entropy(x, target, z_loss=1e-4)
+            linear = ff.linear_cross_entropy(x, torch.eye(6).bfloat16(), target, z_loss=1e-4)
+    assert seen == [(op, "no kernel computes z_loss") for op in ("cross_entropy", LINEAR)]
+    assert loss.dtype == torch.bfloat16 and linear.dtype == torch.float32
+
+
+def test_weights_in_a_shard_of_the_batch():
+    """The rows are independent: the mean is that of the weights here, as it is of the rows."""
+    x, target, weight = torch.randn(8, 6), targets(8, classes=6), torch.rand(6)
+    want = ff.cross_entropy(x, target, weight=weight)
+    with ff.sequences_from(3):
+        assert torch.equal(ff.cross_entropy(x, target, weight=weight), want)
+
+
+def test_every_weight_zero_is_nan_for_the_mean_as_in_torch():
+    x, target = torch.randn(4, 6), targets(4, classes=6)
+    for smoothing in ("uniform", "kl"):
+        for reduction in ("mean", "sum"):
+            have = ff.cross_entropy(
+                x, target, reduction, smoothing=smoothing, weight=torch.zeros(6), ignore_index=0
+            )
+            want = F.cross_entropy(x, target, torch.zeros(6), ignore_index=0, reduction=reduction)
+            torch.testing.assert_close(have, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
@@ -647,21 +747,42 @@ def test_a_planted_bug_is_caught(device, against_oracle, monkeypatch, plant_and_
         ({"target": torch.tensor([0])}, ValueError, r"target has shape \[1\]; expected \[2\]"),
         ({"target": torch.tensor([0, 1]).int()}, TypeError, "target has dtype torch.int32"),
         ({"target": torch.rand(2, 5)}, TypeError, "cross_entropy takes class probabilities"),
-        ({"weight": torch.ones(5)}, TypeError, "unexpected keyword argument 'weight'"),
+        ({"weight": torch.ones(4)}, ValueError, r"weight has shape \[4\]; expected \[V\] = \[5\]"),
+        ({"weight": torch.ones(5).int()}, TypeError, "weight has dtype torch.int32"),
+        ({"weight": [1.0] * 5}, TypeError, "weight is a list; expected a tensor"),
+        ({"weight": torch.ones(5, device="meta")}, ValueError, "weight is on meta; expected the"),
+        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; expected a finite number that is not"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss is nan"),
+        ({"z_loss": "1e-4"}, TypeError, "z_loss is a str; expected a number"),
         ({"target": [0, 1]}, TypeError, "target is a list"),
         ({"reduction": "max"}, ValueError, "reduction is 'max'; expected one of mean"),
         ({"smoothing": "l2"}, ValueError, "smoothing is 'l2'; expected one of uniform"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5"),
         ({"ignore_index": 1.0}, TypeError, "ignore_index is a float"),
-        ({"smoothing": "kl"}, ValueError, "ignore_index is -100; expected the padding class"),
+        (
+            {"ignore_index": None, "target": torch.tensor([-100, 0])},
+            ValueError,
+            "target holds -100; expected classes from 0 to 4",
+        ),
         (
             {
                 "linear_weight": torch.zeros(2, 8),
                 "linear_bias": torch.zeros(2),
                 "smoothing": "kl",
+                "ignore_index": 0,
             },
             ValueError,
             "there are 2 classes; expected 3 or more",
+        ),
+        (
+            {
+                "linear_weight": torch.zeros(1, 8),
+                "linear_bias": torch.zeros(1),
+                "target": torch.tensor([0, 0]),
+                "smoothing": "kl",
+            },
+            ValueError,
+            "there are 1 classes; expected 2 or more",
         ),
         ({"linear_weight": torch.zeros(5, 7)}, ValueError, r"expected \[V, N\] with N = 8"),
         ({"linear_bias": torch.zeros(4)}, ValueError, r"linear_bias has shape \[4\]"),

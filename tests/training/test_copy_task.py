@@ -194,6 +194,8 @@ def test_summary_is_plain_json():
         "tokens_per_second": 2.5,
         "decoded": None,
         "decoding": None,
+        "parallel": None,
+        "interrupted": False,
     }
     assert read["max_loss_difference"] is None  # infinite
     assert copy_task.summary([GOOD], {})["max_loss_difference"] is None

@@ -1,5 +1,6 @@
 """The data of each picture are what the tutorials draw, and `fastformer plot` writes each one."""
 
+import io
 import json
 import math
 
@@ -64,6 +65,51 @@ def test_the_command_writes_each(name, tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG") and f"Wrote {out}" in capsys.readouterr().out
 
 
+FIGURES = {name: lambda p=p: p.draw(p.data()) for name, p in plots.PICTURES.items()}
+FIGURES["loss-curves"] = lambda: plots.loss_curves({"a": [3, 2, 1], "b": [3, 2]}, "Losses")
+FIGURES["attention-maps"] = lambda: plots.attention_maps(
+    {"encoder": torch.rand(2, 3, 3), "decoder": torch.rand(1, 2, 3)}, [1, 3, 2]
+)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_says_what_it_shows(name):
+    """Titles, the names of both axes and of the colours, and no legend over the curves."""
+    figure = FIGURES[name]()
+    figure.savefig(io.BytesIO(), format="png")
+    panels = [axes for axes in figure.axes if axes.axison and axes.get_label() != "<colorbar>"]
+    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+    images = any(axes.get_images() for axes in panels)
+    assert len(bars) == images and all(bar.get_ylabel() for bar in bars)
+    for i, axes in enumerate(panels):
+        assert axes.get_title() and axes.get_xlabel()
+        assert axes.get_ylabel() or (name == "attention-maps" and i % 2)
+        assert axes.get_legend() is None
+        for legend in figure.legends:
+            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    several = any(len(axes.lines) > 1 for axes in panels)
+    assert len(figure.legends) == several
+
+
+def test_the_tokens_of_a_figure_are_named():
+    axes, *_ = FIGURES["smoothed-targets"]().axes
+    shown = [
+        [label.get_text() for label in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis)
+    ]
+    assert shown == [["0: padding", "1", "2", "3", "4"], ["2", "1", "0: padding", "3", "3"]]
+    figure = FIGURES["attention-maps"]()
+    assert "1 3 2" in figure.get_suptitle()
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "3", "2"]
+
+
+@pytest.mark.parametrize(("words", "dpi"), [([], 200), (["--dpi", "50"], 50)])
+def test_dots_per_inch(words, dpi, tmp_path):
+    out = tmp_path / "relu.png"
+    assert cli.main(["plot", "relu", "--out", str(out), *words]) == 0
+    width = int.from_bytes(out.read_bytes()[16:20], "big")
+    assert width == 7 * dpi
+
+
 def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
     trained, shown = copy_task.attention_maps, {}
 
@@ -117,5 +163,5 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(copy_task, "compare", lambda *given: asked.append(given) or [run])
     asked, run = [], copy_task.Run("reference", False, [1.0] * 7, 1.0, None)
     assert cli.main(["plot", "loss-curves", "--steps", "7", "--out", str(out)]) == 0
-    ((settings, backends),) = asked
+    ((settings, backends, _),) = asked
     assert settings.steps == 7 and "reference" in backends

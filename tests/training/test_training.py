@@ -1,5 +1,6 @@
 """Batch, LabelSmoothing, the schedule and run_epoch, against the tutorials' formulas."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -10,6 +11,7 @@ from torch import nn
 
 from fastformer import (
     Batch,
+    Generator,
     LabelSmoothing,
     SimpleLossCompute,
     make_model,
@@ -149,8 +151,8 @@ def test_label_smoothing_takes_leading_dimensions_and_sums_low_precision_in_floa
     ("arguments", "message"),
     [
         ((2, 0), "size is 2; expected 3 or more"),
+        ((1, None), "size is 1; expected 2 or more"),
         ((5, 5), "padding_idx is 5; expected a class from 0 to 4"),
-        ((5, -1), "padding_idx is -1"),
         ((5, 0, 1.0), r"smoothing is 1.0; expected a number in \[0, 1\)"),
         ((5, 0, -0.1), "smoothing is -0.1"),
         ((5, 0, math.nan), "smoothing is nan"),
@@ -159,6 +161,67 @@ def test_label_smoothing_takes_leading_dimensions_and_sums_low_precision_in_floa
 def test_label_smoothing_names_a_bad_number(arguments, message):
     with pytest.raises(ValueError, match=message):
         LabelSmoothing(*arguments)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("padding_idx", [None, -100, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_label_smoothing_with_weights_and_without_padding(smoothing, padding_idx, weighted):
+    """Its own formula, `linear_cross_entropy` for it, and the table of its targets."""
+    weight = torch.rand(7) + 0.2 if weighted else None
+    target = torch.arange(12) % 7
+    if padding_idx == -100:
+        target[3::4] = -100
+    generator = Generator(5, 7)
+    criterion = LabelSmoothing(7, padding_idx, smoothing, weight=weight)
+    x = torch.randn(1, 12, 5)
+    logp = generator(x).view(12, 7)
+    loss = criterion(logp, target)
+    t = criterion.true_dist
+    kept = target != (-1 if padding_idx is None else padding_idx)
+    torch.testing.assert_close(t.sum(1), kept.float())
+    assert len(t[0].unique()) == (1 + (padding_idx == 2) + (smoothing > 0) if smoothing else 2)
+    terms = torch.special.xlogy(t, t) - t * logp
+    torch.testing.assert_close(loss, ((1.0 if weight is None else weight) * terms).sum())
+    compute = SimpleLossCompute(generator, criterion)
+    torch.testing.assert_close(compute(x, target.view(1, 12), 12), loss / 12)
+    z = torch.tensor(0.5) * generator.proj(x).logsumexp(-1)[0].square()[kept].sum()
+    compute = SimpleLossCompute(generator, criterion, z_loss=0.5)
+    torch.testing.assert_close(compute(x, target.view(1, 12), 12), (loss + z) / 12)
+    assert criterion.to(torch.float64).weight is None or criterion.weight.dtype == torch.float64
+
+
+def test_z_loss_needs_the_logits():
+    x, y = torch.randn(1, 3, 5), torch.tensor([[1, 2, 3]])
+    compute = SimpleLossCompute(lambda x: x.log_softmax(-1), LabelSmoothing(5, 0), z_loss=0.1)
+    with pytest.raises(ValueError, match=r"z_loss is 0.1; expected 0, or a Generator and a Label"):
+        compute(x, y, 3)
+    for z_loss, error in ((-1.0, ValueError), (math.inf, ValueError), ("no", TypeError)):
+        with pytest.raises(error, match="z_loss is "):
+            SimpleLossCompute(Generator(5, 5), LabelSmoothing(5, 0), z_loss=z_loss)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.ones(4), ValueError, r"weight has shape \[4\]; expected \[size\] = \[5\]"),
+        (torch.ones(5).long(), TypeError, "weight has dtype torch.int64"),
+        ([1.0] * 5, TypeError, "weight is a list; expected a tensor"),
+    ],
+)
+def test_label_smoothing_names_bad_weights(weight, error, message):
+    with pytest.raises(error, match=message):
+        LabelSmoothing(5, 0, weight=weight)
+
+
+def test_an_ignored_label_is_no_class():
+    x = torch.zeros(2, 5).log_softmax(-1)
+    with pytest.raises(ValueError, match="target holds -100"):
+        LabelSmoothing(5, None)(x, torch.tensor([1, -100]))
+    with pytest.raises(ValueError, match="target holds -1"):
+        LabelSmoothing(5, -100)(x, torch.tensor([-1, -100]))
+    with pytest.raises(TypeError, match="padding_idx is a float"):
+        LabelSmoothing(5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +386,123 @@ def test_run_epoch_trains_as_a_loop_written_out_does():
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
 
 
+def trained(model, batches, **options):
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 3)
+    loss = run_epoch(batches, model, echo_loss(model), optimizer, scheduler, **options)
+    return loss, dict(model.state_dict()), scheduler.last_epoch
+
+
+def joined(batches):
+    return Batch(torch.cat([b.src for b in batches]), torch.cat([b.src for b in batches]))
+
+
+def test_accumulated_gradients_are_those_of_one_batch(capsys):
+    """Of batches with different numbers of tokens, and of the group that is left."""
+    model, batches, reported = Echo(7), list(some_batches(5)), []
+    twin, alone = copy.deepcopy(model), copy.deepcopy(model)
+    loss, have, updates = trained(
+        model, batches, accumulation_steps=3, report=lambda *x: reported.append(x[0]),
+        report_every=2,
+    )  # fmt: skip
+    want_loss, want, _ = trained(twin, [joined(batches[:3]), joined(batches[3:])])
+    assert updates == 2 and reported == [2, 4, 5]
+    torch.testing.assert_close(have, want)
+    assert loss == pytest.approx(want_loss)
+    _, other, _ = trained(alone, batches)
+    assert (other["rows.weight"] - want["rows.weight"]).abs().max() > 1e-3
+
+
+def test_a_batch_of_padding_alone_adds_nothing():
+    model, batches = Echo(7), list(some_batches(2))
+    twin, x = copy.deepcopy(model), batches[0].src
+    empty = Batch(x, torch.zeros_like(x))
+    _, have, _ = trained(model, [batches[0], empty], accumulation_steps=2)
+    torch.testing.assert_close(have, trained(twin, batches[:1])[1])
+    trained(model, [empty, empty], accumulation_steps=2)
+    torch.testing.assert_close(dict(model.state_dict()), have)
+
+
+def test_the_processes_exchange_the_gradients_of_the_last_batch_alone():
+    """As DistributedDataParallel does, whose no_sync surrounds forward and backward."""
+    model, calls, batches = Echo(7), [], list(some_batches(3))
+
+    @contextlib.contextmanager
+    def no_sync():
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    model.no_sync = no_sync
+    model.rows.weight.register_hook(lambda g: calls.append("backward"))
+    trained(model, batches, accumulation_steps=2)
+    assert calls == ["begin", "backward", "end", "backward", "backward"]
+
+
+def test_the_norm_of_the_gradients_is_clipped():
+    model = Echo(7)
+    twin, loose = copy.deepcopy(model), copy.deepcopy(model)
+    compute, batch = echo_loss(twin), next(some_batches())
+    _, have, _ = trained(model, [batch], max_grad_norm=0.01)
+    compute(
+        twin(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask), batch.tgt_y, batch.ntokens
+    ).backward()
+    grad = twin.rows.weight.grad
+    assert grad.norm() > 0.1
+    want = twin.rows.weight - 0.25 * 0.01 * grad / grad.norm()
+    torch.testing.assert_close(have["rows.weight"], want.detach(), atol=1e-7, rtol=1e-4)
+    _, have, _ = trained(loose, [batch], max_grad_norm=1e3)
+    torch.testing.assert_close(have["rows.weight"], (twin.rows.weight - 0.25 * grad).detach())
+
+
+def overflows(model):
+    """Let the first gradient of the generator be infinite, as that of a scale that is too large."""
+    first = [math.inf]
+    model.generator.proj.weight.register_hook(lambda g: g * first.pop() if first else g)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_autocast_and_the_scaler(accumulation_steps, device):
+    """The loop of torch's examples, written out, of which the first update is left out."""
+    model, seen = make_model(7, 7, 1, 16, 16, 2, 0.0).to(device), []
+    twin = copy.deepcopy(model)
+    model.encoder.layers[0].feed_forward.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    x = torch.tensor([[1, 2, 3, 4], [1, 5, 6, 0]], device=device)
+    batches, kind, half = [Batch(x, x)] * 4, device.type, torch.bfloat16
+
+    def parts(m):
+        overflows(m)
+        scaler = torch.amp.GradScaler(kind, init_scale=2.0**10)
+        compute = SimpleLossCompute(m.generator, LabelSmoothing(7, 0))
+        return compute, *make_optimizer(m.parameters(), 16, 1.0, 4), scaler
+
+    compute, optimizer, scheduler, scaler = parts(model)
+    run_epoch(
+        batches, model, compute, optimizer, scheduler, autocast=half, scaler=scaler,
+        max_grad_norm=0.5, accumulation_steps=accumulation_steps, progress=False,
+    )  # fmt: skip
+    assert set(seen) == {half} and scheduler.last_epoch == 4 // accumulation_steps - 1
+    assert scaler.get_scale() == 2.0**9
+
+    compute, optimizer, scheduler, scaler = parts(twin)
+    for i, b in enumerate(batches, 1):
+        with torch.autocast(kind, half):
+            out = twin(b.src, b.tgt, b.src_mask, b.tgt_mask)
+            loss = compute(out, b.tgt_y, b.ntokens) / accumulation_steps
+        scaler.scale(loss).backward()
+        if i % accumulation_steps == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if i > accumulation_steps:
+                scheduler.step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
 def test_run_epoch_leaves_the_mode_to_the_caller():
     model = make_model(7, 7, 1, 8, 8, 2)
     compute = SimpleLossCompute(model.generator, LabelSmoothing(7, 0))
@@ -371,6 +551,13 @@ def test_run_epoch_without_progress_prints_nothing(capsys):
         ({"loss_compute": None}, "loss_compute is a NoneType"),
         ({"optimizer": "adam"}, "optimizer is a str"),
         ({"progress": "no"}, "progress is 'no'; expected True or False"),
+        ({"autocast": "float16"}, "autocast is a str; expected a dtype, or None"),
+        ({"scaler": 2.0}, "scaler is a float; expected a torch.amp.GradScaler"),
+        ({"max_grad_norm": "1"}, "max_grad_norm is a str; expected a number"),
+        (
+            {"max_grad_norm": 1.0, "optimizer": type("Own", (), {"step": print})()},
+            "optimizer is a Own without param_groups",
+        ),
     ],
 )
 def test_run_epoch_refuses_other_types(change, words):
@@ -401,6 +588,12 @@ def test_run_epoch_draws_a_bar_with_loss_and_speed(capsys):
         ([Batch(ids)], {}, "batch 1 of data has no target"),
         ([], {"report_every": 0}, "report_every is 0; expected 1 or more"),
         ([], {"scheduler": object()}, "scheduler is given without an optimizer"),
+        ([], {"accumulation_steps": 0}, "accumulation_steps is 0; expected 1 or more"),
+        ([], {"accumulation_steps": 2}, "accumulation_steps is given without an optimizer"),
+        ([], {"max_grad_norm": 0}, "max_grad_norm is 0.0; expected a positive, finite number"),
+        ([], {"max_grad_norm": 1}, "max_grad_norm is given without an optimizer"),
+        ([], {"autocast": torch.float64}, "autocast is torch.float64; expected torch.float16 or"),
+        ([], {"scaler": torch.amp.GradScaler("cpu")}, "scaler is given without an optimizer"),
     ],
 )
 def test_run_epoch_names_what_is_wrong(data, keywords, message):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastformer.dispatch.operation import OPERATIONS
 from fastformer.dispatch.sharding.call import Call, Run
 
 
@@ -18,6 +19,11 @@ def sharded_loss(inner: Run, call: Call) -> Tensor:
     by the number of rows on all devices, so that the sums of the devices add up to the mean.
     """
     own, reduction = dict(call.arguments), call.arguments["reduction"]
+    given = [name for name in OPERATIONS[call.op].without_kernel if name in own]
+    if given and call.mesh is not None:
+        raise ValueError(f"{' and '.join(given)} is given with DTensors; expected plain tensors")
+    if given:
+        return inner(call.op, **own)
     if "v" in call.sharded_dims:
         losses = _over_the_vocabulary(call)
         loss = losses if reduction == "none" else losses.sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fastformer.checks import (
     require_device,
     require_floating,
     require_int,
+    require_number,
     require_probability,
     require_tensor,
     shape_of,
@@ -41,14 +43,18 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
+    *,
+    weight: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Compute -sum_c q_c log softmax(logits)_c, with a smoothed target distribution q.
+    """Compute -sum_c w_c q_c log softmax(logits)_c, with a smoothed target distribution q.
 
-    `linear_cross_entropy` computes the logits too, and never holds them all. For class weights, or
-    class probabilities as the target, use torch.nn.functional.cross_entropy.
+    `linear_cross_entropy` computes the logits too, and never holds them all. For class
+    probabilities as the target, use torch.nn.functional.cross_entropy. A call with class weights w
+    or with a z-loss runs on the reference, on any device: no kernel computes them.
 
     In eager mode, the kernel for "mean" writes the gradient of the logits together with the loss,
     for a gradient of the loss of 1; not in float16, where losses are scaled. The backward returns
@@ -60,12 +66,17 @@ def cross_entropy(
         target: [...] int64, the class of each row, 0 .. V - 1, or ignore_index.
         reduction: "mean" over the rows whose target is not ignore_index, "sum", or "none".
         ignore_index: rows with this target have loss 0, and gradient 0 if their logits are finite.
-            It may be a class.
+            It may be a class. None ignores no row.
         label_smoothing: e in [0, 1].
         smoothing: "uniform", as in torch: q_c = e/V, plus 1 - e at the target. "kl", the loss of
             the Annotated Transformer's LabelSmoothing: q_c is 1 - e at the target, 0 at the padding
-            class ignore_index, and e/(V-2) at every other class; the loss is the Kullback-Leibler
-            divergence, which is the sum above minus the entropy of q.
+            class ignore_index, and e/(V-2) at every other class; if ignore_index is no class, q_c
+            is e/(V-1) at every class but the target. The loss is the Kullback-Leibler divergence,
+            sum_c w_c q_c (log q_c - log softmax(logits)_c).
+        weight: [V], the weights w of the classes, of any floating dtype; None for 1. It gets no
+            gradient. "mean" then divides by the sum of w over the targets, as in torch.
+        z_loss: adds z_loss * logsumexp(logits)^2 to each row that is not ignored, which keeps the
+            logits from drifting. It has no class weight, and its mean is over the rows.
 
     Returns:
         A scalar, or [...] for "none", in the dtype of the logits, summed in float32 (float64 for
@@ -75,12 +86,15 @@ def cross_entropy(
     Raises:
         ValueError: shapes that do not fit; logits [N, V, V], whose classes could be in the second
             dimension, as in torch (flatten them to [M, V]); a target outside [0, V);
-            label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with V < 3, or
-            with an ignore_index that is not a class.
-        TypeError: logits that are not floating, a target that is not int64.
+            label_smoothing outside [0, 1]; an unknown reduction or smoothing; "kl" with fewer than
+            two classes beside the padding; a weight that is not [V]; a z_loss that is negative or
+            not finite; a weight or a z_loss with DTensors.
+        TypeError: logits or a weight that are not floating, a target that is not int64, a z_loss
+            that is no number.
 
     Source: Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
-    section 7; "kl": harvardnlp/annotated-transformer.
+    section 7; "kl": harvardnlp/annotated-transformer; z_loss: Chowdhery et al. 2022, "PaLM",
+    section 5.
     """
     require_floating(logits=logits)
     if logits.dim() < 1:
@@ -91,10 +105,11 @@ def cross_entropy(
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
         )
     rows, classes = ("logits", logits), logits.shape[-1]
-    options = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
+    options, constant = _loss_options(
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
     )
     loss = backends.run("cross_entropy", logits=logits, target=target, **options)
+    loss = _plus(loss, constant)
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
@@ -105,9 +120,11 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
+    weight: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Compute cross_entropy(input linear_weight^T + linear_bias, target), chunk by chunk.
 
@@ -115,13 +132,15 @@ def linear_cross_entropy(
     kernel their losses. For "mean" and "sum", if gradients are needed, that kernel overwrites the
     logits with their gradient, from which two GEMMs compute the gradients of input and weight; the
     backward only multiplies them by the gradient of the loss. For "none", the backward computes the
-    logits again.
+    logits again. A call with class weights or with a z-loss runs on the reference, which does hold
+    all the logits.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.
         linear_weight: [V, N], as nn.Linear stores it. linear_bias: [V] or None.
         target: [...] int64, 0 .. V - 1, or ignore_index.
         reduction, ignore_index, label_smoothing, smoothing: as in `cross_entropy`.
+        weight, z_loss: as in `cross_entropy`; weight has the classes' weights, [V].
 
     Returns:
         A scalar, or [...] for "none", in float32 (float64 for float64). The loss, and the gradients
@@ -149,10 +168,10 @@ def linear_cross_entropy(
             f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
         )
     rows = "input", input
-    options = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing
+    options, constant = _loss_options(
+        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
     )
-    return backends.run(
+    loss = backends.run(
         "linear_cross_entropy",
         input=input,
         linear_weight=linear_weight,
@@ -160,6 +179,17 @@ def linear_cross_entropy(
         linear_bias=linear_bias,
         **options,
     )
+    return _plus(loss, constant)
+
+
+def _plus(loss: Tensor, constant: Tensor | None) -> Tensor:
+    if constant is None:
+        return loss
+    if backends.is_dtensor(loss):
+        from fastformer.dispatch.sharding.call import as_replicated
+
+        constant = as_replicated(constant, loss.device_mesh)  # type: ignore[attr-defined]
+    return loss + constant.to(loss.dtype)
 
 
 def _loss_options(
@@ -167,11 +197,16 @@ def _loss_options(
     rows: tuple[str, Tensor],
     classes: int,
     reduction: str,
-    ignore_index: int,
+    ignore_index: int | None,
     label_smoothing: float,
     smoothing: str,
-) -> dict[str, Any]:
-    """Check the arguments that both losses have, and return the options by name, in order."""
+    weight: Tensor | None,
+    z_loss: float,
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Check the arguments that both losses have.
+
+    Return the options of the op by name, in order, and what is to be added to its result, or None.
+    """
     require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(
@@ -187,25 +222,66 @@ def _loss_options(
     require_device("target", target, name, x)
     require_choice("reduction", reduction, REDUCTIONS)
     require_choice("smoothing", smoothing, SMOOTHINGS)
-    require_int("ignore_index", ignore_index)
+    every = ignore_index is None
+    ignored = -100 if ignore_index is None else ignore_index
+    require_int("ignore_index", ignored)
     e = require_probability("label_smoothing", label_smoothing)
     if classes < 1:
         raise ValueError("there are no classes; expected V of 1 or more")
-    if smoothing == "kl" and classes < 3:
-        raise ValueError(f"there are {classes} classes; expected 3 or more with smoothing='kl'")
-    if smoothing == "kl" and not 0 <= ignore_index < classes:
+    least = 3 if 0 <= ignored < classes else 2
+    if smoothing == "kl" and classes < least:
         raise ValueError(
-            f"ignore_index is {ignore_index}; "
-            f"expected the padding class, 0 .. {classes - 1}, with smoothing='kl'"
+            f"there are {classes} classes; expected {least} or more with smoothing='kl'"
         )
     if may_read(target):
-        kept = target[target != ignore_index]
+        kept = target.flatten() if every else target[target != ignored]
         if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
             bad = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
             raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
-    return {
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": e,
-        "smoothing": smoothing,
-    }
+    options: dict[str, Any] = dict(
+        reduction=reduction, ignore_index=ignored, label_smoothing=e, smoothing=smoothing
+    )
+    constant = None
+    if smoothing == "kl" and least == 2:  # no class is padding: a cross entropy and a constant
+        off = e / (classes - 1)
+        options |= dict(label_smoothing=e + off, smoothing="uniform")
+        constant = _negative_entropy(target, ignored, reduction, (1 - e, off, classes), weight)
+    if weight is not None:
+        options["weight"] = _require_weight(weight, classes, name, x)
+    z_loss = require_number("z_loss", z_loss, "a number that is not negative")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
+    return options | (dict(z_loss=z_loss) if z_loss else {}), constant
+
+
+def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:
+    """Require the weights [V] of the classes, and return them without a gradient."""
+    require_floating(weight=weight)
+    if weight.shape != (classes,):
+        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V] = [{classes}]")
+    require_device("weight", weight, name, x)
+    return weight.detach()
+
+
+def _negative_entropy(
+    target: Tensor,
+    ignore_index: int,
+    reduction: str,
+    labels: tuple[float, float, int],
+    weight: Tensor | None,
+) -> Tensor:
+    """Return what the Kullback-Leibler divergence has more than the cross entropy of its labels:
+    sum_c w_c q_c log q_c of each row, reduced. labels: q of the target, q of each other class, V.
+    """
+    on, off, classes = labels
+    at_target, at_others = (q * math.log(q) if q > 0 else 0.0 for q in (on, off))
+    kept = target != ignore_index
+    w: Tensor = kept.double()
+    rows = w * (at_target + (classes - 1) * at_others)
+    if weight is not None:
+        w = weight.detach().double()
+        total, w = w.sum(), w[target.where(kept, 0)] * kept
+        rows = (w * at_target + (total - w) * at_others) * kept
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / w.sum()

@@ -60,6 +60,7 @@ backends.register(
         workloads=operation.WorkloadFamily(
             _describe, _arguments, _LIMITS, (dict(M=1, V=16), dict(reduction="mean"))
         ),
+        without_kernel=("weight", "z_loss"),
         tuned=("cross_entropy loss", "cross_entropy gradient"),
     )
 )
@@ -72,6 +73,7 @@ backends.register(
         workloads=operation.WorkloadFamily(
             _describe, _arguments, _LIMITS, (dict(M=1, N=16, V=16), dict(reduction="mean"))
         ),
+        without_kernel=("weight", "z_loss"),
         tuned=("linear_cross_entropy chunk", "cross_entropy loss", "cross_entropy gradient"),
     )
 )

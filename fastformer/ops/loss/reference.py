@@ -22,33 +22,65 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
+    weight: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     v = logits.shape[-1]
     x, flat = logits.reshape(-1, v), target.reshape(-1)
     x = x if x.dtype == torch.float64 else x.float()
-    if smoothing == "uniform":
-        loss = F.cross_entropy(x, flat, None, None, ignore_index, None, reduction, label_smoothing)
-        return loss.view(target.shape) if reduction == "none" else loss
-    logp = x.log_softmax(-1)
-    off, on = label_smoothing / (v - 2), 1 - label_smoothing
+    weight = None if weight is None else weight.to(x.dtype)
     kept = flat != ignore_index
-    constant = sum(n * p * math.log(p) for n, p in ((1, on), (v - 2, off)) if p > 0)
-    true = logp.gather(1, flat.unsqueeze(1)).squeeze(1)
-    rows = constant - on * true
+    if smoothing == "uniform" and label_smoothing <= 1:
+        labels = ignore_index, None, reduction, label_smoothing
+        loss = F.cross_entropy(x, flat, weight, None, *labels)
+        loss = loss.view(target.shape) if reduction == "none" else loss
+    else:
+        rows = _smoothed(x, flat.where(kept, 0), ignore_index, label_smoothing, smoothing, weight)
+        count = kept if weight is None else weight[flat.where(kept, 0)] * kept
+        loss = _reduced(torch.where(kept, rows, 0.0).view(target.shape), count, reduction)
+    if z_loss:
+        squares = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
+        loss = loss + _reduced(squares.view(target.shape), kept, reduction)
+    return loss
+
+
+def _smoothed(
+    x: Tensor, true: Tensor, pad: int, amount: float, smoothing: str, weight: Tensor | None
+) -> Tensor:
+    """Return sum_c w_c q_c (log q_c - log softmax(x)_c) of each row, and for "uniform" the same
+    without log q_c.
+
+    true: [M], the class of each row. pad: the padding class of "kl", which has q = 0.
+    """
+    v = x.shape[-1]
+    # Written out, with no label in the classes: the others are all but the target and the padding.
+    off, more = amount / v, 1 - amount
+    if smoothing == "kl":
+        off, more = amount / (v - 2), 1 - amount - amount / (v - 2)
+    terms = -x.log_softmax(-1) if weight is None else -weight * x.log_softmax(-1)
+    w = terms.new_ones(v) if weight is None else weight
+    at = true.unsqueeze(1)
+    rows, total = more * terms.gather(1, at).squeeze(1), w.sum()
     if off > 0:
-        others = logp[:, :ignore_index].sum(1) + logp[:, ignore_index + 1 :].sum(1) - true
-        rows = rows - off * others
-    return _reduced(
-        torch.where(kept, rows, 0.0).view(target.shape), target, reduction, ignore_index
-    )
+        others = terms.sum(1)
+        if smoothing == "kl":
+            others = terms[:, :pad].sum(1) + terms[:, pad + 1 :].sum(1)
+            total = total - w[pad]
+        rows = rows + off * others
+    if smoothing == "kl":
+        on = 1 - amount
+        of_target, of_others = (q * math.log(q) if q > 0 else 0.0 for q in (on, off))
+        rows = rows + w[true] * of_target + (total - w[true]) * of_others
+    return rows
 
 
-def _reduced(rows: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+def _reduced(rows: Tensor, weights: Tensor, reduction: str) -> Tensor:
+    """Return the sum of the losses, or their mean, over the sum of the rows' weights, or rows."""
     if reduction != "mean":
         return rows if reduction == "none" else rows.sum()
-    count = (target != ignore_index).sum()
+    total = weights.sum()
     # If every target is ignored, the mean is nan, without a gradient, as in torch.
-    return torch.where(count > 0, rows.sum() / count.clamp(min=1), float("nan"))
+    return torch.where(total != 0, rows.sum() / total.where(total != 0, 1), float("nan"))
 
 
 def linear_cross_entropy(
@@ -60,13 +92,15 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
+    weight: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     tensors = input, linear_weight, linear_bias
     labels = ignore_index, label_smoothing, smoothing
-    if _saves_passes(*tensors):
+    if weight is None and not z_loss and _saves_passes(*tensors):
         rows = _LinearLoss.apply(*tensors, target, *labels)
-        return _reduced(rows, target, reduction, ignore_index)
-    return cross_entropy(F.linear(*tensors), target, reduction, *labels)
+        return _reduced(rows, target != ignore_index, reduction)
+    return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss)
 
 
 def _saves_passes(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,261 @@
+"""Models in a folder: their weights, and the arguments that build them again.
+
+    model.json           the name of the factory, `make_model` or `make_decoder`, and its arguments
+    model.safetensors    the parameters and buffers by their names, and a copy of model.json
+
+The arguments are read off the modules, so that a model counts however it was made. A weight that
+several modules share is stored once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.dispatch import backends
+from fastformer.nn.norms import RMSNorm
+from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
+
+__all__ = ["load_model", "save_model"]
+
+DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
+FORMAT = "fastformer model, version 1"
+FACTORIES: dict[str, Callable[..., nn.Module]] = dict(
+    make_model=make_model, make_decoder=make_decoder
+)
+OF_A_CALL = ("training", "keep_attention", "attn")  # attributes that are no part of a model
+
+
+def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Save a model of `make_model` or `make_decoder` in a folder, from which `load_model` reads it.
+
+    The folder holds `model.safetensors`, the parameters and buffers, and `model.json`, the
+    arguments of the factory. It is written under another name and then renamed, so that it is there
+    either completely or not at all. An earlier model in it is replaced.
+
+    Args:
+        model: an `EncoderDecoder` or a `LanguageModel` whose modules are those that the factory
+            makes, on any device and of any dtypes. Its mode, hooks and requires_grad are not saved.
+        folder: a folder that does not exist, is empty, or holds a saved model. Missing folders
+            above it are made.
+
+    Raises:
+        ValueError: the model has other modules than its factory makes (save its `state_dict` and
+            the code that builds it), or is sharded; folder holds other files.
+        TypeError: model is neither an EncoderDecoder nor a LanguageModel, folder is no path.
+        OSError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    path = _path(folder)
+    if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} <= _FILES):
+        raise ValueError(
+            f"folder is {str(path)!r}, which holds other files; expected a new or empty folder, or "
+            "that of a saved model"
+        )
+    text = _description(model)
+    tensors = {name: x.detach().contiguous() for name, x in _tensors(model).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.parent / f".{path.name}.{uuid.uuid4().hex}" for _ in range(2))
+    try:
+        new.mkdir()
+        (new / DESCRIPTION).write_text(text)
+        save_file(tensors, new / WEIGHTS, metadata={"description": text})
+        if path.exists():  # the name of a folder with files cannot be taken in one step
+            path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def load_model(
+    folder: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+) -> EncoderDecoder | LanguageModel:
+    """Build the model that `save_model` has saved in a folder, with its weights and their dtypes.
+
+    The model is in training mode, as a new one is: call `.eval()` before decoding. torch's
+    generator is left as it was. No code of the folder runs.
+
+    Args:
+        folder: the folder that `save_model` has written.
+        device: the device of the model.
+
+    Raises:
+        ValueError: the folder does not exist, is not one that `save_model` has written, is not
+            complete, or its files do not belong together; device is no device. Nothing is loaded.
+        TypeError: folder is no path.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    path = _path(folder)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+    for name in (DESCRIPTION, WEIGHTS):
+        if not (path / name).is_file():
+            raise ValueError(f"{_named(path)} has no {name}; expected one that save_model wrote")
+    text = (path / DESCRIPTION).read_text(errors="replace")
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            copy = (file.metadata() or {}).get("description")
+        tensors = load_file(path / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{_named(path)}: {WEIGHTS} is damaged: {error}") from error
+    model = _built(path, text)
+    if copy != text:
+        raise ValueError(
+            f"{_named(path)}: {WEIGHTS} does not belong to {DESCRIPTION}; expected the files of "
+            "one save_model"
+        )
+    own = _tensors(model)
+    given, wanted = ({name: x.shape for name, x in of.items()} for of in (tensors, own))
+    if given != wanted:
+        name = sorted(n for n in {**given, **wanted} if given.get(n) != wanted.get(n))[0]
+        raise ValueError(
+            f"{_named(path)}: {name} has shape {_shape(given.get(name))} in {WEIGHTS}; "
+            f"expected {_shape(wanted.get(name))}, by the arguments in {DESCRIPTION}"
+        )
+    for name, x in own.items():
+        x.data = tensors[name]  # which leaves shared weights shared
+    return model.to(device)
+
+
+_FILES = {DESCRIPTION, WEIGHTS}
+
+
+def _path(folder: str | os.PathLike[str]) -> Path:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
+    if not os.fspath(folder):
+        raise ValueError("folder is ''; expected a path")
+    return Path(os.path.abspath(folder))
+
+
+def _named(path: Path) -> str:
+    return f"folder {str(path)!r}"
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(list(shape))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers by name; what modules share, by the first of its names."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _built(path: Path, text: str) -> EncoderDecoder | LanguageModel:
+    """Return a new model by the description, without a trace in torch's generator."""
+    try:
+        described = json.loads(text)
+        if described["format"] != FORMAT:
+            raise ValueError(f"format is {described['format']!r}; expected {FORMAT!r}")
+        factory = FACTORIES[described["factory"]]
+        with torch.random.fork_rng(devices=[]):
+            return factory(**described["arguments"])  # type: ignore[return-value]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{_named(path)}: {DESCRIPTION} is not of save_model: {error!r}"
+        ) from error
+
+
+def _description(model: nn.Module) -> str:
+    """Return the text of model.json, after a check that it gives this model again."""
+    if not isinstance(model, (EncoderDecoder, LanguageModel)):
+        kind = type(model).__name__
+        raise TypeError(f"model is a {kind}; expected an EncoderDecoder or a LanguageModel")
+    if any(backends.is_dtensor(x) for x in _tensors(model).values()):
+        raise ValueError("model is sharded over devices; expected a model on one of them")
+    factory = "make_decoder" if isinstance(model, LanguageModel) else "make_model"
+    try:
+        arguments = _arguments(model)
+        with torch.device("meta"):
+            twin = FACTORIES[factory](**arguments)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"model has other modules than {factory} makes; expected one that it can make: {error}"
+        ) from error
+    difference = _difference(model, twin)
+    if difference is not None:
+        raise ValueError(f"model differs from what {factory} makes: {difference}")
+    described = dict(format=FORMAT, factory=factory, arguments=arguments)
+    return json.dumps(described, indent=1) + "\n"
+
+
+def _difference(model: nn.Module, twin: nn.Module) -> str | None:
+    """Return what the factory makes otherwise, or None."""
+    ours, theirs = (dict(m.named_modules(remove_duplicate=False)) for m in (model, twin))
+    for name in {**ours, **theirs}:
+        if name not in ours or name not in theirs:
+            where = "the model" if name in ours else "what the factory makes"
+            return f"{where} alone has a module {name}"
+        if type(ours[name]) is not type(theirs[name]):
+            return f"{name or 'model'} is a {type(ours[name]).__name__}"
+        for key, value in vars(theirs[name]).items():
+            plain = isinstance(value, (bool, int, float, str)) or value is None
+            given = vars(ours[name]).get(key)
+            if plain and key not in OF_A_CALL and given != value:
+                return f"{name}.{key} is {given!r}; expected {value!r}"
+    shapes = [{name: x.shape for name, x in _tensors(m).items()} for m in (model, twin)]
+    for name in {**shapes[0], **shapes[1]}:
+        if shapes[0].get(name) != shapes[1].get(name):
+            have, want = (_shape(of.get(name)) for of in shapes)
+            return f"{name} has shape {have}; expected {want}"
+    return None
+
+
+def _arguments(model: EncoderDecoder | LanguageModel) -> dict[str, Any]:
+    """Read the arguments of the factory off a model that it has made."""
+    parts: Any = model
+    translates = isinstance(model, EncoderDecoder)
+    embed, position = parts.tgt_embed if translates else parts.embed
+    lut, generator = embed.lut, parts.generator
+    stack = parts.decoder
+    norm = stack.norm
+    arguments = dict(
+        N=len(stack.layers),
+        d_model=embed.d_model,
+        dropout=position.dropout.p,
+        norm_first=not isinstance(norm, nn.Identity),
+        learned_positions=isinstance(position.pe, nn.Parameter),
+        max_len=position.pe.shape[1],
+        padding_idx=lut.padding_idx,
+        tie_generator=generator.proj.weight is lut.weight,
+    )
+    for layer in stack.layers[:1]:
+        attention, feed_forward = layer.self_attn, layer.feed_forward
+        norm = layer.sublayer[0].norm
+        arguments |= dict(
+            d_ff=feed_forward.w_2.in_features,
+            h=attention.h,
+            kv_heads=attention.kv_heads,
+            activation=feed_forward.activation,
+        )
+    if not len(stack.layers):  # any head then is as good
+        arguments["h"] = 1
+    arguments["norm"] = "rms" if isinstance(norm, RMSNorm) else "layer"
+    if not translates:
+        return dict(vocab=lut.num_embeddings, **arguments)
+    source = parts.src_embed[0].lut
+    return dict(
+        src_vocab=source.num_embeddings,
+        tgt_vocab=lut.num_embeddings,
+        tie_source=source.weight is lut.weight,
+        **arguments,
+    )

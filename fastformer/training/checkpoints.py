@@ -1,0 +1,172 @@
+"""Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
+
+A folder step-N holds the model, the optimizer, the schedule, the losses of N steps and the state of
+torch's generators. Any way of training reads what another has saved.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from fastformer.checks import require_size
+from fastformer.distributed.parallelize import require_same_ranks
+
+__all__ = ["Checkpoints"]
+
+EVERY = 10  # steps
+KEPT = 3  # checkpoints in a folder
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # no reason to warn
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder: saved every `every` steps and after the last one.
+
+    The last three are kept. Other folders and files are left alone.
+
+    Args:
+        folder: where they are saved; it is made if it does not exist.
+        settings: what a checkpoint has to agree in, by name, and "steps", which may have grown.
+        every: the number of steps between checkpoints.
+
+    Attributes:
+        resumed_from: the checkpoint from which the run has resumed, or None.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, object], every: int = EVERY) -> None:
+        require_size(every=every)
+        self.resumed_from: Path | None = None
+        self._folder, self._every, self._steps = folder, every, settings["steps"]
+        self._settings = json.dumps({k: v for k, v in settings.items() if k != "steps"})
+        self._state: tuple[Any, ...] = ()
+
+    def begin(
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> tuple[int, list[Tensor]]:
+        """Load the newest checkpoint that can be read, if there is one; return its number of steps
+        and their losses.
+
+        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it has more steps
+        than the run, the checkpoints differ between the ranks, or none in the folder can be read.
+        """
+        from torch.distributed.checkpoint import CheckpointException
+
+        self._state = model, optimizer, scheduler
+        steps = self._found()
+        if dist.is_initialized():
+            require_same_ranks(checkpoints=steps)
+        for done in steps:
+            path = self._folder / f"step-{done}"
+            try:
+                losses = self._load(path, done)
+            except CheckpointException as error:  # raised on all ranks if one cannot read it
+                reason = next(iter(error.failures.values()))[0]
+                if _is_first():
+                    told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
+                    warnings.warn(told, stacklevel=2)
+            else:
+                self.resumed_from = path
+                return done, losses
+        if steps:
+            raise ValueError(
+                f"no checkpoint in {self._folder} can be read; expected one that can, or another "
+                "folder"
+            )
+        return 0, []
+
+    def end_step(self, losses: Sequence[Tensor]) -> None:
+        """Save a checkpoint if one is due. losses: the loss of every step so far."""
+        if len(losses) % self._every == 0 or len(losses) == self._steps:
+            self._save(losses)
+
+    def _found(self) -> list[int]:
+        """Return the steps of the complete checkpoints, the newest first."""
+        complete = self._folder.glob("step-*/.metadata")  # .metadata is written last
+        names = [re.fullmatch("step-([1-9][0-9]*)", path.parent.name) for path in complete]
+        return sorted((int(name[1]) for name in names if name), reverse=True)
+
+    def _save(self, losses: Sequence[Tensor]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        state = self._collected(torch.stack(list(losses)).cpu())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _ALONE)
+            dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
+        if _is_first():
+            for step in self._found()[KEPT:]:
+                old = self._folder / f"step-{step}"
+                (old / ".metadata").unlink(missing_ok=True)  # from now on it is not complete
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _load(self, path: Path, done: int) -> list[Tensor]:
+        """Load a checkpoint of `done` steps, and return their losses."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        saved = {"settings": ""}
+        _read(saved, path)
+        theirs = json.loads(saved["settings"])
+        for name, ours in json.loads(self._settings).items():
+            if theirs.get(name) != ours:
+                raise ValueError(
+                    f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
+                    "folder"
+                )
+        if done > int(str(self._steps)):
+            raise ValueError(
+                f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
+                "or another folder"
+            )
+        model, optimizer, scheduler = self._state
+        state = self._collected(torch.zeros(done))
+        _read(state, path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        scheduler.load_state_dict(state["scheduler"])
+        for module, x in zip(_generators(), state["random"]):
+            module.set_rng_state(x)
+        return list(state["losses"].to(next(model.parameters()).device))
+
+    def _collected(self, losses: Tensor) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer, scheduler = self._state
+        parameters, moments = get_state_dict(model, optimizer)
+        return {
+            "model": parameters,
+            "optimizer": moments,
+            "scheduler": scheduler.state_dict(),
+            "random": [module.get_rng_state() for module in _generators()],
+            "losses": losses,
+            "settings": self._settings,
+        }
+
+
+def _read(state: dict[str, Any], path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _ALONE)
+        dcp.load(state, checkpoint_id=str(path))
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _generators() -> list[Any]:
+    return [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]

@@ -1,0 +1,229 @@
+"""Models that are saved in a folder and loaded again, and folders that are refused."""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fastformer as ff
+from fastformer.nn import saving
+
+SMALL = dict(N=2, d_model=8, d_ff=12, h=2)
+OPTIONS = dict(
+    norm_first=False, activation="swiglu", norm="rms", kv_heads=1, learned_positions=True,
+    max_len=9, padding_idx=0, tie_generator=True, dropout=0.25,
+)  # fmt: skip
+MODELS = {
+    "make_model": lambda: ff.make_model(7, 9, **SMALL),
+    "make_model, tied": lambda: ff.make_model(7, 7, **SMALL, **OPTIONS, tie_source=True),
+    "make_model without layers": lambda: ff.make_model(7, 9, 0, 8, norm="rms"),
+    "make_decoder": lambda: ff.make_decoder(7, **SMALL, **OPTIONS),
+    "LanguageModel": lambda: ff.LanguageModel(**dict(ff.make_decoder(7, **SMALL).named_children())),
+    "EncoderDecoder": lambda: ff.EncoderDecoder(
+        **dict(ff.make_model(7, 9, **SMALL, activation="gelu").named_children())
+    ),
+    "of several dtypes": lambda: mixed(ff.make_decoder(7, **SMALL)),
+}
+
+
+def mixed(model):
+    model.bfloat16().decoder.norm.float()
+    return model
+
+
+def outputs(model):
+    tokens = torch.arange(1, 7).view(2, 3)
+    if isinstance(model, ff.LanguageModel):
+        return model.eval()(tokens)
+    return model.eval()(tokens, tokens, None, ff.subsequent_mask(3))
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_model_comes_back_with_its_weights(make, tmp_path):
+    model, folder = make(), tmp_path / "new" / "model"
+    before = torch.get_rng_state()
+    ff.save_model(model, folder)
+    loaded = ff.load_model(str(folder))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(loaded) is type(model) and repr(loaded) == repr(model) and loaded.training
+    assert sorted(p.name for p in folder.iterdir()) == ["model.json", "model.safetensors"]
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["model"]
+    have, want = loaded.state_dict(), model.state_dict()
+    assert list(have) == list(want)
+    for name, x in want.items():
+        assert have[name].dtype == x.dtype and torch.equal(have[name], x), name
+    assert torch.equal(outputs(loaded), outputs(model))
+    names = [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in loaded.named_parameters()] == names  # shared weights are shared again
+
+
+def test_saving_again_replaces_the_model_and_a_failure_keeps_it(tmp_path, monkeypatch):
+    first, second, folder = MODELS["make_model"](), MODELS["make_decoder"](), tmp_path / "model"
+    folder.mkdir()  # an empty one is taken
+    ff.save_model(first, folder)
+    rename = Path.rename
+
+    def fails(path, target):
+        if Path(target) == folder and not path.name.endswith(kept[0]):
+            raise OSError("no space left")
+        if path == folder:
+            kept[0] = Path(target).name
+        return rename(path, target)
+
+    kept = ["-"]
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no space left"):
+        ff.save_model(second, folder)
+    monkeypatch.undo()
+    assert isinstance(ff.load_model(folder), ff.EncoderDecoder)
+
+    monkeypatch.setattr("safetensors.torch.save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ff.save_model(second, folder)
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["model"] and isinstance(
+        ff.load_model(folder), ff.EncoderDecoder
+    )
+    ff.save_model(second, folder)
+    assert os.listdir(tmp_path) == ["model"] and isinstance(ff.load_model(folder), ff.LanguageModel)
+
+
+def of_another_class(model):
+    model.decoder.layers[1].feed_forward = nn.Sequential(model.decoder.layers[1].feed_forward)
+
+
+def deeper(model):
+    model.encoder.layers.append(copy.deepcopy(model.encoder.layers[0]))
+
+
+def another_epsilon(model):
+    model.decoder.norm.eps = 1e-3
+
+
+def without_bias(model):
+    model.generator.proj.bias = None
+
+
+def without_positions(model):
+    model.src_embed = model.src_embed[0]
+
+
+def shared(model):
+    model.decoder.layers[0].self_attn.linears[0].weight = (
+        model.decoder.layers[1].self_attn.linears[0].weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_another_class, "decoder.layers.1.feed_forward is a Sequential"),
+        (deeper, r"the model alone has a module encoder.layers.2"),
+        (another_epsilon, r"decoder.norm.eps is 0.001; expected 1e-06"),
+        (without_bias, "model differs from what make_model makes: generator.proj.bias"),
+        (without_positions, "model has other modules than make_model makes"),
+        (shared, "decoder.layers.1.self_attn.linears.0.weight"),
+        (ff.accelerate, None),
+    ],
+)
+def test_a_model_that_its_factory_does_not_make_is_refused(change, words, tmp_path):
+    model = MODELS["make_model"]()
+    change(model)
+    if words is None:  # nothing of the package's own is replaced
+        return ff.save_model(model, tmp_path / "model")
+    with pytest.raises(ValueError, match=words):
+        ff.save_model(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((nn.Linear(2, 2), "x"), TypeError, "model is a Linear; expected an EncoderDecoder or"),
+        ((None, "x"), TypeError, "model is a NoneType"),
+        ((MODELS["make_decoder"](), 3), TypeError, "folder is a int; expected a path"),
+        ((MODELS["make_decoder"](), ""), ValueError, "folder is ''; expected a path"),
+    ],
+)
+def test_bad_arguments_of_save(arguments, error, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=words):
+        ff.save_model(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"folder is '.*', which holds other files"):
+        ff.save_model(MODELS["make_decoder"](), tmp_path)
+    with pytest.raises(ValueError, match=r"folder is '.*notes.txt', which holds other files"):
+        ff.save_model(MODELS["make_decoder"](), tmp_path / "notes.txt")
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def edit(folder, **changes):
+    path = folder / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewritten(folder, **arguments):
+    """Both files of one description, whose arguments are changed: only the weights disagree."""
+    from safetensors.torch import load_file, save_file
+
+    described = json.loads((folder / "model.json").read_text())
+    described["arguments"] |= arguments
+    text = json.dumps(described)
+    (folder / "model.json").write_text(text)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors", metadata={"description": text})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    {
+        "no folder": (lambda f: (f / "..").resolve(), "has no model.json"),
+        "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+        "half the weights": (
+            lambda f: os.truncate(f / "model.safetensors", 2000), "model.safetensors is damaged"),
+        "no JSON": (lambda f: (f / "model.json").write_text("{"), "model.json is not of save_mod"),
+        "a list": (lambda f: (f / "model.json").write_text("[]"), "model.json is not of save_mod"),
+        "of another program": (
+            lambda f: (f / "model.json").write_text('{"model_type": "bert"}'), "'format'"),
+        "a later version": (
+            lambda f: edit(f, format="fastformer model, version 2"), "expected 'fastformer model,"),
+        "another factory": (lambda f: edit(f, factory="print"), "is not of save_model.*'print'"),
+        "another argument": (lambda f: edit(f, arguments={"layers": 3}), "'layers'"),
+        "a bad number": (lambda f: edit(f, arguments={"vocab": -1}), "vocab is -1"),
+        "files of two models": (
+            lambda f: edit(f, arguments={"vocab": 7}), "does not belong to model.json"),
+        "weights of another width": (
+            lambda f: rewritten(f, d_ff=13), r"decoder.layers.0.feed_forward.w_1.bias has shape "
+            r"\[12\] in model.safetensors; expected \[13\]"),
+        "weights of more layers": (
+            lambda f: rewritten(f, N=1), r"has shape \[12\] in model.safetensors; expected none"),
+    }.values(),
+)  # fmt: skip
+def test_a_folder_that_is_not_whole_is_refused_by_name(spoil, words, tmp_path):
+    folder = tmp_path / "model"
+    ff.save_model(ff.make_decoder(7, **SMALL), folder)
+    folder = spoil(folder) if words == "has no model.json" else (spoil(folder), folder)[1]
+    with pytest.raises(ValueError, match=rf"folder '{folder}'.*{words}"):
+        ff.load_model(folder)
+
+
+def test_bad_arguments_of_load(tmp_path):
+    with pytest.raises(TypeError, match="folder is a NoneType; expected a path"):
+        ff.load_model(None)
+    ff.save_model(MODELS["make_decoder"](), tmp_path / "model")
+    with pytest.raises(ValueError, match="device is 'abacus'; expected a device"):
+        ff.load_model(tmp_path / "model", device="abacus")
+    assert next(ff.load_model(tmp_path / "model", device="meta").parameters()).is_meta
+
+
+def test_a_damaged_file_names_no_code():
+    """Only the two factories are called, by name."""
+    assert set(saving.FACTORIES) == {"make_model", "make_decoder"}

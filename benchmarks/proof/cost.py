@@ -58,6 +58,7 @@ KNOWN_LOCAL: tuple[tuple[str, str, float], ...] = (
     ("attention fp32 D=256", "forward", 111),
     ("attention fp32 D=256", "backward_dkdv", 828),
     ("attention fp32 D=256", "backward_dq", 477),
+    ("dropout_add_layer_norm bf16 N=8192", "backward", 0.0625),
     ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
 )
 

@@ -410,14 +410,11 @@ class Barrier:
             self.complete, self.clock = self.clock, {}
 
 
-class Several:
+class Several(list[Barrier]):
     """Barriers side by side."""
 
-    def __init__(self, bars: list[Barrier]) -> None:
-        self.bars = bars
-
-    def index(self, i: Any) -> Barrier:
-        return self.bars[_part(self.bars, int(i))]
+    def index(self, i: Any) -> Barrier:  # type: ignore[override]
+        return self[_part(self, int(i))]
 
 
 class Descriptor:
@@ -706,18 +703,9 @@ def fence(cluster: bool = False) -> None:
         cell.plain = [event for event in cell.plain if not _happened(event, _now.now.clock)]
 
 
-class Hopper:
-    """What stands for the module of Hopper's functions."""
-
-    mbarrier, tma = Mbarrier, Tma
-    warpgroup_mma, warpgroup_mma_wait = staticmethod(multiply), staticmethod(multiply_wait)
-    fence_async_shared = staticmethod(fence)
-
-
 _REPLACED: dict[int, Any] = {
     id(gl): Language,
     id(tl): Language,
-    id(hopper): Hopper,
     id(hopper.mbarrier): Mbarrier,
     id(hopper.tma): Tma,
     id(hopper.warpgroup_mma): multiply,

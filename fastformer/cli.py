@@ -506,12 +506,21 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     for name in ("fastformer", "python", "torch", "triton", "platform", "threads", "driver"):
         if facts[name] is not None or name == "triton":
             print(f"{name:11} {facts[name] or 'not installed'}")
+    if facts["triton"] is not None and not _has_gluon():
+        print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the forward for Hopper")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
         for op in sorted(OPERATIONS):
             print(f"  {_explanation(op, device)}")
     return 0
+
+
+def _has_gluon() -> bool:
+    """Return whether Triton has the language of kernels/attention/hopper.py."""
+    from fastformer.kernels.attention import plan
+
+    return bool(plan.HOPPER)
 
 
 def _explanation(op: str, device: torch.device) -> str:

@@ -72,6 +72,17 @@ def global_rows(i, first, run, sequence):
 
 
 @triton.jit
+def dropout_words(stream, i, j, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the words [BM, BN] whose 16 high bits decide on the elements of a tile, from the
+    counters i [BM / 2, 1] and j [1, BN / 2] of `dropout_keep`.
+    """
+    w0, w1 = philox(stream.key, i, j ^ stream.shift)
+    words = tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))  # [BM/2, BN/2, row, column]
+    words = words.reshape(BM // 16, 8, BN // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
+    return words.reshape(BM, BN)
+
+
+@triton.jit
 def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, shard=None):
     """Return which elements dropout keeps in the [BM, BN] tile at row i0 and column j0. These, and
     all numbers of a `RowShard`, are multiples of 16.
@@ -87,10 +98,8 @@ def dropout_keep(stream, i0, j0, threshold, BM: tl.constexpr, BN: tl.constexpr, 
         j0 += shard.column
     i = i[:, None].to(tl.uint32)
     j = (j0 // 2 + tl.arange(0, BN // 2))[None, :].to(tl.uint32)
-    w0, w1 = philox(stream.key, i, j ^ stream.shift)
-    words = tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))  # [BM/2, BN/2, row, column]
-    words = words.reshape(BM // 16, 8, BN // 16, 8, 2, 2).permute(0, 4, 1, 2, 5, 3)
-    return words.reshape(BM, BN) >= threshold.to(tl.uint32, bitcast=True)
+    words = dropout_words(stream, i, j, BM, BN)
+    return words >= threshold.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

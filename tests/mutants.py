@@ -1340,13 +1340,13 @@ MORE = {
             "PHILOX_ROUNDS = tl.constexpr(6)",
         ),
         "counter of the rows": ("dropout_keep", "i0 // 2 + tl.arange", "i0 + tl.arange"),
-        "shift of the counters": ("dropout_keep", "j ^ stream.shift", "j"),
+        "shift of the counters": ("dropout_words", "j ^ stream.shift", "j"),
         "words of the tile": (
-            "dropout_keep",
+            "dropout_words",
             "tl.join(tl.join(w0 << 16, w1 << 16), tl.join(w0, w1))",
             "tl.join(tl.join(w0 << 16, w0), tl.join(w1 << 16, w1))",
         ),
-        "one half of a word for two columns": ("dropout_keep", "w0 << 16, w1 << 16", "w0, w1"),
+        "one half of a word for two columns": ("dropout_words", "w0 << 16, w1 << 16", "w0, w1"),
         "the same key in all rounds": ("philox", "tl.add(key, PHILOX_STEP", "tl.add(key, 0"),
         "low words alone": ("philox", "high ^ key ^ c1", "high ^ key"),
         "number of a head": (
@@ -1462,6 +1462,7 @@ COVERED_BY = {
     "attention": (
         "ops/test_bounds.py",
         "ops/test_launch_order.py",
+        "ops/test_hopper.py",
         "ops/test_decode_attention.py",
         "ops/test_shard.py",
         "ops/test_attention.py",
@@ -1522,6 +1523,7 @@ DRAWN_FROM = {
         "kernels/attention/configurations.py",
         "kernels/attention/decode.py",
         "kernels/attention/forward.py",
+        "kernels/attention/hopper.py",
         "kernels/attention/launchers.py",
         "kernels/attention/plan.py",
         "kernels/attention/scores.py",

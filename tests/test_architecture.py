@@ -256,7 +256,7 @@ def _functions(path):
 
 
 def _is_kernel(function):
-    return any(ast.unparse(d) == "triton.jit" for d in function.decorator_list)
+    return any(ast.unparse(d) in ("triton.jit", "gluon.jit") for d in function.decorator_list)
 
 
 @pytest.mark.parametrize("path", GROUPED, ids=lambda p: f"{p.parent.name}.{p.stem}")

@@ -314,6 +314,14 @@ def test_info_says_what_each_op_takes_and_why(capsys):
         assert f"\ncuda:{i} {torch.cuda.get_device_name(i)}, backend auto" in printed
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_info_says_if_triton_lacks_gluon(capsys, monkeypatch, has):
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    monkeypatch.setattr(plan, "HOPPER", {"Gluon 128 128": None} if has else {})
+    assert cli.main(["info"]) == 0
+    assert ("\ngluon       not in this Triton" in capsys.readouterr().out) != has
+
+
 def test_info_under_another_backend(capsys, monkeypatch):
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     with fastformer.use_backend("triton"):

@@ -203,6 +203,12 @@ for _d in (64, 128):
                 **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
                 "choices": {"attention forward": _row},
             }
+for _d in (64, 128):
+    for _mask in ("plain", "plain, dropout", "causal", "causal, dropout", "key mask"):
+        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon"] = {
+            **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
+            "choices": {"attention forward": "Gluon 128 128"},
+        }
 
 for _drop in ("", ", dropout"):
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {

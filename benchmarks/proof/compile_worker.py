@@ -104,12 +104,21 @@ def read_loops(kernel: Any) -> dict[str, Any]:
     """What cost.py weighs: the instructions of each innermost loop and of the kernel."""
     code, warps = sass.disassemble(kernel.asm["cubin"]), kernel.metadata.num_warps
     loops = [code.instructions[a : b + 1] for a, b in code.loops()]
-    specialised = "ttg.warp_specialize" in kernel.asm["ttgir"]
+    ttgir = kernel.asm["ttgir"]
+    facts = dict(whole=sass.count(code.instructions, warps), outstanding=sass.outstanding(ttgir))
+    if "ttir" not in kernel.asm:  # Gluon: the loops of two consumers, one after the other
+        loops = [x for x in loops if any(i.name.startswith("HGMMA") for i in x)]
+        n = len(loops) // 2
+        both = [sass.together([loops[i], loops[n + i]], warps) for i in range(n)]
+        products = [int(x["product"]) for x in both]
+        return facts | dict(loops=both, products=products, outstanding=facts["outstanding"] * n)
+    specialised = "ttg.warp_specialize" in ttgir
     return dict(
-        whole=sass.count(code.instructions, warps),
-        loops=[sass.together(loops)] if specialised else [sass.count(x, warps) for x in loops],
+        **facts,
+        loops=[sass.together(loops, warps)]
+        if specialised
+        else [sass.count(x, warps) for x in loops],
         products=sass.products(kernel.asm["ttir"]),
-        outstanding=sass.outstanding(kernel.asm["ttgir"]),
     )
 
 
@@ -135,6 +144,8 @@ def read_amd(kernel: Any) -> dict[str, Any]:
 
 def read_products(kernel: Any) -> dict[str, Any]:
     """How float32 operands are to be multiplied, and how many products each such dot has become."""
+    if "ttir" not in kernel.asm:  # Gluon begins with the GPU IR, and says what to multiply by
+        return dict(dots=kernel.asm["ttgir"].count("ttng.warp_group_dot "))
     dots = re.findall(r"tt\.dot .*", kernel.asm["ttir"])
     singles = [dot for dot in dots if "xf32> * " in dot]
     if not singles:
@@ -218,7 +229,7 @@ class Recorder:
         facts = (
             read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
         )
-        facts["ends_early"] = "cf.cond_br" in kernel.asm["ttir"]
+        facts["ends_early"] = "cf.cond_br" in kernel.asm.get("ttir", "")
         kernel.translated = sass.digest(kernel.asm["ttgir"])
         self.facts[kernel.hash] = {**facts, **read_products(kernel)}
         return kernel

@@ -47,6 +47,24 @@ KNOWN_WAITS = (
     ("sm_90 attention bf16 D=256", "backward_dkdv"),
 )
 
+# Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
+# for a tile of S or for 128 elements.
+#   Rows of a mask or a bias that begin anywhere: their bytes are loaded one by one.
+#   float32 at D=256 and rows of 8192: see KNOWN_SPILLS of compile_gate.py.
+KNOWN_LOCAL: tuple[tuple[str, str, float], ...] = (
+    ("unaligned 2-D mask, 2-D bias", "bounds", 1.2),
+    ("D=128 unaligned 2-D mask, 2-D bias", "forward", 130),
+    ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 4),
+    ("attention fp32 D=256", "forward", 111),
+    ("attention fp32 D=256", "backward_dkdv", 828),
+    ("attention fp32 D=256", "backward_dq", 477),
+    ("dropout_add_layer_norm bf16 N=8192", "backward", 0.0625),
+    ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
+)
+
+# Kernels that run all exponentials of whole tiles beside a product.
+OVERLAPPED = ("hopper_forward",)
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -95,6 +113,11 @@ class Entry:
     barriers: int  # in one iteration
     outstanding: int | None  # groups of copies under way where a loop first waits; None: none
     in_flight: float | None  # KB of loads, see `_in_flight`, where there is a time of the memory
+    # The share of a loop's exponentials that are issued while a wgmma of the same warps is under
+    # way; None: the loop has no wgmma or no exponential.
+    overlap: float | None = None
+    local: float = 0.0  # accesses of a warp to local memory, where spilled registers lie
+    hazards: int = 0  # instructions that touch a register of a wgmma under way, see sass.py
 
     @property
     def bound(self) -> str:
@@ -195,6 +218,10 @@ def _entry(
         barriers=counts["barrier"],
         outstanding=waits,
         in_flight=_in_flight(record, blocks, counts, chip) if bound else None,
+        overlap=counts["beside"] / counts["exponential"] if part != "rest" and counts["wgmma"]
+        and counts["exponential"] else None,
+        local=counts["local"] * record["warps"] / chip.issue * factor,
+        hazards=counts["hazards"] if part != "rest" else 0,
     )  # fmt: skip
 
 
@@ -216,11 +243,13 @@ Triton {version}. Clocks of a multiprocessor for a 128 x 64 tile of S (attention
 elements, or 64 keys (decode), as the model in benchmarks/proof/cost.py has it: predictions, not measurements. Blocks: that a
 multiprocessor holds. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
 of loads that a multiprocessor has under way, in kernels without products and of few queries.
+Overlap: the share of a loop's exponentials beside a wgmma of the same warps. Local: accesses to
+local memory, where spilled registers lie.
 Bound: the busiest unit, and the share of the time that the tensor cores are busy (the memory, in
 kernels without products and of few queries) if that unit never waits.
 
-| case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | KB | bound |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | KB | overlap | local | bound |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -232,7 +261,7 @@ def written(version: str, found: Iterable[Entry]) -> str:
     for e in found:
         figures = (
             e.registers, e.blocks, e.issue, e.tensor, e.special, e.fma, e.alu, e.traffic, e.memory,
-            e.barriers, e.outstanding, e.in_flight,
+            e.barriers, e.outstanding, e.in_flight, e.overlap, e.local,
         )  # fmt: skip
         cells = [e.case, e.kernel, e.part, *map(cell, figures), e.bound]
         lines.append("| " + " | ".join(cells) + " |\n")
@@ -290,6 +319,23 @@ def waits(found: Iterable[Entry]) -> list[str]:
         if not e.outstanding
         if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
     ]
+
+
+def misused_registers(found: Iterable[Entry]) -> list[str]:
+    """Say in words which loops touch a register of a wgmma that is under way, which keep registers
+    in local memory that are not known to, and which of Gluon's leave exponentials alone.
+    """
+    problems = []
+    for e in found:
+        known = [n for part, kernel, n in KNOWN_LOCAL if part in e.case and kernel == e.kernel]
+        loop = f"{e.case}, {e.kernel} {e.part}"
+        if e.hazards:
+            problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
+        if e.part != "rest" and e.local > max(known, default=0):
+            problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
+        if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1:
+            problems.append(f"{loop}: {e.overlap:.0%} of its exponentials run beside a product")
+    return problems
 
 
 def main() -> None:

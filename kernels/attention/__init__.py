@@ -8,6 +8,7 @@ and packed batches.
     bounds.py           which tiles a mask leaves, read from the mask once
     decode.py           split-KV: the forward for few queries, which splits the keys; paged keys
     warp_specialised.py a forward in which some warps copy by TMA and the others compute
+    hopper.py           the same in Gluon, where exponentials run beside products
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
     plan.py             the plan of a call, which holds its launches, and the key of a plan
     launchers.py        the functions that launch a plan, registered as ops of torch

@@ -66,6 +66,11 @@ from .scores import (
 )
 from .warp_specialised import WARP_SPECIALISED, warp_specialised_kernel
 
+try:  # Triton before 3.6 has no Gluon, and a later one may change it
+    from .hopper import HOPPER, hopper_forward_kernel
+except (ImportError, AttributeError):
+    HOPPER, hopper_forward_kernel = {}, None
+
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
 # their own; newer versions serialise them if these have none.
 OLD = triton.__version__.startswith("3.6.")
@@ -168,7 +173,8 @@ class Plan:
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
     source: Source | None = None  # what bounds are read from
-    warp_specialises = False  # whether `warp_specialised_kernel` computes the call
+    warp_specialises = False  # whether `warp_specialised_kernel` can compute the call
+    overlaps = False  # whether `hopper_forward_kernel` can
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch | BoundedLaunch] = {}
@@ -278,9 +284,13 @@ class Plan:
         `locate_block`; `own` are arguments that no other kernel takes.
         """
         tiles, launch = self.tiles(name), Launch
-        if isinstance(tiles, str):
+        if tiles in WARP_SPECIALISED:
             kernel, tiles, launch = warp_specialised_kernel, WARP_SPECIALISED[tiles], TMALaunch
             own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
+        elif tiles in HOPPER:
+            kernel, tiles, launch = hopper_forward_kernel, HOPPER[tiles], TMALaunch
+            own["SLOTS"] = tiles.stages
+            self.source = None  # it reads the mask itself
         widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
         recompute_masked = self.tile.recompute_masked and self.head_block <= widest
         tile = self.tile._replace(
@@ -322,6 +332,7 @@ class Plan:
             return (
                 rows(kernel, self.dtype, self.head_block)
                 + list(WARP_SPECIALISED) * self.warp_specialises
+                + list(HOPPER) * self.overlaps
             )
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
@@ -336,7 +347,7 @@ class Plan:
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
         has = flags(self.has, *band, "separate_max")
         words = [named(self.dtype, self.tile.precision, **sizes), has]
-        return " ".join(words + ["TMA"] * self.warp_specialises)
+        return " ".join(words + ["TMA"] * (self.warp_specialises or self.overlaps))
 
     def rows(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
         """Return the grid if each program owns BM queries of a head."""
@@ -392,22 +403,31 @@ class ForwardPlan(Plan):
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
-        self.warp_specialises = self.may_warp_specialise(query, key, value)
+        by_tma = self.may_copy_by_tma(query, key, value)
+        self.warp_specialises = by_tma and not self.lacking()
+        if by_tma and self.arch == "sm_90":
+            # With a mask of keys and dropout it has too few registers.
+            either = self.has.mask == 0 or not self.has.dropout
+            self.overlaps = self.has.mask < 2 and either and not self.lacking("mask", "dropout")
         self.choose_bounds("forward", attention)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
-    def may_warp_specialise(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Return whether `warp_specialised_kernel` can compute this call."""
-        has, tile = self.has, self.tile
-        known = dict.fromkeys(("right", "bottom_right", "lengths", "fold_scale", "shard"), False)
-        others = has._replace(**known)
+    def lacking(self, *known: str) -> bool:
+        """Return whether the call has an option that the kernels that copy by TMA lack. They have
+        `known` beside causality, lengths, shards and sinks.
+        """
+        known += ("right", "bottom_right", "lengths", "fold_scale", "shard")
+        return any(self.has._replace(**dict.fromkeys(known, False)))
+
+    def may_copy_by_tma(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether a kernel may copy the inputs by TMA, and fold the scale."""
         tensors = query, key, value
         return (
             self.arch in ("sm_90", "interpreter")
             and (query.element_size() == 2 or self.arch == "interpreter")
-            and has.fold_scale
-            and not (any(others) or tile.wide)
+            and self.has.fold_scale
+            and not self.tile.wide
             and self.head_block <= 128
             and all(x.numel() and x.stride(2) > 0 and x.shape[3] % 8 == 0 for x in tensors)
             and all(n % 8 == 0 for x in tensors for n in x.stride()[:3])

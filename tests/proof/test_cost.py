@@ -75,12 +75,78 @@ def test_loops_of_specialised_warps():
     code = sass.parse(CODE)
     [(first, last)] = code.loops()
     loop = code.instructions[first : last + 1]
-    alone, both = sass.count(loop, warps=4), sass.together([loop, loop[:3]])
+    alone, both = sass.count(loop, warps=4), sass.together([loop, loop[:3]], warps=8)
     assert both["issue"] == (10 + 3) / 2 and both["exponential"] == 1
+    assert sass.together([loop, loop[:3]], warps=16)["issue"] == (10 + 3) / 4  # others wait
     assert both["product"] == 2 * alone["product"]
     made = "ttg.local_alloc : () -> !ttg.memdesc<{}x64x64xbf16, #shared, #smem, mutable>\n"
     ttgir = made.format(1) + made.format(3) + "ttg.warp_specialize(%a)\n"
     assert sass.outstanding(ttgir) == [2]
+
+
+# The products of a loop as the specialised forward should have it: the scores, then the output,
+# whose left operand is in registers; the exponentials stand between the two waits.
+OVERLAPPED = """
+.L_x_1:
+        /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT ;
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R64, R8, gdesc[UR8], R64 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R64, R12, gdesc[UR8], R64, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   FMUL R100, R24, R2 ;
+        /*0060*/                   MUFU.EX2 R101, R100 ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   FMUL R64, R64, R2 ;
+        /*0090*/                   MUFU.EX2 R102, R3 ;
+        /*00a0*/                   F2FP.BF16.F32.PACK_AB R8, R101, R102 ;
+        /*00b0*/                   LDL R3, [R1] ;
+        /*00c0*/               @P1 BRA `(.L_x_1) ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def loop_of(text):
+    code = sass.parse(text)
+    [(first, last)] = code.loops()
+    return code.instructions[first : last + 1]
+
+
+def test_exponentials_beside_a_product():
+    found = sass.count(loop_of(OVERLAPPED), warps=4)
+    assert (found["wgmma"], found["exponential"], found["beside"]) == (4, 2, 1)
+    assert (found["hazards"], found["local"]) == (0, 1)
+    early = OVERLAPPED.replace("gsb0, 0x1", "gsb0, 0x0")
+    assert sass.count(loop_of(early), warps=4)["beside"] == 0
+    # A product that is waited for in the next pass only.
+    late = OVERLAPPED.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP")
+    assert sass.count(loop_of(late), warps=4)["beside"] == 2
+    assert sass.count(sass.parse(CODE).instructions, warps=8)["hazards"] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("FMUL R100, R24, R2", "FMUL R100, R64, R2"),  # reads a sum
+        ("FMUL R100, R24, R2", "FADD R95, RZ, 1"),  # writes the last sum
+        ("FMUL R100, R24, R2", "FADD R8, RZ, 1"),  # writes an operand
+        ("FMUL R100, R24, R2", "LDS.128 R4, [R2]"),  # four registers are one too few
+        ("FMUL R100, R24, R2", "LDS.128 R12, [R2]"),
+        ("FMUL R100, R24, R2", "IMAD.WIDE R14, R2, R3, RZ"),
+        ("FMUL R100, R24, R2", "STS.64 [R2], R62"),  # reads one sum too few
+        ("FMUL R100, R24, R2", "STS.128 [R2], R92"),
+        ("FMUL R100, R24, R2", "CS2R R64, SRZ"),
+        ("FMUL R100, R24, R2", "SHFL.BFLY PT, R70, R2, 0x1, 0x1f"),
+        ("gsb0, 0x1", "gsb0, 0x2"),  # the wait leaves the scores under way
+        ("R64, R12, gdesc", "R64, R32, gdesc"),  # an operand that is not computed yet
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP"),  # the product is not waited for
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "HGMMA.64x64x16.F32.BF16 R40, gdesc[UR8], R40, gsb0"),
+    ],
+)
+def test_a_hazard_is_seen(old, new):
+    """Registers of a wgmma that is under way are touched, but for two that are beside them."""
+    assert OVERLAPPED.count(old) == 1
+    found = sass.hazards(loop_of(OVERLAPPED.replace(old, new)))
+    assert bool(found) != (new in ("LDS.128 R4, [R2]", "STS.64 [R2], R62")), found
 
 
 def test_bytes_in_flight():
@@ -115,6 +181,10 @@ def test_copies_under_way(first):
 
 KNOWN = cost.read(cases.Table.read())
 PLAIN = "sm_90 attention bf16 D=64 plain"
+COUNTED = (
+    *("issue", "exponential", "product", "traffic", "loaded", "stored", "wgmma", "beside"),
+    *("hazards", *sass.UNITS),
+)
 RECORD = dict(
     kernel="forward", hash="h", blocks=dict(rows=128, columns=64), warps=8, stages=2, registers=107,
     shared=49152, products=[2 * 128 * 64 * 64] * 2, outstanding=[0, 2],
@@ -123,8 +193,7 @@ RECORD = dict(
 
 def test_entries():
     """Two loops of attention, the second unrolled twice: the same for a tile of S."""
-    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
-    once = dict.fromkeys(names, 0) | dict(issue=325, tensor=8, special=34, barrier=2)
+    once = dict.fromkeys(COUNTED, 0) | dict(issue=325, tensor=8, special=34, barrier=2)
     once |= dict(product=2 * 128 * 64 * 64, traffic=49152)
     loops = [once, {name: 2 * n for name, n in once.items()}]
     record = {**RECORD, "loops": loops, "whole": {name: 4 * n for name, n in once.items()}}
@@ -136,17 +205,16 @@ def test_entries():
     assert (full.outstanding, edge.outstanding) == (0, 2)
     assert full.bound == "issue, 0.79"
     row = cost.written("3.7.1", [full]).splitlines()[-1]
-    assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | - | issue, 0.79 |")
+    assert "| 650 | 512 | 544 |" in row and row.endswith("| 2 | 0 | - | - | 0 | issue, 0.79 |")
 
 
 def test_loops_of_attention():
     """The loop of whole tiles issues the fewest instructions; one may walk the keys once more."""
-    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
     product = 2 * 128 * 64 * 64
 
     def parts(issue, outstanding, kind="plain"):
-        loops = [dict.fromkeys(names, 1) | dict(issue=n, product=product) for n in issue]
-        whole = dict.fromkeys(names, 9)
+        loops = [dict.fromkeys(COUNTED, 1) | dict(issue=n, product=product) for n in issue]
+        whole = dict.fromkeys(COUNTED, 9)
         record = dict(products=[product] * len(issue), outstanding=outstanding, loops=loops)
         records = [{**RECORD, **record, "whole": whole}]
         return [e.part for e in cost.entries(f"sm_90 attention bf16 D=64 {kind}", records)]
@@ -159,10 +227,9 @@ def test_loops_of_attention():
 
 
 def test_loops_that_wait_or_grow(tmp_path):
-    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
 
     def ledger(issue, waits):
-        loop = dict.fromkeys(names, 0) | dict(issue=issue, tensor=8, product=2 * 128 * 64 * 64)
+        loop = dict.fromkeys(COUNTED, 0) | dict(issue=issue, tensor=8, product=2 * 128 * 64 * 64)
         record = {**RECORD, "outstanding": waits, "loops": [loop, loop], "whole": loop}
         return cost.ledger({PLAIN: dict(records=[record])})[PLAIN]
 
@@ -181,10 +248,32 @@ def test_loops_that_wait_or_grow(tmp_path):
     assert cost.grown(ledger(300, [2, 2]), known[:0]) == []
 
 
+def test_loops_that_misuse_registers():
+    def wrong(kernel="forward", case=PLAIN, **facts):
+        loop = dict.fromkeys(COUNTED, 0) | dict(issue=300, tensor=8, product=2 * 128 * 64 * 64)
+        loop |= dict(exponential=34, wgmma=8, beside=34) | facts
+        record = {
+            **RECORD,
+            "kernel": kernel,
+            "outstanding": [2],
+            "products": [2 * 128 * 64 * 64],
+            "whole": loop,
+        }
+        found = cost.ledger({case: dict(records=[{**record, "loops": [loop]}])})
+        return cost.misused_registers(found[case])
+
+    assert wrong() == wrong(beside=0) == []
+    assert "3 instructions touch" in wrong(hazards=3)[0]
+    assert "accesses to local memory" in wrong(local=1)[0]
+    known = "sm_90 attention bf16 D=128 unaligned 2-D mask, 2-D bias, dropout"
+    assert wrong(case=known, local=1) == [] and len(wrong(case=known, local=1000)) == 1
+    assert wrong("hopper_forward") == []
+    assert "97% of its exponentials" in wrong("hopper_forward", beside=33)[0]
+
+
 def test_bytes_in_flight_of_a_multiprocessor():
     """Of all blocks that fit, or of those that the grid has for it."""
-    names = (*sass.UNITS, "issue", "exponential", "product", "traffic", "loaded", "stored")
-    counts = dict.fromkeys(names, 1) | dict(product=0, in_flight=8000)
+    counts = dict.fromkeys(COUNTED, 1) | dict(product=0, in_flight=8000)
     record = {**RECORD, "loops": [counts], "whole": counts, "products": [], "outstanding": []}
     for programs, found in ((66, 4), (10**6, 16)):
         record["programs"] = programs
@@ -253,6 +342,30 @@ def test_the_bounds_of_a_mask_pay(dropout):
     assert elements < 50e6  # bytes of the L2 cache of an H200
     taken = 2 * max(issued, elements / chip.bandwidth) + issued
     assert taken <= 0.1 * saved * 64 * 8
+
+
+# Issue slots of the forward for Hopper in whole tiles, at most, for D = 64 and 128.
+OF_HOPPER = {
+    "plain": (430, 470),
+    "causal": (430, 470),
+    "key mask": (520, 561),
+    "plain, dropout": (910, 960),
+    "causal, dropout": (910, 961),
+}
+
+
+@pytest.mark.parametrize("kind", list(OF_HOPPER))
+def test_the_forward_for_hopper_computes_exponentials_beside_products(kind):
+    for d, most in zip((64, 128), OF_HOPPER[kind]):
+        known = KNOWN[f"sm_90 attention bf16 D={d} {kind}, Gluon"]
+        found = {e.part: e for e in known if e.kernel == "hopper_forward"}
+        assert found.keys() == {"full", "edge"}
+        assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in found.values())
+        assert found["full"].issue <= most and found["full"].outstanding == 1
+
+
+def test_no_loop_of_the_data_misuses_registers():
+    assert cost.misused_registers(e for entries in KNOWN.values() for e in entries) == []
 
 
 def test_bad_options(monkeypatch, capsys):

@@ -195,10 +195,11 @@ class Thread:
 
 
 class Simulation:
-    """One program of a kernel."""
+    """One program of a kernel: its index along each axis of the grid."""
 
-    def __init__(self, program: int, seed: int) -> None:
-        self.program, self.random = program, random.Random(f"{seed} {program}")
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], seed: int) -> None:
+        self.program, self.grid = program, grid
+        self.random = random.Random(f"{seed} {program}")
         self.now = Thread(0, "the kernel", {})
         self.threads: list[Thread] = []
         self.copies: list[Load] = []
@@ -554,7 +555,8 @@ class Language:
     SliceLayout = DotOperandLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_layout)
     NVMMASharedLayout = NVMMASharedLayout
     static_range = staticmethod(lambda *n: range(*map(int, n)))
-    program_id = staticmethod(lambda axis: Value(np.int32(_now.program if axis == 0 else 0)))
+    program_id = staticmethod(lambda axis: Value(np.int32(_now.program[axis])))
+    num_programs = staticmethod(lambda axis: Value(np.int32(_now.grid[axis])))
     cdiv = staticmethod(lambda a, b: (a + (b - 1)) // b)
     arange = staticmethod(lambda a, b, layout=None: Value(np.arange(a, b, dtype=np.int32)))
     zeros = staticmethod(lambda shape, dtype, layout: Language.full(shape, 0, dtype, layout))
@@ -773,16 +775,17 @@ class Kernel:
         if unknown:
             raise ValueError(f"no function of the kernel is named {', '.join(sorted(unknown))}")
 
-    def run(self, arguments: Mapping[str, Any], programs: int, seed: int = 0) -> None:
-        """Run the programs one after the other, each with a schedule that follows from the seed.
-        Tensors are given as `Pointer`, in groups as a launch has them.
+    def run(self, arguments: Mapping[str, Any], grid: tuple[int, ...], seed: int = 0) -> None:
+        """Run the programs of a grid of up to three axes one after the other, each with a schedule
+        that follows from the seed. Tensors are given as `Pointer`, in groups as a launch has them.
         """
         global _now
         given = {
             n: _given(x) if n not in self.constants else _plain(x) for n, x in arguments.items()
         }
-        for program in range(programs):
-            _now = Simulation(program, seed)
+        grid = (*grid, 1, 1)[:3]
+        for program in np.ndindex(grid):
+            _now = Simulation(program, grid, seed)
             self.kernel(**given)
 
     def _function(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -444,7 +444,7 @@ def hopper_forward_kernel(
     Query, key, value and O have 16 bits, and are read and written through TMA descriptors, which
     need addresses and strides in multiples of 16 bytes.
     """
-    batch_head, i0, b, h, g = locate_rows(sizes, tile)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     length = sequence.length
     call = prepare_call(optional, strides, sizes, band, factors, has)

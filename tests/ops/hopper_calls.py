@@ -47,7 +47,7 @@ def simulated(
         names = launch._kernel.arg_names
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)
-        kernel(edits).run(arguments, launch._grid[0], seed)
+        kernel(edits).run(arguments, launch._grid, seed)
         for name, x in zip(names, pointers):
             if name in ("O", "LSE"):
                 memory(x).copy_(torch.from_numpy(arguments[name].array))

@@ -998,8 +998,8 @@ MORE = {
         ),
         "bounds: a run beside a bias reads no mask": (
             "inside_run",
-            "return has._replace(bounds=0)",
-            "return has._replace(mask=0, bounds=0)",
+            'elif has.bias == 0:\n        known["mask"] = 0',
+            'else:\n        known["mask"] = 0',
         ),
         "bounds: queries behind the run lost": (
             "_dkdv_of_head",

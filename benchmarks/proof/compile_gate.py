@@ -76,6 +76,7 @@ if metadata.version("triton").startswith("3.6."):
         ("sm_100 attention bf16 D=64 key mask", "backward_dkdv", 16),
         ("attention fp32 D=128", "", 60),
         ("attention fp32 D=256", "", 908),
+        ("D=64 key mask, Gluon", "hopper_forward", 40),
         ("feed_forward bf16 silu", "hidden_backward", 8),
         ("other decode bf16 D=256", "split", 24),
         # With the bounds of a mask: 15 of 1046 instructions of the loop, which visits fewer tiles,

@@ -54,7 +54,7 @@ KNOWN_WAITS = (
 KNOWN_LOCAL: tuple[tuple[str, str, float], ...] = (
     ("unaligned 2-D mask, 2-D bias", "bounds", 1.2),
     ("D=128 unaligned 2-D mask, 2-D bias", "forward", 130),
-    ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 4),
+    ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 8),
     ("attention fp32 D=256", "forward", 111),
     ("attention fp32 D=256", "backward_dkdv", 828),
     ("attention fp32 D=256", "backward_dq", 477),

@@ -91,12 +91,13 @@ def diagonal_shift(query: Tensor, key: Tensor, attention: Attention) -> int | Te
     """Return the shift of the diagonal: 0, or with "bottom_right" the shift that aligns the last
     query with the last key. For a shard, its query offset minus its key offset is added.
     """
-    shard, queries, keys = attention.shard, query.shape[-2], key.shape[-2]
-    moved = 0
-    if shard is not None:
-        moved, queries, keys = shard.query - shard.key, shard.queries, shard.keys
+    shard = attention.shard
+    moved = 0 if shard is None else shard.query - shard.key
     if attention.causal_alignment == "top_left":
         return moved
+    queries, keys = query.shape[-2], key.shape[-2]
+    if shard is not None:
+        queries, keys = shard.queries, shard.keys
     if attention.key_lengths is None:
         return keys - queries + moved
     return (attention.key_lengths.long() - queries + moved).view(-1, 1, 1, 1)

@@ -235,8 +235,9 @@ def _loss_options(
         )
     if may_read(target):
         kept = target.flatten() if every else target[target != ignored]
-        if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
-            bad = int(kept.min()) if int(kept.min()) < 0 else int(kept.max())
+        low, high = map(int, kept.aminmax()) if kept.numel() else (0, 0)
+        if low < 0 or high >= classes:
+            bad = low if low < 0 else high
             raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
     options: dict[str, Any] = dict(
         reduction=reduction, ignore_index=ignored, label_smoothing=e, smoothing=smoothing
@@ -251,7 +252,9 @@ def _loss_options(
     z_loss = require_number("z_loss", z_loss, "a number that is not negative")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
-    return options | (dict(z_loss=z_loss) if z_loss else {}), constant
+    if z_loss:
+        options["z_loss"] = z_loss
+    return options, constant
 
 
 def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:

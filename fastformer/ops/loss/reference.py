@@ -29,16 +29,17 @@ def cross_entropy(
     x, flat = logits.reshape(-1, v), target.reshape(-1)
     x = x if x.dtype == torch.float64 else x.float()
     weight = None if weight is None else weight.to(x.dtype)
-    kept = flat != ignore_index
     if smoothing == "uniform" and label_smoothing <= 1:
         labels = ignore_index, None, reduction, label_smoothing
         loss = F.cross_entropy(x, flat, weight, None, *labels)
         loss = loss.view(target.shape) if reduction == "none" else loss
     else:
+        kept = flat != ignore_index
         rows = _smoothed(x, flat.where(kept, 0), ignore_index, label_smoothing, smoothing, weight)
         count = kept if weight is None else weight[flat.where(kept, 0)] * kept
         loss = _reduced(torch.where(kept, rows, 0.0).view(target.shape), count, reduction)
     if z_loss:
+        kept = flat != ignore_index
         squares = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
         loss = loss + _reduced(squares.view(target.shape), kept, reduction)
     return loss

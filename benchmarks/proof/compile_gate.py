@@ -81,10 +81,12 @@ if metadata.version("triton").startswith("3.6."):
         ("other decode bf16 D=256", "split", 24),
         # With the bounds of a mask: 15 of 1046 instructions of the loop, which visits fewer tiles,
         # and 6 of 1918.
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 88),
+        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 96),
         ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 36),
         ("sm_90 attention bf16 D=64 2-D mask, all tiles, dropout", "backward_dkdv", 16),
         ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
+        ("sm_90 attention bf16 D=64 causal, dropout, Gluon", "hopper_forward", 16),
+        ("sm_90 attention bf16 D=128 causal, dropout, Gluon", "hopper_forward", 44),
     )
     KNOWN_SERIALISED += (
         ("key mask, key bias", "forward"),

@@ -487,7 +487,8 @@ class _BeamSearch:
         batch, beams, vocabulary = *self.scores.shape, scores.shape[-1]
         scores = _precise(scores).view(batch, beams, vocabulary)
         totals = (self.scores.unsqueeze(-1) + scores).flatten(1)
-        # Of each beam as many end as there are end symbols: at least K of these are left.
+        # A beam has at most `ends` continuations that end. So (1 + ends) K candidates hold at least
+        # K that go on.
         ends = 1 if self.steps.end is None else len(self.steps.end)
         totals, at = totals.topk(min((1 + ends) * beams, totals.shape[1]), -1)
         origin, chosen = at // vocabulary, (at % vocabulary).to(self.tokens.dtype)

@@ -3,8 +3,9 @@ the same warps. `fastformer tune` measures it for calls without the options that
 
 A program owns 128 queries of a head. Its warps have parts:
 
-    copies       one warp copies queries, keys and values to shared memory by TMA. Keys and values
-                 have rings of slots, so that it is ahead by as many tiles as there are slots.
+    copies       one warp copies queries, keys and values to shared memory by TMA. The tiles of keys
+                 and of values go round a ring of slots each: the warp fills a slot while the
+                 consumers still read the others.
     consumers    two groups of four warps compute 64 queries each. A group issues the product of its
                  queries with the keys of a tile and, behind it, that of the weights of the tile
                  before with their values. As soon as the first is done, it computes the weights of

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import inspect
 import logging
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +39,31 @@ class TuningKey(NamedTuple):
     options: Callable[[], Iterable[Any]]
 
 
+class GluonOption(str):
+    """The name of an option whose kernel is written in Gluon.
+
+    Such a kernel says itself which warp waits for which. So `fastformer tune` checks it for longer,
+    and a measurement of it holds only for the source that was measured.
+    """
+
+    kernel: Any
+
+    @property
+    def digest(self) -> str:
+        return digest(self.kernel.fn)
+
+
+gluon_kernels: list[Any] = []  # all that an option may name
+
+
+def gluon_options(rows: Iterable[str], kernel: Any) -> list[GluonOption]:
+    """Return an option for each of these names of rows of a kernel in Gluon."""
+    options = [GluonOption(name) for name in rows]
+    for option in options:
+        option.kernel = kernel
+    return options
+
+
 def _nothing(device: torch.device) -> Mapping[tuple[str, str], str]:
     return {}
 
@@ -47,8 +75,54 @@ _asked: list[TuningKey] | None = None
 
 
 def label(option: Any) -> str:
-    """Return the name of an option in the file of measurements: for tiles their numbers."""
+    """Return the name of an option in the file of measurements: for tiles their numbers, for a
+    kernel in Gluon its row and a digest of its source.
+    """
+    if isinstance(option, GluonOption):
+        return f"{option} @{option.digest}"
     return option if isinstance(option, str) else " ".join(map(str, option))
+
+
+def has_changed(name: str) -> bool:
+    """Return whether a name in the file of measurements holds the digest of a kernel in Gluon, and
+    no kernel has this digest now.
+    """
+    _, mark, measured = name.rpartition(" @")
+    return bool(mark) and measured not in (digest(kernel.fn) for kernel in gluon_kernels)
+
+
+@functools.cache
+def digest(function: Any) -> str:
+    """Return a digest of the source of a function, and of the functions, classes and constants of
+    this package that it names, directly or through others.
+    """
+    found: dict[str, str] = {}
+    _read_source(function, found)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:8]
+
+
+def _read_source(function: Any, found: dict[str, str]) -> None:
+    here = function.__module__
+    if f"{here}.{function.__qualname__}" in found:
+        return
+    found[f"{here}.{function.__qualname__}"] = inspect.getsource(function)
+    for name in _names(getattr(function, "__code__", None)):
+        value = function.__globals__.get(name)
+        value = getattr(value, "fn", value)  # what @triton.jit or @gluon.jit was given
+        if isinstance(value, (type, types.FunctionType)):
+            if value.__module__.partition(".")[0] == here.partition(".")[0]:
+                _read_source(value, found)
+        elif isinstance(value := getattr(value, "value", value), (int, float, str, tuple)):
+            found[f"{here}.{name}"] = repr(value)
+
+
+def _names(code: types.CodeType | None) -> Iterator[str]:
+    """Yield the names that a function looks up, the functions inside of it included."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names(constant)
 
 
 def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
@@ -84,7 +158,11 @@ def choose(device: torch.device, key: TuningKey) -> Any:
 
 @functools.cache
 def _ignore(chosen: str, kernel: str) -> None:
-    _log.warning("the measured choice %r of %s is unknown and ignored", chosen, kernel)
+    if " @" in chosen:
+        why = "its kernel has changed since; `fastformer tune` measures it again"
+    else:
+        why = "no kernel has it"
+    _log.warning("the measured choice %r of %s is ignored: %s", chosen, kernel, why)
 
 
 @contextlib.contextmanager

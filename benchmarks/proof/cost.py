@@ -3,8 +3,11 @@
     python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
                                                  compile.json, which compile_gate.py writes
     python -m benchmarks.proof.cost --only TEXT  only the cases with TEXT in their name
-    python -m benchmarks.proof.cost --peers      prints the same of FlexAttention and Liger, from
-                                                 cost_peers.json, which --write compiles them for
+    python -m benchmarks.proof.cost --peers      prints the same of FlashAttention-4, FlexAttention
+                                                 and Liger, from cost_peers.json, which --write
+                                                 compiles them for
+    python -m benchmarks.proof.cost --docs       writes the loops of attention beside theirs to
+                                                 docs/kernels.md
 
 The counts are facts, read from the machine code (sass.py). The times are predictions: the number of
 clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound is the busiest
@@ -31,12 +34,15 @@ from benchmarks.proof.cases import CASES, DATA, Table, digests
 
 TILE = 128 * 64
 PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
+PAGE = ROOT / "docs" / "kernels.md"
+START, END = "<!-- loops: python -m benchmarks.proof.cost --docs -->", "<!-- end of loops -->"
 
 # Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
 # the kernel.
 #   The gradient of a bias loads the length of each batch in the loop, and what it copies follows
 #   from it; and at D = 256 the tiles of more than one stage do not fit.
 #   dK and dV at D = 256: three stages spill.
+#   sm_80 at D = 512: three stages do not fit in shared memory.
 #   dQ with a mask and a bias of queries and keys at D = 128 on sm_100: the three stages of 128 x 64
 #   that would not wait take 246784 bytes, and a block has 232448. Smaller tiles of three stages do
 #   not wait, and issue 13% to 41% more instructions (64 x 64 in 4 warps is the least).
@@ -45,6 +51,10 @@ KNOWN_WAITS = (
     ("lengths", "backward_dbias"),
     ("D=256", "backward_dbias"),
     ("sm_90 attention bf16 D=256", "backward_dkdv"),
+    ("D=512", "backward_dbias"),
+    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("forward", "backward_dkdv")),
+    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("backward_dq", "backward_dbias")),
+    ("sm_80 decode bf16 D=512", "split"),
 )
 
 # Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
@@ -71,10 +81,12 @@ if metadata.version("triton").startswith("3.6."):
         ("D=128 unaligned 2-D mask, 2-D bias", "forward", 290),
         ("D=128 unaligned 2-D mask, 2-D bias", "backward_dbias", 16),
         ("sm_90 attention bf16 D=128 key mask, Gluon", "hopper_forward", 3),
+        ("sm_90 attention bf16 D=128 key bias, Gluon", "hopper_forward", 2),
     )
 # Triton 3.9 does, most of all for dK and dV at D=256.
 if metadata.version("triton").startswith("3.9."):
     KNOWN_LOCAL += (
+        ("Gluon 192 128, packed", "hopper_forward", 72),
         ("sm_90 attention bf16 D=256", "backward_dkdv", 165),
         ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 12),
         ("D=128 unaligned 2-D mask, 2-D bias", "forward", 134),
@@ -84,7 +96,7 @@ if metadata.version("triton").startswith("3.9."):
     )
 
 # Kernels that run all exponentials of whole tiles beside a product.
-OVERLAPPED = ("hopper_forward",)
+OVERLAPPED = ("hopper_forward", "hopper_dkdv", "hopper_dq")
 
 
 @dataclass(frozen=True)
@@ -199,7 +211,7 @@ def _parts(
     length cuts, and issues the fewest instructions; `edge`; and `again`, the last beside masked
     keys, walks a result of NaN once more, with one stage (`Tile.recompute_masked`).
     """
-    if case["op"] != "attention" or len(loops) == 1 or not outstanding:
+    if case["op"] != "attention" or len(loops) < 2 or not outstanding:
         return ["loop"] * len(loops)
     fewest = min(range(len(loops)), key=lambda i: loops[i]["issue"] / (loops[i]["product"] or 1))
     names = ["edge"] * len(loops)
@@ -289,6 +301,69 @@ def written(version: str, found: Iterable[Entry]) -> str:
     return HEADER.format(version=version) + "".join(lines)
 
 
+# The rows of the table in docs/kernels.md: a name, part of the case's name, and the kernels.
+BESIDE = (
+    ("forward", "sm_90 attention bf16 D={d} causal", ("forward",)),
+    ("forward in Gluon", "sm_90 attention bf16 D={d} causal, Gluon", ("hopper_forward",)),
+    ("forward of {peer}", "sm_90 {peer} bf16 D={d} causal", ("forward",)),
+    ("forward of {flex}", "sm_90 {flex} bf16 D={d} causal", ("flex_attention",)),
+    ("backward", "sm_90 attention bf16 D={d} causal", ("backward_dkdv", "backward_dq")),
+    ("backward of {peer}", "sm_90 {peer} bf16 D={d} causal", ("backward",)),
+    (
+        "the same, deterministic", "sm_90 {peer} bf16 D={d} causal", ("backward_deterministic",)
+    ),
+    (
+        "backward of {flex}", "sm_90 {flex} bf16 D={d} causal",
+        ("flex_backwards, dkdv", "flex_backwards, dq"),
+    ),
+)  # fmt: skip
+BESIDE_HEADER = """\
+| causal, bfloat16, sm_90; D = 64 / 128 | whole tile | edge tile | exponentials beside a wgmma | \
+registers | local |
+|---|---|---|---|---|---|
+"""
+
+
+def beside(own: dict[str, list[Entry]], peers: dict[str, list[Entry]]) -> str:
+    """Return the table of attention's loops beside those of other packages, in Markdown."""
+    known = own | peers
+    versions = {
+        name: next(case[len("sm_90 ") : case.index(" bf16")] for case in peers if word in case)
+        for name, word in (("peer", "FlashAttention"), ("flex", "FlexAttention"))
+    }
+    lines = []
+    for label, case, kernels in BESIDE:
+        found = [
+            [e for e in known[case.format(d=d, **versions)] if e.kernel in kernels]
+            for d in (64, 128)
+        ]
+        cells = [" / ".join(x) for x in zip(*map(_beside_cells, found))]
+        lines.append("| " + " | ".join([label.format(**versions), *cells]) + " |\n")
+    return BESIDE_HEADER + "".join(lines)
+
+
+def _beside_cells(found: list[Entry]) -> list[str]:
+    """Return the sums over the kernels of a row, where a kernel's one loop is both tiles; the share
+    of exponentials in whole tiles; and the most registers and accesses to local memory.
+    """
+    whole = [e for e in found if e.part in ("full", "loop")]
+    edge = [e for e in found if e.part in ("edge", "loop")]
+    shares = [(e.overlap or 0.0, e.exponentials or 0.0) for e in whole]
+    share = sum(part * n for part, n in shares) / sum(n for _, n in shares)
+    figures = [sum(e.issue for e in part) for part in (whole, edge)]
+    return [
+        *(f"{x:.0f}" for x in figures), f"{share:.0%}",
+        str(max(e.registers for e in found)), f"{max(e.local for e in found):.3g}",
+    ]  # fmt: skip
+
+
+def with_table(page: str) -> str:
+    """Return the text of docs/kernels.md with the table of the committed data."""
+    before, rest = page.split(START)
+    table = beside(read(Table.read()), read(Table.read(PEERS)))
+    return f"{before}{START}\n{table}{END}{rest.split(END)[1]}"
+
+
 def rows(found: Iterable[Entry]) -> list[list[Any]]:
     """Return the entries of a case as the data hold them: with four digits, without its name."""
 
@@ -366,7 +441,11 @@ def main() -> None:
     )
     parser.add_argument("--peers", action="store_true", help="kernels of other packages instead")
     parser.add_argument("--write", action="store_true", help="with --peers: compile them first")
+    parser.add_argument("--docs", action="store_true", help=f"write the table of {PAGE.name}")
     options = parser.parse_args()
+    if options.docs:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
     if options.write and not options.peers:
         parser.error("--write is for --peers; python -m benchmarks.proof.compile_gate --write")
     if options.write:

@@ -1,6 +1,6 @@
 """Compiles the kernels of peers for sm_90, so that cost.py can weigh them beside ours:
-FlexAttention, from the templates of the installed torch, and Liger's norms and cross-entropy, if it
-is installed. It needs no GPU.
+FlexAttention, from the templates of the installed torch, and Liger's norms and cross-entropy and
+FlashAttention-4 (cost_flash.py), if they are installed. It needs no GPU.
 
 FlexAttention's blocks and warps are those that torch takes on an H100 unless it autotunes.
 """
@@ -19,7 +19,7 @@ import jinja2
 import torch
 from torch._inductor.kernel import flex
 
-from benchmarks.proof import cases
+from benchmarks.proof import cases, cost_flash
 
 Records = list[dict[str, Any]]
 LENGTH = 4096
@@ -205,6 +205,14 @@ def compiled() -> Iterator[tuple[str, Records]]:
         recorder.records = []
         _flex(recorder, d)
         yield name, _flex_backward(recorder, d)
+    flash = cost_flash.version()
+    if flash is None:
+        print("flash-attn-4 is not installed: its kernels are left out", file=sys.stderr)
+    else:
+        for d, causal, records in cost_flash.compiled():
+            name = f"sm_90 FlashAttention-4 {flash} bf16 D={d} {'causal' if causal else 'plain'}"
+            cases.CASES[name] = {**shared, "op": "attention", "d": d, "length": LENGTH}
+            yield name, records
     if importlib.util.find_spec("liger_kernel") is None:
         print("Liger is not installed: its kernels are left out", file=sys.stderr)
         return

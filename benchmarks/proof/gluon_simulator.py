@@ -95,7 +95,7 @@ class Value:
         return Value(self.data.reshape(shape))
 
     def permute(self, *order: Any) -> Value:
-        return Value(self.data.transpose(order))
+        return Value(self.data.transpose(*order))
 
     def __index__(self) -> int:
         return int(self.data)
@@ -202,7 +202,8 @@ class Simulation:
         self.random = random.Random(f"{seed} {program}")
         self.now = Thread(0, "the kernel", {})
         self.threads: list[Thread] = []
-        self.copies: list[Load] = []
+        self.loads: list[Load] = []
+        self.copies: list[Load] = []  # those of the loads that have not arrived
         self.cells: list[Cell] = []
         self.copied = 10**6  # the number of the last copy, as far as events are concerned
         self.fault: Exception | None = None
@@ -271,8 +272,12 @@ class Simulation:
         self.over.wait()
         if self.fault:
             raise self.fault
-        if self.copies:
-            raise Fault(f"{self.copies[0].who}: a TMA load is under way when the kernel ends")
+        known: Clock = {}
+        for thread in self.threads:
+            known = _joined(known, thread.clock)
+        for load in self.loads:
+            if not _happened(load.event, known):
+                raise Fault(f"nobody waits for {load.who}, which may be under way at the end")
 
     def _run(self, thread: Thread, part: Callable[[], None]) -> None:
         thread.turn.wait()
@@ -365,6 +370,9 @@ class Shared:
         part = np.moveaxis(self.data, dim, 0)[start : start + length]
         return Shared(np.moveaxis(part, 0, dim), self.cells, self.dtype)
 
+    def reshape(self, shape: Any) -> Shared:
+        return Shared(self.data.reshape([int(n) for n in shape]), self.cells, self.dtype)
+
     def permute(self, order: Any) -> Shared:
         return Shared(self.data.transpose(order), self.cells, self.dtype)
 
@@ -419,14 +427,14 @@ class Several(list[Barrier]):
 
 
 class Descriptor:
-    """A TMA descriptor of a matrix: what is past its end reads as zero, and is not written."""
+    """A TMA descriptor: what is past the end of a dimension reads as zero, and is not written."""
 
     def __init__(self, base: Pointer, shape: Any, strides: Any, block: Any, layout: Any) -> None:
         self.base, self.layout, self.dtype = base, layout, base.element_ty
         self.shape, self.strides = [int(n) for n in shape], [int(n) for n in strides]
         self.block_shape = [int(n) for n in block]
         if min(self.shape) < 1:
-            raise Fault(f"{_now.where()}: a TMA descriptor of a matrix {self.shape}")
+            raise Fault(f"{_now.where()}: a TMA descriptor of {self.shape}")
 
     @property
     def bytes(self) -> int:
@@ -434,9 +442,11 @@ class Descriptor:
 
     def _places(self, at: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the offsets of a block's elements, and whether they are in the matrix."""
-        rows, columns = (a + np.arange(n) for a, n in zip(at, self.block_shape))
-        inside = ((rows >= 0) & (rows < self.shape[0]))[:, None] & (columns < self.shape[1])
-        places = rows[:, None] * self.strides[0] + columns * self.strides[1]
+        inside, places = np.asarray(True), np.asarray(0)
+        for first, block, size, stride in zip(at, self.block_shape, self.shape, self.strides):
+            index = first + np.arange(block)
+            inside = inside[..., None] & (index >= 0) & (index < size)
+            places = places[..., None] + index * stride
         return (self.base + places).places(inside), inside
 
     def load(self, at: list[int]) -> np.ndarray:
@@ -560,20 +570,26 @@ class Language:
     cdiv = staticmethod(lambda a, b: (a + (b - 1)) // b)
     arange = staticmethod(lambda a, b, layout=None: Value(np.arange(a, b, dtype=np.int32)))
     zeros = staticmethod(lambda shape, dtype, layout: Language.full(shape, 0, dtype, layout))
-    full_like = staticmethod(lambda x, value: Value(np.full_like(x.data, value)))
+    full_like = staticmethod(lambda x, value: Value(np.full_like(_raw(x), value)))
     expand_dims = staticmethod(lambda x, axis: Value(np.expand_dims(_raw(x), axis)))
     convert_layout = staticmethod(lambda x, layout: Value(_raw(x)))
     broadcast = staticmethod(lambda a, b: [*map(Value, np.broadcast_arrays(_raw(a), _raw(b)))])
     where = staticmethod(lambda c, a, b: Value(np.where(_raw(c), *_same(a, b))))
-    # As on a GPU, the maximum of NaN and a number is the number.
-    maximum = staticmethod(lambda a, b: Value(np.fmax(*_same(a, b))))
+    # As on a GPU, the minimum and the maximum of NaN and a number are the number.
     minimum = staticmethod(lambda a, b: Value(np.fmin(*_same(a, b))))
     max = staticmethod(lambda x, axis: Value(np.fmax.reduce(_raw(x), axis)))
     sum = staticmethod(lambda x, axis: Value(np.sum(_raw(x), axis, dtype=_raw(x).dtype)))
     join = staticmethod(lambda a, b: Value(np.stack(np.broadcast_arrays(_raw(a), _raw(b)), -1)))
-    exp2, log2 = map(staticmethod, map(_quietly, (np.exp2, np.log2)))
+    exp2, log2, abs = map(staticmethod, map(_quietly, (np.exp2, np.log2, np.abs)))
     mul, add = map(staticmethod, map(_quietly, (operator.mul, operator.add)))
     fma, umulhi = staticmethod(_fma), staticmethod(_high)
+
+    PropagateNan = tl.PropagateNan
+
+    @staticmethod
+    def maximum(a: Any, b: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Value:
+        keeps_nan = propagate_nan == tl.PropagateNan.ALL
+        return Value((np.maximum if keeps_nan else np.fmax)(*_same(a, b)))
 
     @staticmethod
     def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
@@ -622,6 +638,7 @@ class Language:
         _now.fork([(name, lambda f=f, args=args: f(*args)) for name, (f, args) in parts])
 
 
+Language.math = Language  # type: ignore[attr-defined]
 for _dtype in [n for n in _NUMPY if "int" in n] + ["float32", "bfloat16", "float16"]:
     setattr(Language, _dtype, getattr(gl, _dtype))
 
@@ -670,7 +687,9 @@ class Tma:
 def copy_in(source: Descriptor, at: Any, bar: Barrier, target: Shared, pred: Any = True) -> None:
     _now.step()
     if pred:
-        _now.copies.append(Load(source, [int(n) for n in at], bar, target))
+        load = Load(source, [int(n) for n in at], bar, target)
+        _now.loads.append(load)
+        _now.copies.append(load)
 
 
 def copy_out(target: Descriptor, at: Any, source: Shared) -> None:
@@ -815,6 +834,6 @@ class Kernel:
         kind = type(value).__name__
         if isinstance(value, JITFunction) or kind == "InterpretedFunction":
             return self._function(value.fn)
-        if kind == "ConstexprFunction":  # of layouts
-            return _layout
+        if kind == "ConstexprFunction":
+            return lambda *args: value.fn(*map(_plain, args))
         return value.value if kind == "constexpr" else value

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastformer.dispatch.measurements import Class, Entry
+from fastformer.dispatch.measurements import Class, Entry, is_gluon
 
 ROUNDS = 3  # each round times every candidate once, in turn
 TIE = 0.02  # a candidate has to be faster than the shipped one by more than this fraction
@@ -67,7 +67,7 @@ class Work:
     """The input of a worker: the groups to measure, and what is already done, failed or skipped.
 
     It is pickled, so its functions have to be importable from modules. failed: class -> {candidate:
-    reason}. skipped: index of a group -> reason.
+    reason}. skipped: index of a group -> reason. banned: {candidate: reason}, for all classes.
     """
 
     groups: list[Any]
@@ -76,6 +76,7 @@ class Work:
     done: dict[Class, Entry] = field(default_factory=dict)
     failed: dict[Class, dict[str, str]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
+    banned: dict[str, str] = field(default_factory=dict)
 
 
 # -------------------------------------------------------------------------------------- measuring
@@ -205,7 +206,9 @@ def worker() -> None:
             if job is None:
                 break
             if job.key not in work.done:
-                failed = work.failed.get(job.key, {})
+                names = {candidate.name for candidate in job.candidates}
+                failed = {name: why for name, why in work.banned.items() if name in names}
+                failed |= work.failed.get(job.key, {})
                 entry = measure(job, work.timer, failed, functools.partial(tell, "try", *job.key))
                 work.done[job.key] = entry
                 tell("entry", *job.key, *entry)
@@ -326,6 +329,8 @@ class _Report:
         if self.running is not None:
             key, name = self.running
             self.work.failed.setdefault(key, {})[name] = reason
+            if is_gluon(name):  # the next class would most likely cost as much time
+                self.work.banned[name] = f"in another class of calls {reason}"
         elif self.group >= 0:
             self.work.skipped[self.group] = reason
         else:

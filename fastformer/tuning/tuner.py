@@ -1,9 +1,9 @@
 """Measure which options are fastest on this GPU.
 
 The candidates for a class of calls are the tile configurations of each of its kernels, the variants
-of a kernel, and torch's own op instead of the kernels. A candidate is dropped if its results break
-the numerics policy, change from run to run or lose a NaN. Each finished measurement is written to
-the file, and the next run continues from there.
+of a kernel, and instead of the kernels torch's own op or a kernel of another package. A candidate
+is dropped if its results break the numerics policy, change from run to run or lose a NaN. Each
+finished measurement is written to the file, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -11,22 +11,36 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fastformer import checks, environment, numerics
-from fastformer.dispatch import autograd, backends, measurements, workloads
+from fastformer.dispatch import autograd, backends, measurements, peers, workloads
 from fastformer.dispatch.measurements import Class, Entry
-from fastformer.dispatch.operation import OPERATIONS
+from fastformer.dispatch.operation import OPERATIONS, Alternative
 from fastformer.dispatch.workloads import Workload
 from fastformer.eager import use_formula
-from fastformer.tuning.measuring import Candidate, Job, Jobs, Timer, Work, device_seconds, supervise
+from fastformer.tuning import safety
+from fastformer.tuning.measuring import (
+    SILENCE,
+    Candidate,
+    Job,
+    Jobs,
+    Timer,
+    Work,
+    device_seconds,
+    supervise,
+)
+
+_log = logging.getLogger("fastformer")
 
 # ------------------------------------------------------------------------------------- comparing
 
@@ -53,13 +67,22 @@ def disagreement(
     return None
 
 
+class _Small(NamedTuple):
+    """A small call, with the results of the reference in float64 and in the dtype of the call."""
+
+    given: workloads.Arguments
+    exact: tuple[Tensor, ...]
+    eager: tuple[Tensor, ...]
+    outputs: int  # how many of the results are no gradients
+
+
 class _Call:
     """The inputs of a workload: at full size for timing, and small for comparing with float64."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self.workload, self.device = workload, device
         self.given = workload.arguments(device)
-        self.small = workload.small().arguments(device, seed=1)
+        self._small: dict[Workload, _Small] = {}
         self._cotangents: dict[Any, list[Tensor]] = {}
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -93,29 +116,51 @@ class _Call:
             self._cotangents[key] = [make(x.shape).to(dtype).to(x.dtype) for x in outputs]
         return self._cotangents[key]
 
-    @functools.cached_property
-    def expected(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int]:
-        """The reference's results in float64 and in the call's dtype, and the number of outputs."""
-        wide = {n: _double(x) for n, x in self.small.items()}
-        with use_formula():
-            exact = self.results(wide, "reference")
-            eager = self.results(self.small, "reference")
-        gradients = sum(isinstance(x, Tensor) and x.requires_grad for x in self.small.values())
-        return exact, eager, len(exact) - gradients
+    def small(self, workload: Workload) -> _Small:
+        """Return a call of a small workload, and what the reference gives."""
+        if workload not in self._small:
+            given = workload.arguments(self.device, seed=1)
+            wide = {n: _double(x) for n, x in given.items()}
+            with use_formula():
+                exact = self.results(wide, "reference")
+                eager = self.results(given, "reference")
+            gradients = sum(isinstance(x, Tensor) and x.requires_grad for x in given.values())
+            self._small[workload] = _Small(given, exact, eager, len(exact) - gradients)
+        return self._small[workload]
+
+    def disagreement(self, workload: Workload) -> str | None:
+        """Return how a small call differs from the reference by the numerics policy, or None."""
+        small = self.small(workload)
+        have = self.results(small.given, "triton")
+        return disagreement(have, small.exact, small.eager, small.outputs)
 
     def drop_reason(self) -> str | None:
         """Return why the candidate whose context is active may not be chosen, or None."""
-        have = self.results(self.small, "triton")
-        reason = disagreement(have, *self.expected)
+        reason = self.disagreement(self.workload.small())
         if reason is not None:
             return reason
         if not all(map(torch.equal, self(), self())):
             return "the results of two runs differ"
         return self.lost_nan()
 
+    def gluon_drop_reason(self, run: Callable[[], Any], consan: safety.Consan | None) -> str | None:
+        """Return why a candidate in Gluon may not be chosen, or None: see safety.py. `run` is the
+        pass that has the kernel.
+        """
+        if (reason := self.drop_reason()) is not None:
+            return reason
+        for one in safety.odd(self.workload):
+            self.small(one)  # before the fences: it is the reference
+            with safety.fenced() as found:
+                reason = self.disagreement(one)
+            if reason := next(iter(found), reason):
+                return f"{reason} ({one}, NaN around all tensors)"
+        reason = safety.differing_runs(run, self.device)
+        return reason if reason is not None or consan is None else consan()
+
     def lost_nan(self) -> str | None:
         """Return an error message if NaN spreads to other elements than in the reference."""
-        given = dict(self.small)
+        given = dict(self.small(self.workload.small()).given)
         name = next(n for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point())
         given[name] = given[name].detach().clone()
         given[name][(0,) * given[name].dim()] = float("nan")
@@ -134,12 +179,32 @@ def _double(x: Any) -> Any:
     return x.detach().double().requires_grad_(x.requires_grad)
 
 
-def jobs_on(device: torch.device) -> Jobs:
+class Selection(NamedTuple):
+    """What to measure of each class of calls.
+
+    candidates: a regular expression; only the candidates whose name it finds are measured, beside
+        the first one of a job and those that are only timed for comparison.
+    consan: whether each candidate in Gluon also runs once under Triton's concurrency sanitizer.
+    """
+
+    candidates: str = ""
+    consan: bool = False
+
+    def of(self, job: Job) -> Job:
+        """Return the job with these candidates alone."""
+        first, *others = job.candidates
+        kept = [c for c in others if c.baseline or re.search(self.candidates, c.name)]
+        return job._replace(candidates=[first, *kept])
+
+
+def jobs_on(device: torch.device, selection: Selection = Selection()) -> Jobs:  # noqa: B008
     """Return a function that yields the jobs of a workload on this device."""
-    return functools.partial(_jobs, device)
+    return functools.partial(_jobs, device, selection)
 
 
-def _jobs(device: torch.device, workload: Workload, done: Mapping[Class, Entry]) -> Iterator[Job]:
+def _jobs(
+    device: torch.device, selection: Selection, workload: Workload, done: Mapping[Class, Entry]
+) -> Iterator[Job]:
     """Yield the jobs of a workload: one for each of its kernels, then one for the op.
 
     Each kernel is measured with the best options of the kernels before it. The caller has to put
@@ -151,10 +216,12 @@ def _jobs(device: torch.device, workload: Workload, done: Mapping[Class, Entry])
         torch.cuda.set_device(device)
     call, chosen = _Call(workload, device), {}  # type: ignore[var-annotated]
     computed = False  # whether torch's op can compute the call
+    given: workloads.Arguments = {}
 
     def look(op: str, arguments: workloads.Arguments) -> None:
         nonlocal computed
         computed = OPERATIONS[op].signature(arguments) is not None
+        given.update(arguments)
 
     with backends.forced(workload.op, {}) as asked, backends.observe(on_call=look):
         call.forward()
@@ -163,19 +230,18 @@ def _jobs(device: torch.device, workload: Workload, done: Mapping[Class, Entry])
     for key, tuning_key in {(q.kernel, q.case): q for q in asked}.items():
         options = {backends.label(o): o for o in (tuning_key.shipped, *tuning_key.options())}
         timed = call.forward if key in early else call  # time only the pass that has the kernel
-        candidates = [
-            Candidate(
-                name,
-                timed,
-                call.drop_reason,
-                functools.partial(
-                    backends.forced, workload.op, {**chosen, tuning_key.kernel: option}
-                ),
-            )
-            for name, option in options.items()
-        ]
-        if len(candidates) > 1:
-            yield Job(key, candidates)
+        candidates = []
+        for name, option in options.items():
+            forced = {**chosen, tuning_key.kernel: option}
+            reason = call.drop_reason
+            if measurements.is_gluon(name):
+                sanitizer = safety.Consan(workload, forced, name) if selection.consan else None
+                reason = functools.partial(call.gluon_drop_reason, timed, sanitizer)
+            context = functools.partial(backends.forced, workload.op, forced)
+            candidates.append(Candidate(name, timed, reason, context))
+        job = selection.of(Job(key, candidates))
+        if len(job.candidates) > 1:
+            yield job
             chosen[tuning_key.kernel] = options.get(done[key].choice or "", tuning_key.shipped)
     kernels = functools.partial(backends.forced, workload.op, chosen)
     candidates = [Candidate("triton", call, call.drop_reason, kernels)]
@@ -184,8 +250,28 @@ def _jobs(device: torch.device, workload: Workload, done: Mapping[Class, Entry])
             continue
         context = functools.partial(_instead, workload.op, name, chosen)
         candidates.append(Candidate(name, call, call.drop_reason, context))
+    candidates += _peers(workload, call, given, chosen)
     candidates.append(Candidate("reference", call.by_reference, baseline=True))
-    yield Job((workload.op, workload.key), candidates)
+    yield selection.of(Job((workload.op, workload.key), candidates))
+
+
+def _peers(
+    workload: Workload, call: _Call, given: workloads.Arguments, chosen: Mapping[str, Any]
+) -> Iterator[Candidate]:
+    """Yield a candidate for each installed peer of the op. Those that do not compute the call are
+    dropped with the reason, so that the file says with which versions it was measured.
+
+    given: the arguments of the call. chosen: the options of the kernels.
+    """
+    op = workload.op
+    for name, peer in peers.installed(op, workload.gradient).items():
+        reason = peer.unsupported_reason(given)
+        if reason is not None:
+            yield Candidate(name, call, functools.partial(str, reason))
+            continue
+        autograd.add(op, name, Alternative(peer.forward, peer.backward))
+        context = functools.partial(_instead, op, name, chosen)
+        yield Candidate(name, call, call.drop_reason, context)
 
 
 @contextlib.contextmanager
@@ -201,7 +287,7 @@ def standard() -> list[Workload]:
     """Return the calls that `fastformer tune` measures, the most important first."""
     found: list[Workload] = []
     for dtype, gradient in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
-        kinds = (_attentions, _norms, _layers, _losses, _decoding, _embeds)
+        kinds = (_attentions, _norms, _layers, _losses, _decoding, _embeds, _rotations)
         in_turn = itertools.zip_longest(*(kind(dtype, gradient) for kind in kinds))
         found += [one for group in in_turn for one in group if one is not None]
     return found
@@ -246,6 +332,8 @@ def _layers(dtype: str, gradient: bool) -> Iterator[Workload]:
             options: workloads.Options = dict(activation=kind, b_1=True, b_2=True, dropout=p)
             yield workloads.workload("feed_forward", dtype, sizes, gradient, **options)
         yield workloads.workload("swiglu", dtype, sizes, gradient)
+        gated: workloads.Options = dict(activation="silu")
+        yield workloads.workload("gated_activation", dtype, dict(M=M, F=4 * d), gradient, **gated)
         yield workloads.workload("geglu", dtype, sizes, gradient, b_1=True, b_2=True, dropout=True)
 
 
@@ -262,6 +350,13 @@ def _embeds(dtype: str, gradient: bool) -> Iterator[Workload]:
         for p in (True, False):
             sizes = dict(M=M, S=512, N=N, V=32768)
             yield workloads.workload("embed", dtype, sizes, gradient, positional=True, dropout=p)
+
+
+def _rotations(dtype: str, gradient: bool) -> Iterator[Workload]:
+    for D, norm in itertools.product((128, 64), (False, True)):
+        sizes = dict(B=4, H=4096 // D, G=1024 // D, S=4096, D=D, R=D)
+        options: workloads.Options = dict(heads_inside=True, norm=norm)
+        yield workloads.workload("rotary_embedding", dtype, sizes, gradient, **options)
 
 
 # -------------------------------------------------------------------------------------- in public
@@ -298,11 +393,12 @@ def measure(
     minutes: float,
     timer: Timer = device_seconds,
     progress: bool = True,
+    selection: Selection = Selection(),  # noqa: B008 - a tuple
 ) -> Tuning:
     """Measure on a GPU the workloads that are not yet in the file, and write the results to it."""
     here = measurements.machine(device)
     assert here is not None
-    work = Work(list(wanted), jobs_on(device), timer, measurements.measured(file, here))
+    work = Work(list(wanted), jobs_on(device, selection), timer, _known(file, here))
     with tqdm(total=len(wanted), unit="call", disable=None if progress else True) as bar:
 
         def step(i: int) -> None:
@@ -311,9 +407,13 @@ def measure(
 
         def keep(key: Class, entry: Entry) -> None:
             measurements.write(file, here, {key: entry})
+            for name, reason in entry.dropped.items():
+                if measurements.is_gluon(name) and name not in entry.us:
+                    _log.warning("%s is not taken for %s, %s: %s", name, *key, reason)
 
         try:
-            done = supervise(work, 60 * minutes, keep, step)
+            longer = dict(silence=SILENCE + safety.CONSAN_SECONDS) if selection.consan else {}
+            done = supervise(work, 60 * minutes, keep, step, **longer)
         finally:
             backends.measure_again()
         bar.update((len(wanted) if done else bar.n) - bar.n)
@@ -327,12 +427,38 @@ def measure(
     return Tuning(tuple(rows), file, done)
 
 
+def _known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
+    """Return the measurements in a file, without those that other versions of peers took part in
+    than are installed now, or kernels in Gluon that have changed since: they are measured again.
+    """
+    known = _without_changed(measurements.measured(file, here))
+    for (kind, case), entry in [*known.items()]:
+        names = entry.us.keys() | entry.dropped.keys()
+        gradient = case.endswith(" backward")
+        if kind in OPERATIONS and peers.outdated(kind, names, entry.choice, gradient):
+            del known[kind, case]
+    return known
+
+
+def _without_changed(found: Mapping[Class, Entry]) -> dict[Class, Entry]:
+    """Leave out the measurements of kernels in Gluon that have changed since, and the choices
+    between ops that were made with these.
+    """
+    old = set()
+    for key, entry in found.items():
+        if any(map(backends.has_changed, (*entry.us, *entry.dropped))):
+            old.add(key)
+    kinds = {kind for kind, _ in old}
+    ops = {op for op, record in OPERATIONS.items() if not kinds.isdisjoint(record.tuned)}
+    return {k: entry for k, entry in found.items() if k not in old and k[0] not in ops}
+
+
 def planned(wanted: Sequence[Workload], file: Path | None, device: torch.device | None) -> Tuning:
     """Return a `Tuning` of the workloads that are not in the file, which `measure` would measure.
     Without a file, or on a device that is not measured, these are all workloads.
     """
     here = None if device is None else measurements.machine(device)
-    known = {} if here is None or file is None else measurements.measured(file, here)
+    known = {} if here is None or file is None else _known(file, here)
     left = (workload for workload in wanted if (workload.op, workload.key) not in known)
     return Tuning(tuple((str(workload), "", {}, {}) for workload in left), file, False)
 
@@ -345,8 +471,9 @@ def tune(
     It runs the model once on the inputs, in its current mode, and records the calls of fastformer's
     ops; if gradients are enabled and needed, the backward is measured too. For each class of calls
     (an op, a dtype, sizes rounded up to powers of two, and options) it times the candidates: the
-    tile configurations and variants of each kernel, and torch's own op if it computes the same. A
-    candidate is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
+    tile configurations and variants of each kernel, torch's own op if it computes the same, and the
+    kernels of flash-attn 4, QuACK and Liger if they are installed and compute the same. A candidate
+    is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
     policy, or has results that change from run to run.
 
     The results are written to the file that the backend `auto` reads: `tuning.json` in the user's

@@ -7,8 +7,10 @@ and packed batches.
     forward.py          the forward kernel
     bounds.py           which tiles a mask leaves, read from the mask once
     decode.py           split-KV: the forward for few queries, which splits the keys; paged keys
-    warp_specialised.py a forward in which some warps copy by TMA and the others compute
-    hopper.py           the same in Gluon, where exponentials run beside products
+    hopper.py           a forward for Hopper in Gluon, where exponentials run beside products
+    hopper_parts.py     its layouts, barriers and descriptors
+    hopper_work.py      the tiles that its programs walk, and their shared memory
+    hopper_rows.py      which calls it takes, and the rows that a measurement may choose
     backward.py         the kernels of delta, dK and dV, dQ, and the gradient of a bias
     plan.py             the plan of a call, which holds its launches, and the key of a plan
     launchers.py        the functions that launch a plan, registered as ops of torch

@@ -20,6 +20,7 @@ from .bounds import (
 from .scores import (
     Indices,
     clamp,
+    first_key,
     first_row,
     in_columns,
     in_rows,
@@ -321,7 +322,7 @@ def backward_dkdv_kernel(
     S^T = k q^T, so that dK and dV accumulate without a transpose of P.
 
     DELTA is [B, H, Sq], and OFFSET is [B, H, Sq] or, with a maximum of its own, [B, H, Sq, 2]. With
-    `has.key_grad` it also writes DBIAS = sum_i dS of each head, [B, H, Sk].
+    `has.key_grad` it also writes DBIAS = sum_i dS of each head, [B, H, Sk], or [H, Tk] if packed.
     """
     pair, block = locate_block(tl.cdiv(sizes.keys, tile.columns), has, False)
     n0 = block * tile.columns
@@ -373,7 +374,8 @@ def backward_dkdv_kernel(
         bounds = load_bounds_of_keys(call, b, h, n0, sequence.queries, tile, has)
         dk, dv, dbias = _dkdv_of_head(state, queries, bounds, own, rows, head, tile, has)
         if has.key_grad:
-            tl.store(DBIAS + batch_head.to(tl.int64) * sizes.keys + j, dbias, mask=j < sizes.keys)
+            place = DBIAS + first_key(batch_head, h, sequence, sizes, has)
+            tl.store(place + j, dbias, mask=j < keys)
     dk = dk * factors.scale
     if has.dropout:
         dv = dv * factors.inv_keep

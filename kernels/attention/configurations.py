@@ -19,13 +19,26 @@ class Tiles(NamedTuple):
 
 
 # By kernel and bits of an input element, then by architecture: (BM, BN, warps, stages) for head
-# dims up to 32, 64, 128 and 256. benchmarks/proof/compile_gate.py prints the registers, spills and
-# shared memory of each.
+# dims up to 32, 64, 128, 256 and, where the loops do not spill, 512.
+# benchmarks/proof/compile_gate.py prints the registers, spills and shared memory of each.
 _Row = tuple[int, int, int, int]
-_TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
+_TABLES: dict[tuple[str, int], dict[str, tuple[_Row, ...]]] = {
     ("forward", 16): {
-        "sm_90 sm_100": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
-        "sm_80": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 3)),
+        "sm_90": (
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (128, 32, 8, 3),
+            (32, 32, 8, 3),
+        ),
+        "sm_100": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3)),
+        "sm_80": (
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (128, 32, 8, 3),
+            (64, 32, 8, 3),
+            (32, 32, 8, 2),
+        ),
         "sm_86": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
         "gfx942": ((128, 64, 4, 1), (128, 32, 4, 1), (128, 32, 4, 1), (64, 32, 4, 1)),
         "other": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
@@ -37,9 +50,21 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
     ("dkdv", 16): {
-        "sm_90": ((32, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 3), (32, 64, 8, 2)),
+        "sm_90": (
+            (32, 128, 8, 3),
+            (64, 128, 8, 3),
+            (32, 128, 8, 3),
+            (32, 64, 8, 2),
+            (32, 16, 8, 3),
+        ),
         "sm_100": ((32, 128, 8, 3), (32, 128, 8, 3), (64, 64, 8, 3), (32, 64, 8, 3)),
-        "sm_80": ((32, 128, 8, 3), (32, 128, 8, 3), (64, 64, 8, 3), (32, 32, 8, 3)),
+        "sm_80": (
+            (32, 128, 8, 3),
+            (32, 128, 8, 3),
+            (64, 64, 8, 3),
+            (32, 32, 8, 3),
+            (32, 16, 8, 2),
+        ),
         "sm_86": ((32, 128, 8, 3), (32, 128, 8, 3), (32, 64, 8, 3), (32, 32, 8, 2)),
         "gfx942": ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -51,9 +76,21 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "other": ((16, 32, 4, 1), (32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
     ("dq", 16): {
-        "sm_90": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 3)),
+        "sm_90": (
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (64, 32, 8, 3),
+            (32, 32, 8, 3),
+        ),
         "sm_100": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-        "sm_80": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 8, 3)),
+        "sm_80": (
+            (64, 64, 4, 3),
+            (64, 64, 4, 3),
+            (64, 64, 8, 3),
+            (64, 32, 8, 3),
+            (32, 32, 8, 2),
+        ),
         "sm_86": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 8, 3), (32, 32, 8, 2)),
         "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1)),
@@ -65,8 +102,21 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "other": ((32, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     },
     ("dbias", 16): {
-        "sm_90 sm_100": ((64, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 1)),
-        "sm_80": ((32, 64, 8, 3), (32, 64, 8, 3), (32, 64, 8, 3), (32, 64, 8, 1)),
+        "sm_90": (
+            (64, 64, 8, 3),
+            (64, 64, 8, 3),
+            (64, 64, 8, 3),
+            (64, 64, 8, 1),
+            (64, 64, 8, 1),
+        ),
+        "sm_100": ((64, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 1)),
+        "sm_80": (
+            (32, 64, 8, 3),
+            (32, 64, 8, 3),
+            (32, 64, 8, 3),
+            (32, 64, 8, 1),
+            (32, 64, 8, 1),
+        ),
         "sm_86": ((32, 64, 8, 3), (32, 64, 8, 3), (32, 64, 8, 2), (32, 64, 8, 1)),
         "gfx942": ((64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
@@ -78,8 +128,21 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
     },
     # Upper bounds: `narrowed` fits BM, rows of heads x queries, and BN, keys, to the call.
     ("decode", 16): {
-        "sm_90 sm_100": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 3)),
-        "sm_80": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 8, 3)),
+        "sm_90": (
+            (64, 64, 4, 3),
+            (64, 64, 4, 3),
+            (64, 64, 4, 3),
+            (32, 32, 4, 3),
+            (16, 32, 4, 3),
+        ),
+        "sm_100": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (32, 32, 4, 3)),
+        "sm_80": (
+            (64, 64, 4, 3),
+            (64, 64, 4, 3),
+            (64, 64, 4, 3),
+            (32, 32, 8, 3),
+            (16, 32, 4, 2),
+        ),
         "sm_86": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), (32, 32, 4, 2)),
         "gfx942": ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
         "other": ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
@@ -105,7 +168,13 @@ _TABLES: dict[tuple[str, int], dict[str, tuple[_Row, _Row, _Row, _Row]]] = {
         "sm_100": ((32, 64, 8, 1), (32, 64, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     },
     ("dq full", 16): {
-        "sm_90": ((128, 32, 8, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 3)),
+        "sm_90": (
+            (128, 32, 8, 3),
+            (128, 64, 8, 3),
+            (128, 64, 8, 3),
+            (64, 32, 8, 3),
+            (32, 32, 8, 3),
+        ),
         "sm_86": ((64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 8, 3), (32, 32, 4, 2)),
         "sm_100": ((128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 3)),
     },
@@ -120,6 +189,22 @@ CONFIGURATIONS = {
     for names, rows in table.items()
     for arch in names.split()
 }
+
+
+KERNELS = sorted({kernel for kernel, _, _ in CONFIGURATIONS if not kernel.endswith(" full")})
+
+
+def widest_head(arch: str, dtype: torch.dtype) -> int:
+    """Return the largest head dim that all kernels have tiles for on an architecture."""
+    if arch == "interpreter":
+        return 512
+    bits = 32 if dtype == torch.float32 else 16
+    return 16 << min(len(_row(kernel, bits, arch)) for kernel in KERNELS)
+
+
+def _row(kernel: str, bits: int, arch: str) -> tuple[Tiles, ...]:
+    arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
+    return CONFIGURATIONS[kernel, bits, arch]
 
 
 def configuration(
@@ -140,9 +225,9 @@ def configuration(
     if kernel == "delta":  # 16 elements for each thread
         return Tiles(2048 // head_block, 0, 4, 1)
     bits = 32 if dtype == torch.float32 else 16
-    arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
-    row = CONFIGURATIONS[kernel, bits, arch]
+    row = _row(kernel, bits, arch)
     if full:
+        arch = arch if (kernel, bits, arch) in CONFIGURATIONS else "other"
         row = CONFIGURATIONS.get((kernel + " full", bits, arch), row)
     return row[max(0, (head_block - 1).bit_length() - 5)]
 

@@ -1,19 +1,21 @@
 """A forward kernel for Hopper GPUs (sm_90) in Gluon, whose exponentials run beside the products of
-the same warps. `fastformer tune` measures it for calls without the options that it lacks.
+the same warps. `fastformer tune` measures it for the calls that it computes.
 
 A program owns 128 queries of a head. Its warps have parts:
 
-    copies       one warp copies queries, keys and values to shared memory by TMA. The tiles of keys
-                 and of values go round a ring of slots each: the warp fills a slot while the
-                 consumers still read the others.
-    consumers    two groups of four warps compute 64 queries each. A group issues the product of its
+    copies       one warp copies queries, keys and values to shared memory by TMA, and beside them a
+                 mask and a bias of queries and keys. The tiles of keys and of values go round a
+                 ring of slots each: the warp fills a slot while the consumers still read the
+                 others.
+    consumers    groups of four warps compute 64 queries each. A group issues the product of its
                  queries with the keys of a tile and, behind it, that of the weights of the tile
                  before with their values. As soon as the first is done, it computes the weights of
                  the tile while the second runs. The groups take turns in issuing products, so that
-                 one computes exponentials while the other has the tensor cores.
-    mask         with a mask of keys, one warp turns its bytes into bounds of the scores, and sets
-                 the values of masked keys to zero, because 0 * NaN is NaN.
+                 one computes exponentials while another has the tensor cores.
+    mask         with a mask or a bias of keys, one warp turns it into bounds of the scores, and
+                 sets the values of masked keys to zero, because 0 * NaN is NaN.
 
+The tiles that the length, the band or a mask may cut come first, the others after them.
 docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernel on a
 CPU and finds accesses that no barrier orders; Triton's interpreter cannot run it.
 
@@ -21,8 +23,6 @@ Source: Shah et al. 2024, "FlashAttention-3", sections 3.1 (turns) and 3.2 (over
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,146 +34,124 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common import LN2, LOG2E, dropout_words
-from .configurations import Tiles
-from .scores import clamp, locate_head, locate_keys, locate_rows, locate_sequence, prepare_call
-
-# The rows that a measurement may choose, by name: queries of a program, keys of a tile, warps of a
-# consumer, slots of a ring.
-HOPPER = {"Gluon 128 128": Tiles(128, 128, 4, 2)}
-
-
-class Work(NamedTuple):
-    """What a program computes."""
-
-    start: Any  # its first query
-    tiles: Any  # of keys that it walks, the last one first
-    edges: Any  # of these, behind the first tile, those that the length or the band may cut
-    last: Any  # the last key of the sequence
-    band: Any  # query i sees no key past i + band
-    scale: Any  # of the scores, in base 2
-    draws: Any  # `DropoutStream`
-    draw_row: Any  # where the tile of `start` and key 0 lies in what dropout draws
-    draw_column: Any
-    factors: Any
-
-
-class Tensors(NamedTuple):
-    """TMA descriptors of the rows of a head, [rows, D]."""
-
-    query: Any
-    key: Any
-    value: Any
-    output: Any
-
-
-class Buffers(NamedTuple):
-    """Shared memory."""
-
-    query: Any  # [2, BM / 2, BD]: a half for each consumer
-    key: Any  # [slots, BN, BD]
-    value: Any  # [slots, BN, BDV]
-    output: Any  # [2, BM / 2, BDV]
-    bounds: Any  # [slots, BN]: with a mask, no score of a key is above its bound
-
-
-class Barriers(NamedTuple):
-    """mbarriers; each ends a phase after a number of arrivals, given here. A `ready` says that a
-    slot is full, a `free` that its readers are done with it.
-    """
-
-    query_ready: Any  # 1: the copies
-    key_ready: Any  # 1 for each slot: the copies
-    key_free: Any  # 2: the consumers
-    value_ready: Any  # 1: the copies
-    value_free: Any  # 2: the consumers
-    bounds_ready: Any  # 1: the mask
-    bounds_free: Any  # 2: the consumers
-    value_masked: Any  # 1: the mask, once the values of masked keys are zero
-    turn: Any  # 1 for each consumer: the other one has issued its products
-
-
-_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
-_copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from ..common import LOG2E, dropout_words
+from .bounds import inside_run, load_bounds, reads_no_mask
+from .hopper_parts import (
+    accumulator,
+    copy_in,
+    copy_out,
+    counter_layout,
+    like,
+    pack,
+    slot_of,
+    spread,
+    unpack,
+)
+from .hopper_work import (
+    ROWS,
+    Rows,
+    has_bounds,
+    has_terms,
+    key_of_any_tile,
+    key_of_tile,
+    make_shared,
+    make_tensors,
+    masked_tiles,
+    place_of,
+    work_of,
+)
+from .scores import (
+    first_row,
+    locate_head,
+    locate_rows,
+    locate_sequence,
+    prepare_call,
+    store_sums,
+)
 
 
 @gluon.constexpr_function
-def _counter_layout(BM, BN):
-    """Return the layout of dropout's counters [BM / 2, BN / 2]: that of the scores without bit 3 of
-    row and column, so that a thread holds the words of its own scores.
-    """
-    columns = [[0, 1]] + [[0, 8 << i] for i in range(8) if 8 << i < BN // 2]
-    lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
-    return gl.DistributedLinearLayout(columns, lanes, warps, [], [BM // 2, BN // 2])
-
-
-@gluon.constexpr_function
-def _accumulator(columns):
-    """Return the layout of a product [64, columns] of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def _folds(has):
+    """Return whether the factor of the scores is applied together with the maximum of a row."""
+    return has.fold_scale or (has.softcap and not has.separate_max)
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot of a ring after this one, and its phase, which changes at the wrap."""
-    slot += 1
-    wraps = slot == SLOTS
-    return gl.where(wraps, 0, slot), phase ^ wraps.to(gl.int32)
-
-
-@gluon.jit
-def _first_key(work, t, tile: gl.constexpr):
-    """Return the first key of the t-th tile that is walked."""
-    return (work.tiles - 1 - t) * tile.columns
-
-
-@gluon.jit
-def _copies(work, tensors, shared, SLOTS: gl.constexpr, tile: gl.constexpr):
-    """Copy the queries, and then tile by tile keys and values."""
+def _copies(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Copy the queries, and then tile by tile keys, mask and bias, and values."""
     buffers, bars = shared
-    HALF: gl.constexpr = tile.rows // 2
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
     mbarrier.expect(bars.query_ready, tile.rows * tile.dim_block * 2)
-    for half in gl.static_range(2):
-        rows = work.start + half * HALF
-        _copy_in(tensors.query, [rows, 0], bars.query_ready, buffers.query.index(half))
-    # In a sequence without keys, the one tile is read past its end: it is zero, and never NaN.
-    origin = gl.where(work.last < 0, tile.columns, 0)
-    slot = 0
-    phase = 0
-    for t in range(work.tiles):
-        n0 = origin + _first_key(work, t, tile)
-        # Both consumers have read what was in the slot; in the first round nobody has to.
+    for which in gl.static_range(how.consumers):
+        rows = work.start + which * ROWS
+        copy_in(tensors.query, [rows, 0], bars.query_ready, buffers.query.index(which))
+    masked = masked_tiles(work.walk, has)
+    for t in range(work.walk.tiles):
+        slot, phase = slot_of(t, how.slots)
+        n0 = key_of_any_tile(work.walk, t, tile, has)
+        # All consumers have read what was in the slot; in the first round nobody has to.
         mbarrier.wait(bars.key_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.key_ready.index(slot), K_BYTES)
-        _copy_in(tensors.key, [n0, 0], bars.key_ready.index(slot), buffers.key.index(slot))
+        copy_in(tensors.key, [n0, 0], bars.key_ready.index(slot), buffers.key.index(slot))
+        if has_terms(has):
+            place = place_of(work.start, n0, t, 0, how)
+            _copy_terms(place, tensors, shared, t < masked, tile, has, how)
         mbarrier.wait(bars.value_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.value_ready.index(slot), V_BYTES)
-        _copy_in(tensors.value, [n0, 0], bars.value_ready.index(slot), buffers.value.index(slot))
-        slot, phase = _next(slot, phase, SLOTS)
+        copy_in(tensors.value, [n0, 0], bars.value_ready.index(slot), buffers.value.index(slot))
 
 
 @gluon.jit
-def _mask(work, mask, shared, SLOTS: gl.constexpr, tile: gl.constexpr):
-    """Turn the mask of keys into bounds, and set the values of masked keys to zero. `mask` is a
-    pointer to the first key's byte, the stride, and the number of keys.
+def _copy_terms(
+    place,
+    tensors,
+    shared,
+    needed,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    how: gl.constexpr,
+):
+    """Copy the mask and the bias of a tile of scores, if they are needed."""
+    buffers, bars = shared
+    ready = bars.term_ready.index(place.term_slot)
+    # All consumers have read what was in the slot.
+    mbarrier.wait(bars.term_free.index(place.term_slot), place.term_phase ^ 1, pred=needed)
+    mbarrier.expect(ready, tile.rows * tile.columns * how.term_bytes, pred=needed)
+    for which in gl.static_range(how.consumers):
+        rows, part = place.query + which * ROWS, place.part + which
+        if has.mask == 2:
+            copy_in(tensors.mask, [rows, place.key], ready, buffers.mask.index(part), pred=needed)
+        if has.bias == 2:
+            copy_in(tensors.bias, [rows, place.key], ready, buffers.bias.index(part), pred=needed)
+
+
+@gluon.jit
+def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero. `mask`
+    is pointers to the mask and the bias of the first key, their strides, and the number of keys.
     """
-    MASK, stride, keys = mask
+    MASK, mask_stride, BIAS, bias_stride, keys = mask
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     CHUNK: gl.constexpr = 8  # rows of values, WIDTH columns of which a warp holds in registers
-    WIDTH: gl.constexpr = min(64, tile.value_block)
+    WIDTH: gl.constexpr = min(32, tile.value_block)
     KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     j = gl.arange(0, BN, layout=KEYS)
-    slot = 0
-    phase = 0
-    for t in range(work.tiles):
-        n0 = _first_key(work, t, tile)
-        seen = gl.load(MASK + (n0 + j) * stride, mask=n0 + j < keys, other=0) != 0
-        bound = gl.where(seen, float("inf"), float("-inf"))
-        # Both consumers have read the bounds before.
+    masked = masked_tiles(work.walk, has)
+    for t in range(masked):
+        slot, phase = slot_of(t, how.slots)
+        n0 = key_of_any_tile(work.walk, t, tile, has)
+        bound = gl.full([BN], float("inf"), gl.float32, KEYS)
+        if has.bias == 1:
+            bias = gl.load(BIAS + (n0 + j) * bias_stride, mask=n0 + j < keys, other=0)
+            bound = bias.to(gl.float32) * LOG2E
+        if has.mask == 1:
+            byte = gl.load(MASK + (n0 + j) * mask_stride, mask=n0 + j < keys, other=0)
+            bound = gl.where(byte != 0, bound, float("-inf"))
+        seen = bound != float("-inf")
+        # All consumers have read the bounds before.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)
         buffers.bounds.index(slot).store(bound)
         mbarrier.arrive(bars.bounds_ready.index(slot), count=1)
@@ -182,92 +160,171 @@ def _mask(work, mask, shared, SLOTS: gl.constexpr, tile: gl.constexpr):
         if gl.sum(seen.to(gl.int32), 0) < BN:
             for chunk in gl.static_range(BN // CHUNK):
                 part = buffers.bounds.index(slot).slice(chunk * CHUNK, CHUNK)
-                kept = part.load(gl.SliceLayout(1, ROWS)) > 0
+                kept = part.load(gl.SliceLayout(1, SMALL)) != float("-inf")
                 if gl.sum(kept.to(gl.int32), 0) < CHUNK:
                     rows = buffers.value.index(slot).slice(chunk * CHUNK, CHUNK)
                     for column in gl.static_range(0, tile.value_block, WIDTH):
                         values = rows.slice(column, WIDTH, dim=1)
-                        x = values.load(ROWS)
+                        x = values.load(SMALL)
                         values.store(gl.where(gl.expand_dims(kept, 1), x, 0.0))
             fence_async_shared()  # plain stores, which wgmma and the next copy have to see
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
-        slot, phase = _next(slot, phase, SLOTS)
+    for t in range(masked, work.walk.tiles):  # the consumers wait for the same barrier everywhere
+        slot, phase = slot_of(t, how.slots)
+        mbarrier.wait(bars.value_ready.index(slot), phase)
+        mbarrier.arrive(bars.value_masked.index(slot), count=1)
 
 
 @gluon.jit
-def _weights(s, state, at, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
-    """One step of the online softmax, over the scores s [BM / 2, BN] of a tile. Return its weights,
-    the factor of what was summed before, and the new state: (maximum, sum of the weights).
+def _scores(s, place, shared, work, tile: gl.constexpr, has: gl.constexpr, EDGE: gl.constexpr):
+    """Return the scores in base 2 from s = q . k [64, BN], -inf where a query does not see a key.
+    If `_folds`, they are not yet multiplied by the factor. See `scores` of scores.py.
+    """
+    buffers, bars = shared
+    BN: gl.constexpr = tile.columns
+    S: gl.constexpr = accumulator(BN)
+    i = place.query + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+    j = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    bias = s  # what a call lacks, no line reads
+    bound = s
+    if has_bounds(has):
+        mbarrier.wait(bars.bounds_ready.index(place.slot), place.phase)
+        bound = buffers.bounds.index(place.slot).load(gl.SliceLayout(0, S))
+        mbarrier.arrive(bars.bounds_free.index(place.slot), count=1)
+    if has_terms(has):
+        mbarrier.wait(bars.term_ready.index(place.term_slot), place.term_phase)
+        if has.bias == 2:
+            bias = buffers.bias.index(place.part).load(S)
+        if has.mask == 2:
+            seen = buffers.mask.index(place.part).load(S)
+        fence_async_shared()  # the next copy must not overtake these loads
+        mbarrier.arrive(bars.term_free.index(place.term_slot), count=1)
+    if has.softcap:
+        s = 1.0 - 2.0 / (gl.exp2(s * work.scale) + 1.0)
+    s = _biased(s, bias, bound, work, has)
+    if has.alibi:
+        ahead = gl.expand_dims(i + (work.shift - place.key), 1) - gl.expand_dims(j, 0)
+        s = gl.fma(gl.abs(ahead).to(gl.float32), like(s, -work.slope), s)
+    if has.mask == 1 and has.bias != 1:
+        s = gl.minimum(s, gl.expand_dims(bound, 0))  # -inf also for a key that holds NaN
+    if has.mask == 2:
+        s = gl.where(seen != 0, s, float("-inf"))
+    if EDGE:
+        s = _cut(s, i, j, place.key, work, has)
+    return s
+
+
+@gluon.jit
+def _biased(s, bias, bound, work, has: gl.constexpr):
+    """Return the scores plus a bias [64, BN], or that of keys [BN], in base 2."""
+    if has.bias == 2:
+        return gl.fma(s, like(s, work.factor), bias.to(gl.float32) * LOG2E)
+    elif has.bias == 1:
+        bound = gl.broadcast(gl.expand_dims(bound, 0), s)[0]
+        s = gl.fma(s, like(s, work.factor), bound)
+        return gl.where(bound == float("-inf"), bound, s)  # also for a key that holds NaN
+    elif _folds(has):
+        return s
+    else:
+        return s * work.factor
+
+
+@gluon.jit
+def _cut(s, i, j, n0, work, has: gl.constexpr):
+    """Return the scores of the queries i [64] and the keys n0 + j [BN], -inf where the length or
+    the band hides a key.
+    """
+    j = gl.expand_dims(j, 0)
+    last = i * 0 + work.last
+    if has.right:
+        last = gl.minimum(i + work.right, last)
+    seen = j <= gl.expand_dims(last - n0, 1)
+    if has.left:
+        seen = seen & (j >= gl.expand_dims(i + (work.left - n0), 1))
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _weights(
+    s,
+    state,
+    place,
+    shared,
+    work,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    EDGE: gl.constexpr,
+):
+    """One step of the online softmax, over s = q . k [64, BN] of a tile. Return its weights, the
+    factor of what was summed before, and the new state: (maximum, sum of the weights).
     """
     m, l = state
-    i0, n0, slot, phase = at
-    buffers, bars = shared
-    HALF: gl.constexpr = tile.rows // 2
     BN: gl.constexpr = tile.columns
-    S: gl.constexpr = _accumulator(BN)
-    if has.mask == 1:
-        mbarrier.wait(bars.bounds_ready.index(slot), phase)
-        bound = buffers.bounds.index(slot).load(gl.SliceLayout(0, S))
-        mbarrier.arrive(bars.bounds_free.index(slot), count=1)
-        s = gl.minimum(s, gl.expand_dims(bound, 0))  # -inf also for a key that holds NaN
-    if EDGE:
-        i = i0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
-        j = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-        last = i * 0 + work.last
-        if has.right:
-            last = gl.minimum(i + work.band, last)
-        seen = gl.expand_dims(j, 0) <= gl.expand_dims(last - n0, 1)
-        s = gl.where(seen, s, float("-inf"))
+    read: gl.constexpr = has if EDGE or not reads_no_mask(has) else inside_run(has)
+    s = _scores(s, place, shared, work, tile, read, EDGE)
     m_new = gl.maximum(m, gl.max(s, 1))
     base = m_new
-    if EDGE or has.mask == 1:  # a row without a key so far: -inf - -inf is NaN
+    if EDGE or read.mask > 0 or read.bias > 0:  # a row without a key so far: -inf - -inf is NaN
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    offset = base * -work.scale
-    p = gl.exp2(gl.fma(s, _like(s, work.scale), _spread(offset, s)))
-    rescale = gl.exp2(gl.fma(m, _like(m, work.scale), offset))
+    if _folds(has):
+        offset = base * -work.factor
+        p = gl.exp2(gl.fma(s, like(s, work.factor), spread(offset, s)))
+        rescale = gl.exp2(gl.fma(m, like(m, work.factor), offset))
+    else:
+        p = gl.exp2(s - gl.expand_dims(base, 1))
+        rescale = gl.exp2(m - base)
     l = l * rescale + gl.sum(p, 1)
     if has.dropout:
-        COUNTERS: gl.constexpr = _counter_layout(HALF, BN)
-        ROWS: gl.constexpr = gl.SliceLayout(1, COUNTERS)
-        COLUMNS: gl.constexpr = gl.SliceLayout(0, COUNTERS)
-        i = (work.draw_row + i0) // 2 + gl.arange(0, HALF // 2, layout=ROWS)
-        j = (work.draw_column + n0) // 2 + gl.arange(0, BN // 2, layout=COLUMNS)
+        COUNTERS: gl.constexpr = counter_layout(ROWS, BN)
+        I: gl.constexpr = gl.SliceLayout(1, COUNTERS)
+        J: gl.constexpr = gl.SliceLayout(0, COUNTERS)
+        i = (work.draw_row + place.query) // 2 + gl.arange(0, ROWS // 2, layout=I)
+        j = (work.draw_column + place.key) // 2 + gl.arange(0, BN // 2, layout=J)
         i, j = gl.expand_dims(i, 1).to(gl.uint32), gl.expand_dims(j, 0).to(gl.uint32)
-        words = gl.convert_layout(dropout_words(work.draws, i, j, HALF, BN), S)
+        words = dropout_words(work.draws, i, j, ROWS, BN)
+        words = gl.convert_layout(words, accumulator(BN))
         keep = words >= work.factors.threshold.to(gl.uint32, bitcast=True)
         p = gl.where(keep, p, work.factors.inv_keep * 0.0)  # a zero that is no constant: forward.py
     return p, rescale, (m_new, l)
 
 
 @gluon.jit
-def _like(x, value):
-    """Return a tensor like x that holds one value."""
-    return gl.full_like(x, 1.0) * value
+def _carried(p, dtype: gl.constexpr, how: gl.constexpr):
+    """Return weights as the loop carries them: as float32, because of 16 bits it would carry half
+    registers, or packed.
+    """
+    if how.packed:
+        return pack(p, dtype)
+    else:
+        return p
 
 
 @gluon.jit
-def _spread(rows, x):
-    """Return rows [BM / 2] for each column of x."""
-    return gl.broadcast(gl.expand_dims(rows, 1), x)[0]
+def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
+    """Return weights that the loop has carried as an operand of the product with the values."""
+    if how.packed:
+        p = unpack(p, dtype, accumulator(tile.columns))
+    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.value_block), 2)
+    return gl.convert_layout(p.to(dtype), layout)
 
 
 @gluon.jit
-def _store(acc, state, i0, work, rows, buffer, target, tile: gl.constexpr):
-    """Store the output of the queries at i0, through shared memory, and their rows of LSE."""
+def _store(acc, state, i0, work, rows, out, tile: gl.constexpr, has: gl.constexpr):
+    """Store the output of the queries at i0, through shared memory, and what the backward needs of
+    their rows. `out` is the buffer and the descriptor of the output.
+    """
     m, l = state
-    LSE, queries, _ = rows
-    HALF: gl.constexpr = tile.rows // 2
-    ROWS: gl.constexpr = gl.SliceLayout(1, _accumulator(tile.columns))
-    O: gl.constexpr = _accumulator(tile.value_block)
-    empty = l == 0.0
-    sums = gl.where(empty, 1.0, l)
-    lse = gl.where(empty, float("-inf"), (m * work.scale + gl.log2(sums)) * LN2)
-    i = i0 + gl.arange(0, HALF, layout=ROWS)
-    gl.store(LSE + i, lse, mask=i < queries)
+    tiles, target = out
+    O: gl.constexpr = accumulator(tile.value_block)
+    if _folds(has):
+        m = m * work.factor
+    i = i0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, accumulator(tile.columns)))
+    row = rows.first + i
+    sums = store_sums(rows.lse, rows.statistics, row, i < rows.queries, m, l, has)
     factor = gl.convert_layout(work.factors.inv_keep / sums, gl.SliceLayout(1, O))
-    buffer.store((acc * gl.expand_dims(factor, 1)).to(target.dtype))
+    tiles.store((acc * gl.expand_dims(factor, 1)).to(target.dtype))
     fence_async_shared()  # the store to shared memory was a plain one, the copy is not
-    _copy_out(target, [i0, 0], buffer)
+    copy_out(target, [i0, 0], tiles)
     tma.store_wait(0)  # shared memory must not end before the copy has read it
 
 
@@ -278,148 +335,75 @@ def _consumer(
     tensors,
     rows,
     shared,
-    SLOTS: gl.constexpr,
     tile: gl.constexpr,
     has: gl.constexpr,
+    how: gl.constexpr,
 ):
-    """Compute 64 queries: their output, and their rows of LSE. `rows` is a pointer to the first row
-    of the head in LSE, the number of its queries, and the sink.
-    """
+    """Compute 64 queries: their output, and their rows of LSE and STATISTICS."""
     buffers, bars = shared
-    dtype: gl.constexpr = tensors.output.dtype
-    HALF: gl.constexpr = tile.rows // 2
+    walk = work.walk
     BN: gl.constexpr = tile.columns
-    S: gl.constexpr = _accumulator(BN)
-    O: gl.constexpr = _accumulator(tile.value_block)
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    value_ready = bars.value_masked if has.mask == 1 else bars.value_ready
-    i0 = work.start + which * HALF
-    acc = gl.zeros([HALF, tile.value_block], gl.float32, O)
-    m = gl.full([HALF], float("-inf"), gl.float32, ROWS)
-    l = gl.zeros([HALF], gl.float32, ROWS)
+    S: gl.constexpr = accumulator(BN)
+    O: gl.constexpr = accumulator(tile.value_block)
+    I: gl.constexpr = gl.SliceLayout(1, S)
+    value_ready = bars.value_masked if has_bounds(has) else bars.value_ready
+    i0 = work.start + which * ROWS
+    acc = gl.zeros([ROWS, tile.value_block], gl.float32, O)
+    m = gl.full([ROWS], float("-inf"), gl.float32, I)
+    l = gl.zeros([ROWS], gl.float32, I)
     if has.sink:  # as if a first key had been seen, whose value is zero
-        m = gl.zeros([HALF], gl.float32, ROWS) + rows[2] * LOG2E / work.scale
+        m = gl.zeros([ROWS], gl.float32, I) + rows.sink * LOG2E
+        if _folds(has):
+            m = m / work.factor
         l += 1.0
     state = m, l
     q = buffers.query.index(which)
-    none = gl.zeros([HALF, BN], gl.float32, S)
-    mbarrier.wait(bars.query_ready, 0)  # the queries of both consumers
+    none = gl.zeros([ROWS, BN], gl.float32, S)
+    mbarrier.wait(bars.query_ready, 0)  # the queries of all consumers
     mbarrier.wait(bars.key_ready.index(0), 0)
     k = buffers.key.index(0).permute((1, 0))
     s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(bars.key_free.index(0), count=1)  # the product has read them
-    at = i0, _first_key(work, 0, tile), 0, 0
-    p, rescale, state = _weights(s, state, at, shared, work, tile, has, True)
-    before = 0  # slot and phase of the tile whose values come next
-    before_phase = 0
-    slot, phase = _next(0, 0, SLOTS)
-    mbarrier.wait(bars.key_ready.index(slot), phase, pred=work.tiles > 1)
-    beat = 0
+    place = place_of(i0, key_of_tile(walk, 0, tile, has, True), 0, which, how)
+    p, rescale, state = _weights(s, state, place, shared, work, tile, has, True)
+    p = _carried(p, tensors.output.dtype, how)
+    slot, phase = slot_of(1, how.slots)
+    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.tiles > 1)
     for EDGE in gl.static_range(2):
-        begin = 1 if EDGE == 0 else work.edges + 1
-        end = work.edges + 1 if EDGE == 0 else work.tiles
+        begin = 1 if EDGE == 0 else walk.edges
+        end = walk.edges if EDGE == 0 else walk.tiles
         for t in range(begin, end):
-            # The other consumer has issued its products; consumer 0 begins.
-            mbarrier.wait(bars.turn.index(which), beat ^ (1 - which))
-            # The weights are carried as float32: of 16 bits the loop would carry half registers.
-            weights = gl.convert_layout(p.to(dtype), P)
+            if how.turns:  # the consumer before has issued its products; consumer 0 begins
+                mbarrier.wait(bars.turn.index(which), (t ^ (which > 0)) & 1)
+            weights = _operand(p, tensors.output.dtype, tile, how)
+            slot, phase = slot_of(t, how.slots)
             k = buffers.key.index(slot).permute((1, 0))
             s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-            mbarrier.wait(value_ready.index(before), before_phase)
+            before, phase_before = slot_of(t - 1, how.slots)
+            mbarrier.wait(value_ready.index(before), phase_before)
             acc = warpgroup_mma(weights, buffers.value.index(before), acc, is_async=True)
-            mbarrier.arrive(bars.turn.index(1 - which), count=1)
-            beat = beat ^ 1
+            if how.turns:
+                mbarrier.arrive(bars.turn.index((which + 1) % how.consumers), count=1)
             s, acc = warpgroup_mma_wait(1, [s, acc])  # the scores; the other product goes on
             mbarrier.arrive(bars.key_free.index(slot), count=1)
-            at = i0, _first_key(work, t, tile), slot, phase
-            p, rescale, state = _weights(s, state, at, shared, work, tile, has, EDGE == 0)
+            place = place_of(i0, key_of_tile(walk, t, tile, has, EDGE == 0), t, which, how)
+            p, rescale, state = _weights(s, state, place, shared, work, tile, has, EDGE == 0)
             # The wait for the next keys stands before that for the product, because it ends a basic
             # block: otherwise ptxas moves the exponentials behind the product.
-            done = before
-            before = slot
-            before_phase = phase
-            slot, phase = _next(slot, phase, SLOTS)
-            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < work.tiles)
+            slot, phase = slot_of(t + 1, how.slots)
+            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.tiles)
             acc = warpgroup_mma_wait(0, [acc])
-            mbarrier.arrive(bars.value_free.index(done), count=1)  # the product has read them
+            mbarrier.arrive(bars.value_free.index(before), count=1)  # the product has read them
+            p = _carried(p, tensors.output.dtype, how)
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O)), 1)
-    mbarrier.wait(value_ready.index(before), before_phase)
-    weights = gl.convert_layout(p.to(dtype), P)
-    acc = warpgroup_mma(weights, buffers.value.index(before), acc, is_async=True)
+    slot, phase = slot_of(walk.tiles - 1, how.slots)
+    mbarrier.wait(value_ready.index(slot), phase)
+    weights = _operand(p, tensors.output.dtype, tile, how)
+    acc = warpgroup_mma(weights, buffers.value.index(slot), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
-    output = buffers.output.index(which)
-    _store(acc, state, i0, work, rows, output, tensors.output, tile)
-
-
-@gluon.jit
-def _rows_of(base, rows, stride, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
-    """Make the TMA descriptor of a matrix [rows, D] that is copied in tiles [B, BD]: what is past
-    its end reads as zero and is not written.
-    """
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], base.dtype.element_ty)
-    return tma.make_tensor_descriptor(base, [rows, D], [stride, 1], [B, BD], LAYOUT)
-
-
-@gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """Make barriers that end a phase after that many arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(count):
-        mbarrier.init(bars.index(n), count=arrivals)
-    return bars
-
-
-@gluon.jit
-def _buffer(tensor, count: gl.constexpr):
-    """Make room for that many tiles of a tensor."""
-    shape: gl.constexpr = [count, tensor.block_shape[0], tensor.block_shape[1]]
-    return gl.allocate_shared_memory(tensor.dtype, shape, tensor.layout)
-
-
-@gluon.jit
-def _shared(tensors, SLOTS: gl.constexpr, tile: gl.constexpr, has: gl.constexpr):
-    """Make the shared memory of a program, and its barriers."""
-    q_tiles = _buffer(tensors.query, 2)
-    o_tiles = q_tiles  # the last product with the queries is over when the output is stored
-    if tile.value_block != tile.dim_block:
-        o_tiles = _buffer(tensors.output, 2)
-    k_tiles = _buffer(tensors.key, SLOTS)
-    v_tiles = _buffer(tensors.value, SLOTS)
-    bounds = k_tiles
-    if has.mask == 1:
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        bounds = gl.allocate_shared_memory(gl.float32, [SLOTS, tile.columns], FLAT)
-    buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds)
-    key_ready = _barriers(SLOTS, 1)
-    bars = Barriers(
-        query_ready=_barriers(1, 1).index(0),
-        key_ready=key_ready,
-        key_free=_barriers(SLOTS, 2),
-        value_ready=_barriers(SLOTS, 1),
-        value_free=_barriers(SLOTS, 2),
-        bounds_ready=_barriers(SLOTS, 1) if has.mask == 1 else key_ready,
-        bounds_free=_barriers(SLOTS, 2) if has.mask == 1 else key_ready,
-        value_masked=_barriers(SLOTS, 1) if has.mask == 1 else key_ready,
-        turn=_barriers(2, 1),
-    )
-    return buffers, bars
-
-
-@gluon.jit
-def _tiles(i0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
-    """Return how many tiles of keys a program walks, at least one, and how many of those behind the
-    first one the length or the band may cut.
-    """
-    hi = sequence.length
-    whole = sequence.length
-    if has.right:
-        right = i0 + sequence.shift + band.right
-        hi = clamp(right + tile.rows, 0, hi)
-        whole = clamp(right + 1, 0, whole)
-    tiles = gl.maximum(gl.cdiv(hi, tile.columns), 1)
-    return tiles, gl.maximum(tiles - whole // tile.columns - 1, 0)
+    out = buffers.output.index(which), tensors.output
+    _store(acc, state, i0, work, rows, out, tile, has)
 
 
 @gluon.jit
@@ -437,69 +421,66 @@ def hopper_forward_kernel(
     factors,
     tile: gl.constexpr,
     has: gl.constexpr,
-    SLOTS: gl.constexpr,
+    how: gl.constexpr,
 ):
-    """Compute what `forward_kernel` does, for calls without a bias, ALiBi, a softcap, a left side
-    of the band, packing, and a mask of queries and keys.
+    """Compute what `forward_kernel` does.
 
-    Query, key, value and O have 16 bits, and are read and written through TMA descriptors, which
-    need addresses and strides in multiples of 16 bytes.
+    Query, key, value and O have 16 bits. They, and a mask and a bias of queries and keys, are read
+    and written through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
     """
     batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
-    length = sequence.length
+    if has.packed:
+        if i0 >= sequence.queries:
+            return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    q_base = inputs.query + b * strides.query_batch + h * strides.query_head
-    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     o_base = O + b * output_strides.batch + h * output_strides.head
-    HALF: gl.constexpr = tile.rows // 2
-    BN: gl.constexpr = tile.columns
-    BD: gl.constexpr = tile.dim_block
-    BDV: gl.constexpr = tile.value_block
-    exists = gl.maximum(length, 1)  # a descriptor has at least one row
-    tensors = Tensors(
-        _rows_of(q_base, sizes.queries, strides.query_row, HALF, tile.dim, BD),
-        _rows_of(k_base, exists, strides.key_row, BN, tile.dim, BD),
-        _rows_of(v_base, exists, strides.value_row, BN, tile.value_dim, BDV),
-        _rows_of(o_base, sizes.queries, output_strides.row, HALF, tile.value_dim, BDV),
-    )
-    shared = _shared(tensors, SLOTS, tile, has)
-    draw_row = 0
-    draw_column = 0
-    if has.shard:
-        draw_row = sizes.shard.query
-        draw_column = sizes.shard.key
-    tiles, edges = _tiles(i0, sequence, band, tile, has)
-    right = sequence.shift + band.right
-    place = i0, tiles, edges, length - 1, right
-    work = Work(*place, call.scale, head.draws, draw_row, draw_column, factors)
+    o_base += sequence.first_query * output_strides.row
+    output = o_base, output_strides.row
+    tensors = make_tensors(inputs, output, head, (b, h, g), strides, tile, has)
+    shared = make_shared(tensors, tile, has, how)
+    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    work = work_of(i0, head, bounds, tile, has)
     sink = 0.0
     if has.sink:
         sink = gl.load(SINKS + h).to(gl.float32)
-    row = LSE + batch_head.to(gl.int64) * sizes.query_rows
-    rows = row, sizes.queries, sink
+    row = first_row(batch_head, h, sequence, sizes, has)
+    rows = Rows(LSE, STATISTICS, row, sequence.queries, sink)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    if has.mask == 1:
-        mask = head.mask, strides.mask_column, sizes.keys
+    THIRD: gl.constexpr = 2
+    # The registers of a thread are asked for so that all consumers get the same number of them.
+    if has_bounds(has):
+        mask = head.mask, strides.mask_column, head.bias, strides.bias_column, sizes.keys
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, work, tensors, rows, shared, SLOTS, tile, has)),
-                (_consumer, (SECOND, work, tensors, rows, shared, SLOTS, tile, has)),
-                (_copies, (work, tensors, shared, SLOTS, tile)),
-                (_mask, (work, mask, shared, SLOTS, tile)),
+                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
+                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
+                (_copies, (work, tensors, shared, tile, has, how)),
+                (_mask, (work, mask, shared, tile, has, how)),
             ],
             [4, 1, 1],
-            [240, 32, 32],
+            [240, 24, 24],
+        )
+    elif how.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
+                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
+                (_copies, (work, tensors, shared, tile, has, how)),
+            ],
+            [4, 1],
+            [240, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, work, tensors, rows, shared, SLOTS, tile, has)),
-                (_consumer, (SECOND, work, tensors, rows, shared, SLOTS, tile, has)),
-                (_copies, (work, tensors, shared, SLOTS, tile)),
+                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
+                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
+                (_consumer, (THIRD, work, tensors, rows, shared, tile, has, how)),
+                (_copies, (work, tensors, shared, tile, has, how)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 4, 1],
+            [160, 160, 32],
         )

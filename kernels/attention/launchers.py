@@ -9,10 +9,19 @@ from torch import Tensor
 
 from fastformer.description import MAX_HEAD_DIM, PACKED_SCHEMA, SCHEMA, Attention, unpack
 
-from ..launch import layout, on_device, plans, remembered, unit_stride, unsupported_dtype
+from ..launch import (
+    architecture,
+    layout,
+    on_device,
+    plans,
+    remembered,
+    unit_stride,
+    unsupported_dtype,
+)
 from ..registration import register
-from .configurations import splits_keys
+from .configurations import splits_keys, widest_head
 from .decode import Paging
+from .hopper_rows import backward_obstacle
 from .plan import (
     BackwardPlan,
     DecodePlan,
@@ -170,50 +179,55 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
-def _fake_packed(query, key, value, *_):
-    output, lse, _ = empty_outputs(_heads_first(query), _heads_first(value), False)
-    return _tokens_first(output), lse.squeeze(0)
+def _fake_packed(query, key, value, *rest):
+    attention = unpack(rest[:-1])
+    separate_max = attention.bias is not None or attention.alibi_slopes is not None
+    outputs = empty_outputs(_heads_first(query), _heads_first(value), separate_max)
+    return _packed_outputs(*outputs)
+
+
+def _packed_outputs(output: Tensor, lse: Tensor, statistics: Tensor) -> tuple[Tensor, ...]:
+    """Return output [Tq, H, DV], lse [H, Tq] and statistics [H, Tq, 2] or [0]."""
+    statistics = statistics.squeeze(0) if statistics.dim() == 4 else statistics
+    return _tokens_first(output), lse.squeeze(0), statistics
 
 
 @register(
-    f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}) -> (Tensor output, Tensor lse)",
+    f"packed_attention({_ARGUMENTS}, {PACKED_SCHEMA}, bool return_lse) "
+    "-> (Tensor output, Tensor lse, Tensor statistics)",
     _fake_packed,
 )
-def packed_forward(query, key, value, *fields):
-    """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq])."""
+def packed_forward(query, key, value, *rest):
+    """Launch the forward over a packed batch. Returns (output [Tq, H, DV], lse [H, Tq], statistics
+    [H, Tq, 2] or [0]), whatever `return_lse` is.
+    """
     inputs = map(_heads_first, (query, key, value))
-    output, lse, _ = _run_forward(*inputs, unpack(fields))
-    return _tokens_first(output), lse.squeeze(0)
+    return _packed_outputs(*_run_forward(*inputs, unpack(rest[:-1])))
 
 
-def _fake_packed_backward(grad_output, query, key, value, *rest):
-    *fields, _, _, needs = rest
-    needs = (needs[0], *(needs[1] or needs[2],) * 2, needs[3])
-    grads = [
-        _tokens_first(heads_like(x, x.shape[1], x.shape[3]))
-        for x in map(_heads_first, (query, key, value))
-    ]
-    sinks = unpack(fields).sinks
-    grads.append(query if sinks is None else sinks.new_empty(sinks.shape))
-    return tuple(x if need else query.new_empty(0) for x, need in zip(grads, needs))
+def _fake_packed_backward(grad_output, grad_lse, query, key, value, *rest):
+    given = map(_heads_first, (query, key, value))
+    grads = _fake_backward(grad_output, grad_lse, *given, *rest)
+    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
 
 
 @register(
-    f"packed_attention_backward(Tensor grad_output, {_ARGUMENTS}, {PACKED_SCHEMA}, Tensor output, "
-    "Tensor lse, bool[] needs) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+    "packed_attention_backward(Tensor grad_output, Tensor? grad_lse, "
+    f"{_ARGUMENTS}, {PACKED_SCHEMA}, Tensor output, Tensor lse, Tensor statistics, bool[] needs) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias, "
+    "Tensor grad_sinks)",
     _fake_packed_backward,
 )
-def packed_backward(grad_output, query, key, value, *rest):
+def packed_backward(grad_output, grad_lse, query, key, value, *rest):
     """Launch delta, then those of dK and dV, and dQ that are needed, for a packed batch."""
-    *fields, output, lse, needs = rest
+    *fields, output, lse, statistics, needs = rest
     inputs = map(_heads_first, (query, key, value))
     grad_output, output, lse = _heads_first(grad_output), _heads_first(output), lse.unsqueeze(0)
-    needs = (*needs[:3], False, needs[3])
-    dq, dk, dv, _, dsinks = _run_backward(
-        grad_output, None, output, lse, lse, needs, *inputs, unpack(fields)
-    )
-    return *(_tokens_first(x) if x.dim() == 4 else x for x in (dq, dk, dv)), dsinks
+    grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
+    statistics = statistics.unsqueeze(0) if statistics.dim() == 3 else statistics
+    saved = output, lse, statistics, tuple(needs)
+    grads = _run_backward(grad_output, grad_lse, *saved, *inputs, unpack(fields))
+    return tuple(_tokens_first(x) if x.dim() == 4 else x for x in grads)
 
 
 # ------------------------------------------------------------------------------------------- paged
@@ -244,20 +258,31 @@ def describe(
     **_: Any,
 ) -> str | None:
     """Return which kernels a call takes, if its shape or a measurement decides that, or None."""
-    if attention.cu_seqlens_q is not None:
-        return None
     if key is None or value is None:  # they lie in pages
         return "the keys are split over programs"
+    if attention.cu_seqlens_q is not None:
+        query, key, value = map(_heads_first, (query, key, value))
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)
+    if isinstance(plan, ForwardPlan) and plan.arch == "sm_90":
+        if plan.obstacle is not None:
+            found.append(f"not the forward for Hopper: {plan.obstacle}")
+        inputs = query, key, value
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            like_output = heads_like(query, query.shape[1], value.shape[3])
+            why = backward_obstacle(plan, like_output, inputs, attention)
+            if why not in (None, plan.obstacle):
+                found.append(f"not the backward for Hopper: {why}")
     return ", ".join(found) or None
 
 
 def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:
     """Return why the kernels cannot run this call, or None."""
     value = named.get("value", named.get("value_pages", query))
-    for dim in (query.shape[-1], value.shape[-1]):
-        if dim > MAX_HEAD_DIM:
-            return f"the head dim is {dim}; the kernels take up to {MAX_HEAD_DIM}"
+    dim = max(query.shape[-1], value.shape[-1])
+    if dim > MAX_HEAD_DIM:  # most calls end before this
+        widest = widest_head(architecture(query.device), query.dtype)
+        if dim > widest:
+            return f"the head dim is {dim}; the kernels take up to {widest} in {query.dtype} here"
     return unsupported_dtype(query)

@@ -31,7 +31,7 @@ from ..launch import (
     next_power_of_2,
     processors,
 )
-from ..tuned import TuningKey, choose, flags, named
+from ..tuned import TuningKey, choose, flags, gluon_kernels, gluon_options, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -52,6 +52,7 @@ from .configurations import (
 )
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
+from .hopper_rows import How, RingTile, backward_obstacle, obstacle, ways
 from .scores import (
     BackwardInputs,
     Band,
@@ -64,12 +65,17 @@ from .scores import (
     Strides,
     Tile,
 )
-from .warp_specialised import WARP_SPECIALISED, warp_specialised_kernel
 
 try:  # Triton before 3.6 has no Gluon, and a later one may change it
-    from .hopper import HOPPER, hopper_forward_kernel
-except (ImportError, AttributeError):
-    HOPPER, hopper_forward_kernel = {}, None
+    from .hopper import hopper_forward_kernel
+    from .hopper_dkdv import hopper_dkdv_kernel
+    from .hopper_dq import hopper_dq_kernel
+    from .hopper_rows import HOPPER, HOPPER_BACKWARD
+
+    gluon_kernels += [hopper_forward_kernel, hopper_dq_kernel, hopper_dkdv_kernel]
+except Exception:
+    HOPPER, HOPPER_BACKWARD = {}, {}
+    hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = None
 
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
 # their own; newer versions serialise them if these have none.
@@ -173,11 +179,11 @@ class Plan:
 
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
     source: Source | None = None  # what bounds are read from
-    warp_specialises = False  # whether `warp_specialised_kernel` can compute the call
-    overlaps = False  # whether `hopper_forward_kernel` can
+    overlaps = False  # whether the kernels for Hopper can compute the call
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch | BoundedLaunch] = {}
+        self.for_hopper: dict[str, How] = {}  # how `hopper_forward_kernel` computes it, by row
         batch, self.heads, q_rows, dim = query.shape
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
         self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
@@ -201,7 +207,7 @@ class Plan:
             wide = wide or (x is not None and _spans_int32(x))
         slopes: tuple[int, ...] = (0, 0)
         if attention.alibi_slopes is not None:
-            slopes = attention.alibi_slopes.expand(batch, self.heads).stride()
+            slopes = attention.alibi_slopes.expand(self.batch, self.heads).stride()
         sides = attention.window or (-1, -1)
         left, right = (UNBOUNDED if n < 0 else min(n, UNBOUNDED) for n in sides)
         if attention.is_causal:
@@ -283,25 +289,26 @@ class Plan:
         """Add a launch. `grid` gives the number of programs along one axis, or along the three of
         `locate_block`; `own` are arguments that no other kernel takes.
         """
-        tiles, launch = self.tiles(name), Launch
-        if tiles in WARP_SPECIALISED:
-            kernel, tiles, launch = warp_specialised_kernel, WARP_SPECIALISED[tiles], TMALaunch
-            own["MASK"] = has.right or has.lengths or self.k_length % tiles.BN != 0
-        elif tiles in HOPPER:
+        tiles, launch, source = self.tiles(name), Launch, self.source
+        if name == "forward" and tiles in HOPPER:
+            own["how"] = constants(self.for_hopper[tiles])
             kernel, tiles, launch = hopper_forward_kernel, HOPPER[tiles], TMALaunch
-            own["SLOTS"] = tiles.stages
-            self.source = None  # it reads the mask itself
+        elif tiles in (known := HOPPER_BACKWARD.get(name, {})):
+            kernel = hopper_dq_kernel if name == "dq" else hopper_dkdv_kernel
+            tiles, launch, source = known[tiles], TMALaunch, None  # it reads the mask itself
         widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
         recompute_masked = self.tile.recompute_masked and self.head_block <= widest
-        tile = self.tile._replace(
+        tile: Any = self.tile._replace(
             rows=tiles.BM, columns=tiles.BN, recompute_masked=recompute_masked
         )
+        if name in HOPPER_BACKWARD and launch is TMALaunch:
+            tile = RingTile._make((*tile, tiles.stages))
         arguments, bounds = self.arguments, None
-        if self.source is not None:
-            bounds = BoundedLaunch(name, tiles, self.source, self.tile.wide)
+        if source is not None:
+            bounds = BoundedLaunch(name, tiles, source, self.tile.wide)
             strides = arguments["strides"]._replace(**bounds.strides())
             arguments = arguments | dict(strides=strides)
-            has = has._replace(bounds=1 if self.source.name == "mask" else 2)
+            has = has._replace(bounds=1 if source.name == "mask" else 2)
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
         made = launch(
@@ -329,10 +336,11 @@ class Plan:
             return shipped
 
         def options() -> list[Any]:
+            backward = hopper_dq_kernel if kernel == "dq" else hopper_dkdv_kernel
             return (
                 rows(kernel, self.dtype, self.head_block)
-                + list(WARP_SPECIALISED) * self.warp_specialises
-                + list(HOPPER) * self.overlaps
+                + gluon_options(self.for_hopper, hopper_forward_kernel)
+                + gluon_options(HOPPER_BACKWARD.get(kernel, ()), backward) * self.overlaps
             )
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
@@ -347,7 +355,7 @@ class Plan:
         sizes |= {side: n for side, n in band.items() if n < UNBOUNDED}
         has = flags(self.has, *band, "separate_max")
         words = [named(self.dtype, self.tile.precision, **sizes), has]
-        return " ".join(words + ["TMA"] * (self.warp_specialises or self.overlaps))
+        return " ".join(words + ["TMA"] * self.overlaps)
 
     def rows(self, tiles: Tiles, has: Features) -> tuple[int, ...]:
         """Return the grid if each program owns BM queries of a head."""
@@ -403,19 +411,21 @@ class ForwardPlan(Plan):
         self.outputs = _layouts(query, outputs)
         has = self.has._replace(sink=attention.sinks is not None)
         strides = self.strides(outputs[0])
-        by_tma = self.may_copy_by_tma(query, key, value)
-        self.warp_specialises = by_tma and not self.lacking()
-        if by_tma and self.arch == "sm_90":
-            # With a mask of keys and dropout it has too few registers.
-            either = self.has.mask == 0 or not self.has.dropout
-            self.overlaps = self.has.mask < 2 and either and not self.lacking("mask", "dropout")
+        self.obstacle = obstacle(self, query, key, value, attention)  # why not for Hopper
+        if not HOPPER:
+            self.obstacle = "this Triton has no Gluon"
+        elif self.obstacle is None:
+            self.for_hopper = ways(HOPPER, self, attention)
+            self.overlaps = bool(self.for_hopper)
+            if not self.overlaps:
+                self.obstacle = "these options together take more registers than there are"
         self.choose_bounds("forward", attention)
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
     def lacking(self, *known: str) -> bool:
-        """Return whether the call has an option that the kernels that copy by TMA lack. They have
-        `known` beside causality, lengths, shards and sinks.
+        """Return whether the call has an option that the kernel for Hopper lacks. It has `known`
+        beside causality, lengths, shards and sinks.
         """
         known += ("right", "bottom_right", "lengths", "fold_scale", "shard")
         return any(self.has._replace(**dict.fromkeys(known, False)))
@@ -424,8 +434,8 @@ class ForwardPlan(Plan):
         """Return whether a kernel may copy the inputs by TMA, and fold the scale."""
         tensors = query, key, value
         return (
-            self.arch in ("sm_90", "interpreter")
-            and (query.element_size() == 2 or self.arch == "interpreter")
+            self.arch == "sm_90"
+            and query.element_size() == 2
             and self.has.fold_scale
             and not self.tile.wide
             and self.head_block <= 128
@@ -557,11 +567,13 @@ class BackwardPlan(Plan):
         super().__init__(query, key, value, attention)
         wide = self.tile.wide or _spans_int32(grad_output, output)
         self.tile = self.tile._replace(wide=wide)
-        self.bias_grad = bias_grad(needs[3], attention.bias, self.k_length)
+        self.bias_grad = bias_grad(needs[3], attention.bias, key.shape[2])
         like = [heads_like(x, x.shape[1], x.shape[3]) for x in (query, key, value)]
         self.grads = [(x.shape, x.stride()) for x in like]
         dq, dk, dv = (self.strides(x) for x in like)
         do = self.strides(grad_output)
+        self.obstacle = backward_obstacle(self, grad_output, (query, key, value), attention)
+        self.overlaps = self.obstacle is None
         self.add_delta(grad_output, grad_lse, output)
         self.choose_bounds("backward", attention)
         key_grad = self.bias_grad == "key"
@@ -642,7 +654,7 @@ class BackwardPlan(Plan):
             launch["delta"](output, grad_output, dlse, lse, delta, statistics)
         dbias = query.new_empty(0)
         if self.bias_grad == "key":
-            dbias = lse.new_empty(self.batch, self.heads, 1, self.k_length)
+            dbias = lse.new_empty(query.shape[0], self.heads, 1, key.shape[2])
         if "dkdv" in launch:
             launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, given["dkdv"])
         if "dq" in launch:

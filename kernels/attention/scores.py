@@ -44,7 +44,7 @@ class OptionalInputs(NamedTuple):
     """
 
     mask: Any  # [B, H, Sq, Sk] as bytes; zero masks out
-    bias: Any  # [B, H, Sq, Sk]
+    bias: Any  # [B, H, Sq, Sk]; in a packed batch [Tk]
     slopes: Any  # [B, H]
     lengths: Any  # [B] keys of each sequence; in a packed batch the offsets of its keys, [B + 1]
     starts: Any  # [B + 1], the offsets of the queries in a packed batch
@@ -378,6 +378,8 @@ def locate_head(call, sequence, batch_head, b, h, first, tile: tl.constexpr, has
     mask += first * strides.mask_row
     bias = call.optional.bias + b * strides.bias_batch + h * strides.bias_head
     bias += first * strides.bias_row
+    if has.packed and has.bias > 0:  # a bias of the keys
+        bias += sequence.first_key * strides.bias_column
     slope = 0.0
     if has.alibi:
         slope = tl.load(call.optional.slopes + b * strides.slope_batch + h * strides.slope_head)
@@ -408,6 +410,17 @@ def first_row(batch_head, h, sequence, sizes, has: tl.constexpr):
         return h.to(tl.int64) * sizes.query_rows + sequence.first_query
     else:
         return batch_head.to(tl.int64) * sizes.query_rows
+
+
+@triton.jit
+def first_key(batch_head, h, sequence, sizes, has: tl.constexpr):
+    """Return where the keys of a head begin in the gradient of a bias of keys, [B, H, Sk], or
+    [H, Tk] if packed.
+    """
+    if has.packed:
+        return h.to(tl.int64) * sizes.key_rows + sequence.first_key
+    else:
+        return batch_head.to(tl.int64) * sizes.keys
 
 
 @triton.jit
@@ -474,7 +487,10 @@ def key_row(head, j, ok, tile: tl.constexpr, has: tl.constexpr, EDGE: tl.constex
 
     `ok` [BN] is True for keys below the length. Without EDGE it is True for all.
     """
+    # The loads are bounded by Sk, not by the length: the compiler knows the divisibility of Sk.
     strides, exists = head.call.strides, j < head.call.sizes.keys
+    if has.packed:  # the keys after those of the sequence may be the last of the batch
+        exists = ok
     bias = 0.0
     if has.mask == 1:
         seen = load_where(head.mask + j * strides.mask_column, exists, EDGE) != 0

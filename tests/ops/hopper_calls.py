@@ -1,4 +1,4 @@
-"""Calls of attention whose forward is that for Hopper, which runs in the simulator."""
+"""Calls of attention whose kernels are those for Hopper, which run in the simulator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import triton.language as tl
 from fastformer.kernels import interpreter, tuned
 from fastformer.kernels.attention import plan
 from fastformer.kernels.attention.configurations import Tiles
+from fastformer.kernels.attention.hopper_rows import Row
 from fastformer.kernels.launch import Launch
 from torch import Tensor
 
@@ -20,26 +21,59 @@ from fastformer import use_backend
 
 ROW = "Gluon 128 128"
 Edit = tuple[str, str, str]  # a function of the kernel, and what to replace in its text
+OUTPUTS = ("O", "LSE", "STATISTICS", "DQ", "DK", "DV")
 
 
 @functools.cache
-def kernel(edits: tuple[Edit, ...]) -> gluon_simulator.Kernel:
+def kernel(name: str, edits: tuple[Edit, ...]) -> gluon_simulator.Kernel:
     of = {function: [e[1:] for e in edits if e[0] == function] for function, *_ in edits}
-    return gluon_simulator.Kernel(plan.hopper_forward_kernel, of, interpreter.replaced)
+    # The simulator has no 16-bit registers that two values could share.
+    packing = dict(pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, layout: p)
+    others = interpreter.replaced | packing
+    return gluon_simulator.Kernel(getattr(plan, name), of, others)
 
 
 @contextlib.contextmanager
-def simulated(
-    *edits: Edit, columns: int = 64, slots: int = 2, seed: int = 0
-) -> Iterator[list[Any]]:
-    """Plan calls as on a GPU of sm_90 for which this kernel was measured to be the fastest, with
-    tiles of that many keys, and run it in the simulator. Yield the list of what it is launched
-    with. All other kernels run in Triton's interpreter.
+def simulated(*edits: Edit, seed: int = 0, bounds: bool = False, **row: Any) -> Iterator[list[Any]]:
+    """Plan calls as on a GPU of sm_90 for which this kernel was measured to be the fastest, by a
+    row of 128 x 64, or another one, and with bounds of masks or without, and run it in the
+    simulator. Yield the list of what it is launched with. All other kernels run in Triton's
+    interpreter.
     """
+    rows = dict(HOPPER={ROW: Row(128, 64, 4, 2)._replace(**row)})
+    ways = {"attention forward": ROW}
+    ways["attention forward bounds"] = "bounds" if bounds else "all tiles"
+    with chosen(ways, rows, edits, seed) as launched:
+        yield launched
+
+
+@contextlib.contextmanager
+def simulated_backward(
+    *edits: Edit,
+    kernels: tuple[str, ...] = ("dq", "dkdv"),
+    rows: int = 64,
+    columns: int = 64,
+    slots: int = 2,
+    seed: int = 0,
+) -> Iterator[list[Any]]:
+    """The same for the kernels of the backward: tiles of `rows` queries for dK and dV, and of
+    `columns` keys for dQ.
+    """
+    tiles = dict(dq=Tiles(128, columns, 4, slots), dkdv=Tiles(rows, 128, 4, slots))
+    known = dict(HOPPER_BACKWARD={n: {ROW: tiles[n]} for n in kernels})
+    with chosen({f"attention {n}": ROW for n in kernels}, known, edits, seed) as launched:
+        yield launched
+
+
+@contextlib.contextmanager
+def chosen(
+    ways: dict[str, str], rows: dict[str, Any], edits: tuple[Edit, ...], seed: int
+) -> Iterator[list[Any]]:
     through_triton, launched = Launch.through_triton, []
 
     def run(launch: Any, *pointers: Any) -> None:
-        if launch._kernel is not plan.hopper_forward_kernel:
+        name = launch._kernel.fn.__name__
+        if not name.startswith("hopper_"):
             through_triton(launch, *pointers)
             return
         groups = zip(launch._groups, pointers, strict=True)
@@ -47,18 +81,16 @@ def simulated(
         names = launch._kernel.arg_names
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)
-        kernel(edits).run(arguments, launch._grid, seed)
+        kernel(name, edits).run(arguments, launch._grid, seed)
         for name, x in zip(names, pointers):
-            if name in ("O", "LSE"):
+            if name in OUTPUTS and x.numel():
                 memory(x).copy_(torch.from_numpy(arguments[name].array))
 
     with (
         torch.no_grad() if edits else contextlib.nullcontext(),
         use_backend("triton"),
-        tuned.forced({"attention forward": ROW}),
-        replaced(
-            plan, architecture=lambda device: "sm_90", HOPPER={ROW: Tiles(128, columns, 4, slots)}
-        ),
+        tuned.forced(ways),
+        replaced(plan, architecture=lambda device: "sm_90", **rows),
         replaced(Launch, through_triton=run),
     ):
         yield launched

@@ -3,6 +3,7 @@ and a call of test_hopper.py that shows it. The simulator reports each, or the r
 """
 
 PLAIN, CAUSAL, MASKED, EMPTY = "plain", "causal", "mask", "lengths"
+WINDOW, SPANS, HOLES, BIASED, THREE = "window", "spans", "holes", "bias", "three"
 
 FAULTS = {
     # --------------------------------------------------------------------------------- waits
@@ -20,27 +21,27 @@ FAULTS = {
     ),
     "no wait for the second keys": (
         "_consumer",
-        "    mbarrier.wait(bars.key_ready.index(slot), phase, pred=work.tiles > 1)\n",
+        "    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.tiles > 1)\n",
         "",
         PLAIN,
     ),
     "no wait for the next keys": (
         "_consumer",
-        "            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < work.tiles)\n",
+        "            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.tiles)\n",
         "",
         PLAIN,
     ),
-    "a wait for keys past the last": ("_consumer", "pred=t + 1 < work.tiles", "pred=True", PLAIN),
-    "a wait for second keys of one tile": ("_consumer", "pred=work.tiles > 1", "pred=True", EMPTY),
+    "a wait for keys past the last": ("_consumer", "pred=t + 1 < walk.tiles", "pred=True", PLAIN),
+    "a wait for second keys of one tile": ("_consumer", "pred=walk.tiles > 1", "pred=True", EMPTY),
     "no wait for the values": (
         "_consumer",
-        "            mbarrier.wait(value_ready.index(before), before_phase)\n",
+        "            mbarrier.wait(value_ready.index(before), phase_before)\n",
         "",
         PLAIN,
     ),
     "no wait for the last values": (
         "_consumer",
-        "    mbarrier.wait(value_ready.index(before), before_phase)\n    weights",
+        "    mbarrier.wait(value_ready.index(slot), phase)\n    weights",
         "    weights",
         PLAIN,
     ),
@@ -64,8 +65,8 @@ FAULTS = {
     ),
     "no wait for the output of the last tile": (
         "_consumer",
-        "    acc = warpgroup_mma_wait(0, [acc])\n    output",
-        "    output",
+        "    acc = warpgroup_mma_wait(0, [acc])\n    out",
+        "    out",
         PLAIN,
     ),
     "the copies wait for no keys": (
@@ -81,8 +82,8 @@ FAULTS = {
         PLAIN,
     ),
     "no wait for the bounds": (
-        "_weights",
-        "        mbarrier.wait(bars.bounds_ready.index(slot), phase)\n",
+        "_scores",
+        "        mbarrier.wait(bars.bounds_ready.index(place.slot), place.phase)\n",
         "",
         MASKED,
     ),
@@ -94,13 +95,13 @@ FAULTS = {
     ),
     "zeros over values that are copied": (
         "_mask",
-        "        mbarrier.wait(bars.value_ready.index(slot), phase)\n",
-        "",
+        "        mbarrier.wait(bars.value_ready.index(slot), phase)\n        if",
+        "        if",
         MASKED,
     ),
     "values that nobody has masked": (
         "_consumer",
-        "bars.value_masked if has.mask == 1 else bars.value_ready",
+        "bars.value_masked if has_bounds(has) else bars.value_ready",
         "bars.value_ready",
         MASKED,
     ),
@@ -127,22 +128,22 @@ FAULTS = {
     ),
     "phase of the values": (
         "_consumer",
-        "            mbarrier.wait(value_ready.index(before), before_phase)\n",
-        "            mbarrier.wait(value_ready.index(before), before_phase ^ 1)\n",
+        "            mbarrier.wait(value_ready.index(before), phase_before)\n",
+        "            mbarrier.wait(value_ready.index(before), phase_before ^ 1)\n",
         PLAIN,
     ),
-    "phase of the values of a slot before": (
+    "phase of the values of a tile later": (
         "_consumer",
-        "            before_phase = phase\n",
-        "",
+        "value_ready.index(before), phase_before",
+        "value_ready.index(before), phase",
         PLAIN,
     ),
-    "phase after the wrap": ("_next", "phase ^ wraps.to(gl.int32)", "phase", PLAIN),
-    "no wrap": ("_next", "gl.where(wraps, 0, slot)", "slot", PLAIN),
+    "phase after the wrap": ("slot_of", "t // SLOTS & 1", "0", PLAIN),
+    "no wrap": ("slot_of", "t % SLOTS", "t", PLAIN),
     "phase of the bounds": (
-        "_weights",
-        "bars.bounds_ready.index(slot), phase",
-        "bars.bounds_ready.index(slot), phase ^ 1",
+        "_scores",
+        "bars.bounds_ready.index(place.slot), place.phase",
+        "bars.bounds_ready.index(place.slot), place.phase ^ 1",
         MASKED,
     ),
     "phase of the free bounds": (
@@ -151,41 +152,41 @@ FAULTS = {
         "bars.bounds_free.index(slot), phase",
         MASKED,
     ),
-    "both consumers wait": ("_consumer", "beat ^ (1 - which)", "beat", PLAIN),
-    "the turn of one phase": ("_consumer", "            beat = beat ^ 1\n", "", PLAIN),
+    "both consumers wait": ("_consumer", "t ^ (which > 0)", "t", PLAIN),
+    "the turn of one phase": ("_consumer", "(t ^ (which > 0)) & 1", "which == 0", PLAIN),
     # ------------------------------------------------------------------- arrivals and releases
     "one release of the keys": (
-        "_shared",
-        "key_free=_barriers(SLOTS, 2)",
-        "key_free=_barriers(SLOTS, 1)",
+        "make_shared",
+        "key_free=barriers(SLOTS, ALL)",
+        "key_free=barriers(SLOTS, 1)",
         PLAIN,
     ),
     "one release of the values": (
-        "_shared",
-        "value_free=_barriers(SLOTS, 2)",
-        "value_free=_barriers(SLOTS, 1)",
+        "make_shared",
+        "value_free=barriers(SLOTS, ALL)",
+        "value_free=barriers(SLOTS, 1)",
         PLAIN,
     ),
     "three releases of the values": (
-        "_shared",
-        "value_free=_barriers(SLOTS, 2)",
-        "value_free=_barriers(SLOTS, 3)",
+        "make_shared",
+        "value_free=barriers(SLOTS, ALL)",
+        "value_free=barriers(SLOTS, 3)",
         PLAIN,
     ),
     "one release of the bounds": (
-        "_shared",
-        "bounds_free=_barriers(SLOTS, 2)",
-        "bounds_free=_barriers(SLOTS, 1)",
+        "make_shared",
+        "bounds_free=barriers(SLOTS, ALL)",
+        "bounds_free=barriers(SLOTS, 1)",
         MASKED,
     ),
     "two arrivals of the queries": (
-        "_shared",
-        "query_ready=_barriers(1, 1)",
-        "query_ready=_barriers(1, 2)",
+        "make_shared",
+        "query_ready=barriers(1, 1)",
+        "query_ready=barriers(1, 2)",
         PLAIN,
     ),
     "barriers that nobody initialises": (
-        "_barriers",
+        "barriers",
         "gl.static_range(count)",
         "gl.static_range(count - 1)",
         PLAIN,
@@ -204,13 +205,13 @@ FAULTS = {
     ),
     "no release of the values": (
         "_consumer",
-        "            mbarrier.arrive(bars.value_free.index(done), count=1)",
+        "            mbarrier.arrive(bars.value_free.index(before), count=1)",
         "            pass",
         PLAIN,
     ),
     "no release of the bounds": (
-        "_weights",
-        "        mbarrier.arrive(bars.bounds_free.index(slot), count=1)\n",
+        "_scores",
+        "        mbarrier.arrive(bars.bounds_free.index(place.slot), count=1)\n",
         "",
         MASKED,
     ),
@@ -234,17 +235,17 @@ FAULTS = {
     "values released too early": (
         "_consumer",
         "            acc = warpgroup_mma_wait(0, [acc])\n"
-        "            mbarrier.arrive(bars.value_free.index(done), count=1)",
-        "            mbarrier.arrive(bars.value_free.index(done), count=1)\n"
+        "            mbarrier.arrive(bars.value_free.index(before), count=1)",
+        "            mbarrier.arrive(bars.value_free.index(before), count=1)\n"
         "            acc = warpgroup_mma_wait(0, [acc])",
         PLAIN,
     ),
     "bounds released too early": (
-        "_weights",
-        "        bound = buffers.bounds.index(slot).load(gl.SliceLayout(0, S))\n"
-        "        mbarrier.arrive(bars.bounds_free.index(slot), count=1)\n",
-        "        mbarrier.arrive(bars.bounds_free.index(slot), count=1)\n"
-        "        bound = buffers.bounds.index(slot).load(gl.SliceLayout(0, S))\n",
+        "_scores",
+        "        bound = buffers.bounds.index(place.slot).load(gl.SliceLayout(0, S))\n"
+        "        mbarrier.arrive(bars.bounds_free.index(place.slot), count=1)\n",
+        "        mbarrier.arrive(bars.bounds_free.index(place.slot), count=1)\n"
+        "        bound = buffers.bounds.index(place.slot).load(gl.SliceLayout(0, S))\n",
         MASKED,
     ),
     "bounds given too early": (
@@ -257,14 +258,14 @@ FAULTS = {
     ),
     "the other turn": (
         "_consumer",
-        "arrive(bars.turn.index(1 - which)",
+        "arrive(bars.turn.index((which + 1) % how.consumers)",
         "arrive(bars.turn.index(which)",
         PLAIN,
     ),
     "no turn": (
         "_consumer",
-        "            mbarrier.arrive(bars.turn.index(1 - which), count=1)\n",
-        "",
+        "                mbarrier.arrive(bars.turn.index((which + 1) % how.consumers), count=1)\n",
+        "                pass\n",
         PLAIN,
     ),
     # --------------------------------------------------------------------------------- slots
@@ -276,21 +277,27 @@ FAULTS = {
     ),
     "the slot of the released values": (
         "_consumer",
-        "value_free.index(done)",
         "value_free.index(before)",
+        "value_free.index(1 - before)",
         PLAIN,
     ),
     "the slot of the next values": (
         "_consumer",
-        "value_free.index(done)",
+        "value_free.index(before)",
         "value_free.index(slot)",
         PLAIN,
     ),
-    "the slot of the values": ("_consumer", "            before = slot\n", "", PLAIN),
+    "the slot of the values": ("_consumer", "slot_of(t - 1, how.slots)", "slot, phase", PLAIN),
+    "the slot of the last values": (
+        "_consumer",
+        "slot_of(walk.tiles - 1, how.slots)",
+        "slot, phase",
+        PLAIN,
+    ),
     "keys of the tile before": (
         "_consumer",
         "buffers.key.index(slot)",
-        "buffers.key.index(before)",
+        "buffers.key.index(1 - slot)",
         PLAIN,
     ),
     "keys into the slot of the values": (
@@ -319,7 +326,7 @@ FAULTS = {
         "columns * tile.dim_block * 4",
         PLAIN,
     ),
-    "half of the queries": ("_copies", "gl.static_range(2)", "gl.static_range(1)", PLAIN),
+    "half of the queries": ("_copies", "range(how.consumers)", "range(1)", PLAIN),
     "keys that nobody expects": (
         "_copies",
         "        mbarrier.expect(bars.key_ready.index(slot), K_BYTES)\n",
@@ -343,35 +350,45 @@ FAULTS = {
     "the fence behind the copy": (
         "_store",
         "    fence_async_shared()  # the store to shared memory was a plain one, the copy is not\n"
-        "    _copy_out(target, [i0, 0], buffer)\n",
-        "    _copy_out(target, [i0, 0], buffer)\n    fence_async_shared()\n",
+        "    copy_out(target, [i0, 0], tiles)\n",
+        "    copy_out(target, [i0, 0], tiles)\n    fence_async_shared()\n",
         PLAIN,
     ),
     # --------------------------------------------------------------------------------- tiles
-    "a tile that is not copied": ("_copies", "range(work.tiles)", "range(work.tiles - 1)", PLAIN),
-    "a tile that nobody reads": ("_copies", "range(work.tiles)", "range(work.tiles + 1)", PLAIN),
-    "a tile without a mask": ("_mask", "range(work.tiles)", "range(work.tiles - 1)", MASKED),
-    "the first key of the copies": ("_copies", "origin + _first_key", "_first_key", EMPTY),
-    "no tile at all": (
-        "_tiles",
-        "gl.maximum(gl.cdiv(hi, tile.columns), 1)",
-        "gl.cdiv(hi, tile.columns)",
+    "a tile that is not copied": (
+        "_copies",
+        "range(work.walk.tiles)",
+        "range(work.walk.tiles - 1)",
+        PLAIN,
+    ),
+    "a tile that nobody reads": (
+        "_copies",
+        "range(work.walk.tiles)",
+        "range(work.walk.tiles + 1)",
+        PLAIN,
+    ),
+    "a tile without a mask": ("_mask", "in range(masked):", "in range(masked - 1):", MASKED),
+    "no tile at all": ("walk_of", "gl.maximum(edges + others, 1)", "edges + others", EMPTY),
+    "a tile of a sequence without keys": (
+        "walk_of",
+        "gl.where(others > 0, begin, past)",
+        "begin",
         EMPTY,
     ),
     "a descriptor of no rows": (
-        "hopper_forward_kernel",
-        "exists = gl.maximum(length, 1)",
-        "exists = length",
+        "make_tensors",
+        "gl.maximum(sequence.length, 1)",
+        "sequence.length",
         EMPTY,
     ),
-    "an edge that is none": ("_tiles", "tiles - whole // tile.columns - 1", "0", CAUSAL),
-    "the key past the diagonal": (
-        "_weights",
-        "gl.expand_dims(j, 0) <= gl",
-        "gl.expand_dims(j, 0) <= 1 + gl",
+    "an edge that is none": (
+        "walk_of",
+        "Walk(tiles, gl.maximum(edges, 1)",
+        "Walk(tiles, 1",
         CAUSAL,
     ),
-    "the length": ("_weights", "last = i * 0 + work.last", "last = i * 0 + work.last + 1", EMPTY),
+    "the key past the diagonal": ("_cut", "j <= gl", "j <= 1 + gl", CAUSAL),
+    "the length": ("_cut", "last = i * 0 + work.last", "last = i * 0 + work.last + 1", EMPTY),
     "values of masked keys stay": (
         "_mask",
         "gl.expand_dims(kept, 1), x, 0.0",
@@ -379,11 +396,132 @@ FAULTS = {
         MASKED,
     ),
     "no mask": (
-        "_weights",
+        "_scores",
         "        s = gl.minimum(s, gl.expand_dims(bound, 0))",
         "        s = s",
         MASKED,
     ),
+    # ------------------------------------------------------ masks and biases of queries and keys
+    "no wait for the bias": (
+        "_scores",
+        "        mbarrier.wait(bars.term_ready.index(place.term_slot), place.term_phase)\n",
+        "",
+        BIASED,
+    ),
+    "no wait for the mask of queries": (
+        "_scores",
+        "        mbarrier.wait(bars.term_ready.index(place.term_slot), place.term_phase)\n",
+        "",
+        SPANS,
+    ),
+    "a bias over one that is read": (
+        "_copy_terms",
+        "    mbarrier.wait(bars.term_free.index(place.term_slot), place.term_phase ^ 1,"
+        " pred=needed)\n",
+        "",
+        BIASED,
+    ),
+    "phase of the bias": (
+        "_scores",
+        "bars.term_ready.index(place.term_slot), place.term_phase",
+        "bars.term_ready.index(place.term_slot), place.term_phase ^ 1",
+        BIASED,
+    ),
+    "phase of the free bias": (
+        "_copy_terms",
+        "place.term_phase ^ 1",
+        "place.term_phase",
+        BIASED,
+    ),
+    "one release of the bias": (
+        "make_shared",
+        "term_free=barriers(how.term_slots, ALL)",
+        "term_free=barriers(how.term_slots, 1)",
+        BIASED,
+    ),
+    "no release of the bias": (
+        "_scores",
+        "        mbarrier.arrive(bars.term_free.index(place.term_slot), count=1)\n",
+        "",
+        BIASED,
+    ),
+    "the bias released too early": (
+        "_scores",
+        "        if has.bias == 2:\n            bias =",
+        "        mbarrier.arrive(bars.term_free.index(place.term_slot), count=1)\n"
+        "        if has.bias == 2:\n            bias =",
+        BIASED,
+    ),
+    "no fence behind the bias": (
+        "_scores",
+        "        fence_async_shared()  # the next copy must not overtake these loads\n",
+        "",
+        BIASED,
+    ),
+    "half of the bytes of the bias": (
+        "_copy_terms",
+        "tile.columns * how.term_bytes",
+        "tile.columns * how.term_bytes // 2",
+        BIASED,
+    ),
+    "a bias that nobody expects": (
+        "_copy_terms",
+        "    mbarrier.expect(ready, tile.rows * tile.columns * how.term_bytes, pred=needed)\n",
+        "",
+        BIASED,
+    ),
+    "the bias of the other consumer": (
+        "place_of",
+        "term * how.consumers + which",
+        "term * how.consumers + 1 - which",
+        BIASED,
+    ),
+    "the slot of the bias": ("place_of", "slot_of(t, how.term_slots)", "slot_of(0, 2)", BIASED),
+    "the bias of the first queries": ("_copy_terms", "place.query + which * ROWS", "0", BIASED),
+    "a mask that nobody needs": ("_copies", "t < masked", "t < masked + 1", SPANS),
+    "a mask that is not copied": ("_copies", "t < masked", "t < masked - 1", SPANS),
+    "a mask of tiles that need none": (
+        "masked_tiles",
+        "return walk.edges",
+        "return walk.tiles",
+        SPANS,
+    ),
+    "no mask of queries": ("_scores", "s = gl.where(seen != 0, s", "s = gl.where(True, s", SPANS),
+    "values that are not passed on": (
+        "_mask",
+        "range(masked, work.walk.tiles)",
+        "range(masked, masked)",
+        HOLES,
+    ),
+    "values that are passed on too early": (
+        "_mask",
+        "        mbarrier.wait(bars.value_ready.index(slot), phase)\n        mbarrier.arrive",
+        "        mbarrier.arrive",
+        HOLES,
+    ),
+    "a turn that leaves out a consumer": (
+        "_consumer",
+        "(which + 1) % how.consumers",
+        "(which + 1) % 2",
+        THREE,
+    ),
+    "releases of two consumers": (
+        "make_shared",
+        "value_free=barriers(SLOTS, ALL)",
+        "value_free=barriers(SLOTS, 2)",
+        THREE,
+    ),
+    # ---------------------------------------------------------------------------------- the walk
+    "edges on one side": (
+        "key_of_tile",
+        "gl.where(n0 < walk.jump, n0, n0 + walk.gap)",
+        "n0",
+        WINDOW,
+    ),
+    "edges of no gap": ("key_of_tile", "n0, n0 + walk.gap", "n0, n0", WINDOW),
+    "the first of the others": ("walk_of", "begin - edges * BN", "begin", WINDOW),
+    "the edges of a causal call": ("walk_of", "        lo += gap\n", "        pass\n", CAUSAL),
+    "the left side of the band": ("_cut", "seen & (j >=", "seen & (j >", WINDOW),
     # --------------------------------------------------------------------------------- softmax
     "no rescaling": (
         "_consumer",
@@ -393,8 +531,8 @@ FAULTS = {
         PLAIN,
     ),
     "a sum that is not rescaled": ("_weights", "l = l * rescale + gl", "l = l + gl", PLAIN),
-    "the rows of LSE": ("_store", "gl.store(LSE + i, lse", "gl.store(LSE + i + 1, lse", PLAIN),
-    "a row without a key": ("_store", "gl.where(empty, 1.0, l)", "l", EMPTY),
+    "the rows of LSE": ("_store", "row = rows.first + i", "row = rows.first + i + 1", PLAIN),
+    "a row without a key": ("store_sums", "tl.where(empty, 1.0, l)", "l", EMPTY),
 }
 
 # Faults that change nothing, and why.

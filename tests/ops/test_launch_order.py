@@ -186,20 +186,6 @@ def test_no_bit_of_a_packed_batch_depends_on_the_order(sections, in_bounds):
     assert all(torch.equal(x, y) for results in found for x, y in zip(results, found[0]))
 
 
-def test_no_bit_of_the_warp_specialised_kernel_depends_on_the_order(sections):
-    from fastformer.kernels import tuned
-
-    given = [torch.randn(3, 2, 300, 16) for _ in range(3)]
-    found = []
-    with tuned.forced({"attention forward": "warp-specialised 128 64"}), use_backend("triton"):
-        for cached in (0, 5):
-            sections(cached)
-            found.append(ff.scaled_dot_product_attention(*given, is_causal=True))
-            (made,) = launch.plans.values()
-            assert made.forward._kernel is plan.warp_specialised_kernel
-    assert torch.equal(*found)
-
-
 def test_the_heads_of_a_section():
     """The largest divisor of the heads that the cache holds, or else one head."""
     for heads, cache in product(range(1, 40), (0, 1, 5, 8, 30, 100)):

@@ -300,6 +300,9 @@ OTHERS = [
     workloads.workload("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
     workloads.workload("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
     workloads.workload(
+        "rotary_embedding", "float32", dict(B=1, H=2, G=2, S=40, D=16, R=16), True, norm=True
+    ),
+    workloads.workload(
         "embed", "float32", dict(M=40, S=20, N=48, V=9), True, positional=True, dropout=True
     ),
 ]
@@ -337,6 +340,26 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
         call()
         assert option in taken
         assert call.drop_reason() is None
+
+
+def test_a_file_may_hold_the_answer_to_every_question_of_attention():
+    """Others are not read: see `test_unknown_ops_are_ignored_with_one_line`."""
+    pytest.importorskip("triton")
+    backends._load(OP)
+
+    def ask():
+        for queries, given in ((40, dict(bias=torch.zeros(40, 40, requires_grad=True))), (1, {})):
+            x, y = torch.randn(1, 2, queries, 16, requires_grad=True), torch.randn(1, 2, 40, 16)
+            y = y if queries > 1 else torch.randn(1, 2, 300, 16)
+            mask = torch.ones(queries, y.shape[2], dtype=torch.bool)
+            with use_backend("triton"), torch.set_grad_enabled(queries > 1):
+                out = ff.scaled_dot_product_attention(x, y, y, attn_mask=mask, **given)
+            if queries > 1:
+                out.sum().backward()
+
+    assert {question.kernel for question in questions(ask)} == set(OPERATIONS[OP].tuned) - {
+        "attention dkdv"  # no gradient of the keys is needed
+    }
 
 
 def test_a_forced_choice_ends_with_its_context(file, attention):
@@ -418,6 +441,7 @@ def test_explain_of_a_model_says_it_too(file):
 def on_a_gpu(monkeypatch):
     """`auto` chooses for tensors of the CPU as it does for those of a GPU."""
     former = backends.choose_backend
+    monkeypatch.setattr(backends, "runs_directly", lambda: False)
 
     def choose(op, arguments, backend):
         if backend == "auto":

@@ -36,6 +36,7 @@ CANDIDATES = {
     "fails": Candidate("fails", seconds(1), lambda: fail("out of resources\nand more")),
     "fails late": Candidate("fails late", lambda: fail("later")),
     "crashes": Candidate("crashes", seconds(1), crash),
+    "crashes @01234567": Candidate("crashes @01234567", seconds(1), crash),
     "hangs": Candidate("hangs", seconds(1), lambda: time.sleep(600)),
 }
 

@@ -1,0 +1,228 @@
+"""What the backward kernels of attention for Hopper GPUs (sm_90) share. They are in Gluon, and made
+like the forward of hopper.py. `fastformer tune` measures them for calls without the options that
+they lack.
+
+    dQ           A program owns 128 queries, and each of its two groups of four warps 64 of them.
+                 Keys and values come through a ring of slots, copied by one warp by TMA. A group
+                 issues S = q k^T and dP = do v^T, computes P while dP is under way, and adds dS k.
+    dK and dV    A program owns 128 keys, and each group 64 of them. Queries and the gradients of
+                 the output come through the ring, of all heads that share the keys, and one more
+                 warp brings the statistics of their rows. A group computes the transposes S^T and
+                 dP^T, because P^T and dS^T then are operands in registers of the products that they
+                 go into. dK and dV stay in registers until the end: nothing is added atomically,
+                 so that the bits are the same from run to run.
+    mask         With a mask of keys, one warp of dQ turns its bytes into bounds of the scores, and
+                 sets masked keys and values to zero, because 0 * NaN is NaN. A row of dK or dV
+                 depends on its own key alone: those of masked keys are set to zero at the end.
+
+docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernels on a
+CPU and finds accesses that no barrier orders.
+
+Source: Shah et al. 2024, "FlashAttention-3", section 3; Dao 2023, "FlashAttention-2", section 3.1.2
+(the backward).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..common import LOG2E, dropout_words
+from .hopper_parts import copy_out, like
+from .scores import first_row, locate_head
+
+
+class Span(NamedTuple):
+    """The tiles that a program walks, by their first key, or by their first query for dK and dV.
+    No edge cuts a tile from `begin` to `end`.
+    """
+
+    lo: Any
+    begin: Any
+    end: Any
+    hi: Any
+
+
+class Work(NamedTuple):
+    """What a program computes."""
+
+    start: Any  # its first query, or its first key
+    span: Any  # `Span`
+    batch: Any
+    head: Any  # of dK and dV the first one that shares the keys
+    left: Any  # query i sees no key before i + left, and none past i + right
+    right: Any
+    offsets: Any  # pointer to the first row of the first head, see `_Statistics` of backward.py
+    deltas: Any
+    sequence: Any
+    call: Any
+
+
+class Statistics(NamedTuple):
+    """Those of `_Statistics` of backward.py, which broadcast against a tile of scores."""
+
+    peak: Any
+    offset: Any
+    delta: Any
+
+
+class Tensors(NamedTuple):
+    """TMA descriptors of rows: of a head [rows, D], or, in dK and dV the queries and the gradients
+    of the output, of the heads that share the keys [heads, rows, D].
+    """
+
+    query: Any
+    grad_output: Any
+    key: Any
+    value: Any
+    first: Any  # the gradient of the queries, or of the keys
+    second: Any  # the gradient of the values
+
+
+class Buffers(NamedTuple):
+    """Shared memory. What a program owns is in two halves, one for each consumer, where it stores
+    its gradient in the end; the other tiles have slots.
+    """
+
+    query: Any  # [2, BM / 2, BD], or [slots, 1, BM, BD]
+    grad_output: Any  # [2, BM / 2, BDV], or [slots, 1, BM, BDV]
+    key: Any  # [slots, BN, BD], or [2, BN / 2, BD]
+    value: Any  # [slots, BN, BDV], or [2, BN / 2, BDV]
+    first: Any  # dQ with a mask: bounds [slots, BN]. dK and dV: the offsets of rows [slots, BM]
+    second: Any  # dK and dV: delta [slots, BM]
+    peak: Any  # dK and dV, if P has two statistics: the maximum [slots, BM]
+
+
+class Barriers(NamedTuple):
+    """mbarriers; each ends a phase after a number of arrivals, given here. A `ready` says that a
+    slot is full, a `free` that its readers are done with it. `first` and `second` are the keys and
+    the values that dQ reads, or the queries and the gradients of the output that dK and dV read.
+    """
+
+    own_ready: Any  # 1: the copies of what the program owns
+    first_ready: Any  # 1 for each slot: the copies
+    second_ready: Any  # 1: the copies
+    free: Any  # 2: the consumers, which have read both
+    rows_ready: Any  # dK and dV, 1: the statistics of rows
+    rows_free: Any  # dK and dV, 2: the consumers
+    first_masked: Any  # dQ, 1: the mask, once it has stored the bounds and set keys to zero
+    second_masked: Any  # dQ, 1: the mask, once it has set values to zero
+
+
+@gluon.constexpr_function
+def one_loop(tile, has):
+    """Return 1 if a loop walks whole tiles and those that an edge cuts, 0 if each has its own. Two
+    loops with dropout and D = 128 would take more registers than there are.
+    """
+    return int(has.left or (has.dropout and tile.dim_block > 64))
+
+
+@gluon.jit
+def kept_by_dropout(
+    head, i0, n0, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, has: gl.constexpr
+):
+    """Return which elements [BM, BN] of the tile at query i0 and key n0 dropout keeps: the bits of
+    `kept` of scores.py. LAYOUT is that of the counters.
+    """
+    if has.shard:
+        shard = head.call.sizes.shard
+        i0 += shard.query
+        n0 += shard.key
+    i = i0 // 2 + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, LAYOUT))
+    j = n0 // 2 + gl.arange(0, BN // 2, layout=gl.SliceLayout(0, LAYOUT))
+    i, j = gl.expand_dims(i, 1).to(gl.uint32), gl.expand_dims(j, 0).to(gl.uint32)
+    words = dropout_words(head.draws, i, j, BM, BN)
+    return words >= head.call.factors.threshold.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def at_most(columns, bound):
+    """Return which columns [N] of a tile of scores are at most the bound [rows] of their row.
+
+    Of the columns' bits, those of a thread's lane are 1 and 2. Compared apart, the others are
+    constants of the code. Else the compiler keeps each column in a register.
+    """
+    of_lane, others = columns & 6, columns & (columns.shape[0] - 7)
+    return gl.expand_dims(others, 0) <= gl.expand_dims(bound, 1) - gl.expand_dims(of_lane, 0)
+
+
+@gluon.jit
+def _distance(rows, columns):
+    """Return |rows - columns| as float32, for rows [rows] and columns [N]. See `at_most`."""
+    of_lane, others = columns & 6, columns & (columns.shape[0] - 7)
+    near = (gl.expand_dims(rows, 1) - gl.expand_dims(of_lane, 0)).to(gl.float32)
+    return gl.abs(near - gl.expand_dims(others, 0).to(gl.float32))
+
+
+@gluon.jit
+def _factor(call, has: gl.constexpr):
+    """Return the factor of q . k, or of its tanh, that makes scores in base 2."""
+    if has.softcap:
+        return call.factors.softcap * LOG2E
+    else:
+        return call.scale
+
+
+@gluon.jit
+def terms(s, rows, columns, slope, call, has: gl.constexpr):
+    """Apply softcap and ALiBi to s = q . k, of which |rows - columns| is the distance. Return the
+    scores, with ALiBi in base 2, and the derivative of the softcap.
+    """
+    steepness = s
+    if has.softcap:
+        s = 1.0 - 2.0 / (gl.exp2(s * call.scale) + 1.0)
+        steepness = 1.0 - s * s
+    if has.alibi:
+        s = gl.fma(_distance(rows, columns), like(s, -slope), s * _factor(call, has))
+    return s, steepness
+
+
+@gluon.jit
+def probabilities(s, statistics, call, has: gl.constexpr):
+    """Return P of the scores of `terms`, -inf for a hidden key."""
+    if has.separate_max:
+        return gl.exp2((s - statistics.peak) + statistics.offset)
+    else:
+        offset = gl.broadcast(statistics.offset, s)[0]
+        return gl.exp2(gl.fma(s, like(s, _factor(call, has)), offset))
+
+
+@gluon.jit
+def score_gradient(p, dp, delta, inv_keep, has: gl.constexpr):
+    """Return dS = P (dP - delta), from dP that is zero where dropout has removed P."""
+    if has.dropout:
+        return p * gl.fma(dp, like(dp, inv_keep), gl.broadcast(-delta, dp)[0])
+    else:
+        return p * (dp - delta)
+
+
+@gluon.jit
+def head_of(work, member, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Head` of those that share the keys of a program."""
+    h = work.head + member
+    batch_head = work.batch * work.call.sizes.heads + h
+    return locate_head(work.call, work.sequence, batch_head, work.batch, h, 0, tile, has)
+
+
+@gluon.jit
+def work_of(start, span, place, statistics, band, call, sequence, has: gl.constexpr):
+    """Return the `Work` of a program. `place` is its sequence and its first head, `statistics` are
+    pointers to those of all rows.
+    """
+    b, h = place
+    OFFSET, DELTA = statistics
+    row = first_row(b * call.sizes.heads + h, h, sequence, call.sizes, has)
+    offsets = OFFSET + (row * 2 if has.separate_max else row)
+    left, right = sequence.shift - band.left, sequence.shift + band.right
+    return Work(start, span, b, h, left, right, offsets, DELTA + row, sequence, call)
+
+
+@gluon.jit
+def store_gradient(x, at, own, target):
+    """Store a gradient [rows, D] through shared memory."""
+    own.store(x.to(target.dtype))
+    fence_async_shared()  # the store to shared memory was a plain one, the copy is not
+    copy_out(target, [at, 0], own)

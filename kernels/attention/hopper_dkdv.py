@@ -1,0 +1,389 @@
+"""dK and dV of attention on Hopper in Gluon: see hopper_backward.py."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_backward import (
+    Barriers,
+    Buffers,
+    Span,
+    Statistics,
+    Tensors,
+    at_most,
+    head_of,
+    kept_by_dropout,
+    one_loop,
+    probabilities,
+    score_gradient,
+    store_gradient,
+    terms,
+    work_of,
+)
+from .hopper_parts import (
+    accumulator,
+    barriers,
+    buffer,
+    copy_in,
+    next_slot,
+    rows_of,
+)
+from .scores import (
+    clamp,
+    locate_block,
+    locate_keys,
+    locate_sequence,
+    prepare_call,
+)
+
+
+@gluon.constexpr_function
+def _transposed_counter_layout(BM, BN):
+    """Return the layout of dropout's counters [BM / 2, BN / 2] whose words are those of a thread's
+    own scores in the transpose [BN, BM].
+    """
+    rows = [[1, 0]] + [[8 << i, 0] for i in range(8) if 8 << i < BM // 2]
+    lanes, warps = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]]
+    return gl.DistributedLinearLayout(rows, lanes, warps, [], [BM // 2, BN // 2])
+
+
+@gluon.jit
+def _copy_queries(work, tensors, shared, tile: gl.constexpr):
+    """Copy keys and values, then of each head that shares them, tile by tile, the queries and the
+    gradients of their output.
+    """
+    buffers, bars = shared
+    HALF: gl.constexpr = tile.columns // 2
+    Q_BYTES: gl.constexpr = tile.rows * tile.dim_block * 2
+    DO_BYTES: gl.constexpr = tile.rows * tile.value_block * 2
+    mbarrier.expect(bars.own_ready, tile.columns * (tile.dim_block + tile.value_block) * 2)
+    for half in gl.static_range(2):
+        n0 = work.start + half * HALF
+        copy_in(tensors.key, [n0, 0], bars.own_ready, buffers.key.index(half))
+        copy_in(tensors.value, [n0, 0], bars.own_ready, buffers.value.index(half))
+    slot = 0
+    phase = 0
+    for member in range(work.call.sizes.group):
+        for i0 in range(work.span.lo, work.span.hi, tile.rows):
+            at = [member, i0, 0]
+            q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
+            # Both consumers have read what was in the slot; in the first round nobody has to.
+            mbarrier.wait(bars.free.index(slot), phase ^ 1)
+            mbarrier.expect(q_ready, Q_BYTES)
+            copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
+            mbarrier.expect(do_ready, DO_BYTES)
+            copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
+            slot, phase = next_slot(slot, phase, tile.slots)
+
+
+@gluon.jit
+def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
+    """Bring the offset and delta of each row to shared memory. A row past the end has P = 0."""
+    buffers, bars = shared
+    queries = work.sequence.queries
+    ROWS: gl.constexpr = gl.BlockedLayout([tile.rows // 32], [32], [1], [0])
+    slot = 0
+    phase = 0
+    for member in range(work.call.sizes.group):
+        row = member * work.call.sizes.query_rows
+        for i0 in range(work.span.lo, work.span.hi, tile.rows):
+            i = i0 + gl.arange(0, tile.rows, layout=ROWS)
+            places = row + i
+            peak = 0.0
+            if has.separate_max:
+                peak = gl.load(work.offsets + places * 2, mask=i < queries, other=0.0)
+                places = places * 2 + 1
+            offset = gl.load(work.offsets + places, mask=i < queries, other=float("-inf"))
+            delta = gl.load(work.deltas + row + i, mask=i < queries, other=0.0)
+            # Both consumers have read the rows before.
+            mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)
+            if has.separate_max:
+                buffers.peak.index(slot).store(peak)
+            buffers.first.index(slot).store(offset)
+            buffers.second.index(slot).store(delta)
+            mbarrier.arrive(bars.rows_ready.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, tile.slots)
+
+
+@gluon.jit
+def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
+    """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
+    hides the key. PART: 0 tiles that an edge may cut, 1 the others, 2 both.
+    """
+    # Up to where queries come before the key, and up to where they see it.
+    before, last = j - (work.right + 1 + i0), j - (work.left + i0)
+    if PART == 0 and has.right:
+        s = gl.where(at_most(r, before), float("-inf"), s)
+    elif PART == 2 and (has.left or has.right):
+        if (i0 < work.span.begin) | (i0 >= work.span.end):
+            if has.right:
+                s = gl.where(at_most(r, before), float("-inf"), s)
+            if has.left:
+                s = gl.where(at_most(r, last), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
+    """Return P, negative where dropout removes it, so that no mask takes registers, and what stays
+    of it.
+    """
+    HALF: gl.constexpr = p.shape[0]
+    keep = kept_by_dropout(head, i0, n0, BM, HALF, _transposed_counter_layout(BM, HALF), has)
+    p = gl.where(gl.convert_layout(keep.permute((1, 0)), S), p, -p)
+    return p, gl.maximum(p, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _dkdv_consumer(
+    which: gl.constexpr, work, tensors, shared, tile: gl.constexpr, has: gl.constexpr
+):
+    """Compute dK and dV of 64 keys. Tiles that an edge cuts come first."""
+    buffers, bars = shared
+    dtype: gl.constexpr = tensors.first.dtype
+    BM: gl.constexpr = tile.rows
+    HALF: gl.constexpr = tile.columns // 2
+    S: gl.constexpr = accumulator(BM)
+    K: gl.constexpr = accumulator(tile.dim_block)
+    V: gl.constexpr = accumulator(tile.value_block)
+    ROWS: gl.constexpr = gl.SliceLayout(0, S)
+    ONE: gl.constexpr = one_loop(tile, has)
+    span, call = work.span, work.call
+    n0 = work.start + which * HALF
+    j = n0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+    r = gl.arange(0, BM, layout=ROWS)
+    dk = gl.zeros([HALF, tile.dim_block], gl.float32, K)
+    dv = gl.zeros([HALF, tile.value_block], gl.float32, V)
+    none = gl.zeros([HALF, BM], gl.float32, S)
+    k, v = buffers.key.index(which), buffers.value.index(which)
+    mbarrier.wait(bars.own_ready, 0)
+    slot = 0
+    phase = 0
+    for member in range(call.sizes.group):
+        head = head_of(work, member, tile, has)
+        for PART in gl.static_range(2 * ONE, 2 + ONE):
+            begin = span.begin if PART == 1 else span.lo
+            end = span.begin if PART == 0 else span.hi
+            for i0 in range(begin, end, BM):
+                q = buffers.query.index(slot).reshape([BM, tile.dim_block])
+                do = buffers.grad_output.index(slot).reshape([BM, tile.value_block])
+                mbarrier.wait(bars.first_ready.index(slot), phase)
+                s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+                mbarrier.wait(bars.second_ready.index(slot), phase)
+                dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
+                mbarrier.wait(bars.rows_ready.index(slot), phase)
+                peak = gl.expand_dims(buffers.peak.index(slot).load(ROWS), 0)
+                offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
+                s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
+                at = j - (work.sequence.shift + i0)
+                s, steepness = terms(s, at, r, head.slope, call, has)
+                s = _hide_queries(s, j, i0, r, work, PART, has)
+                p = probabilities(s, Statistics(peak, offset, offset), call, has)
+                z = p
+                if has.dropout:
+                    p, z = _with_signs(p, head, i0, n0, BM, S, has)
+                z = gl.convert_layout(z.to(dtype), gl.DotOperandLayout(0, V, 2))
+                dv = warpgroup_mma(z, do, dv, is_async=True)
+                if has.softcap:
+                    p = p * steepness
+                delta = gl.expand_dims(buffers.second.index(slot).load(ROWS), 0)
+                mbarrier.arrive(bars.rows_free.index(slot), count=1)
+                dp, dv = warpgroup_mma_wait(1, [dp, dv])  # dP; dV goes on
+                if has.dropout:
+                    dp = gl.where(p > 0.0, dp, 0.0)
+                    p = gl.abs(p)
+                ds = score_gradient(p, dp, delta, call.factors.inv_keep, has)
+                z = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, K, 2))
+                dk = warpgroup_mma(z, q, dk, is_async=True)
+                dk, dv = warpgroup_mma_wait(0, [dk, dv])
+                mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
+                slot, phase = next_slot(slot, phase, tile.slots)
+    dk = _seen_keys(dk * call.factors.scale, n0, work, tile, has, K)
+    store_gradient(dk, n0, k, tensors.first)
+    if has.dropout:
+        dv = dv * call.factors.inv_keep
+    store_gradient(_seen_keys(dv, n0, work, tile, has, V), n0, v, tensors.second)
+    tma.store_wait(0)  # shared memory must not end before the copies have read it
+
+
+@gluon.jit
+def _seen_keys(x, n0, work, tile: gl.constexpr, has: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a gradient [BN / 2, D] of the keys at n0, zero for hidden ones, which may be NaN."""
+    j = n0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    ok = j < work.sequence.length
+    if has.mask == 1:
+        MASK = head_of(work, 0, tile, has).mask
+        ok = ok & (gl.load(MASK + j * work.call.strides.mask_column, mask=ok, other=0) != 0)
+    return gl.where(gl.expand_dims(ok, 1), x, 0.0)
+
+
+@gluon.jit
+def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Span` of queries of the keys at n0. The length is no edge: the gradients of keys
+    past it are set to zero at the end.
+    """
+    lo = 0
+    begin = 0
+    if has.right:
+        first = n0 - sequence.shift - band.right  # the first query that sees the first key
+        lo = gl.maximum(first, 0) // tile.rows * tile.rows
+        begin = gl.cdiv(gl.maximum(first + tile.columns - 1, 0), tile.rows) * tile.rows
+    hi = sequence.queries
+    last = n0 - sequence.shift + band.left  # the last query that sees the first key
+    if has.left:
+        hi = gl.minimum(last + tile.columns, hi)
+    hi = gl.where(n0 < sequence.length, gl.maximum(lo, hi), lo)
+    begin = clamp(begin, lo, hi)
+    end = hi
+    if has.left:
+        end = clamp(gl.maximum(last + 1, 0) // tile.rows * tile.rows, begin, hi)
+    return Span(lo, begin, end, hi)
+
+
+@gluon.jit
+def _rows_of_heads(base, shape, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
+    """Make the TMA descriptor of matrices [heads, rows, D] that are copied in tiles [1, B, BD].
+    `shape` and `strides` are those of heads and rows.
+    """
+    dtype: gl.constexpr = base.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, B, BD], dtype)
+    heads, rows = shape
+    head, row = strides
+    return tma.make_tensor_descriptor(base, [heads, rows, D], [head, row, 1], [1, B, BD], LAYOUT)
+
+
+@gluon.jit
+def _tiles_of_heads(tensor, count: gl.constexpr):
+    """Make room for that many tiles of a tensor that has heads."""
+    rows: gl.constexpr = tensor.block_shape[1]
+    columns: gl.constexpr = tensor.block_shape[2]
+    return gl.allocate_shared_memory(tensor.dtype, [count, 1, rows, columns], tensor.layout)
+
+
+@gluon.jit
+def _dkdv_tensors(
+    inputs, outputs, place, all_strides, sizes, sequence, tile: gl.constexpr, has: gl.constexpr
+):
+    """Make the descriptors of a program of dK and dV. `place` is (b, g)."""
+    BM: gl.constexpr = tile.rows
+    HALF: gl.constexpr = tile.columns // 2
+    BD: gl.constexpr = tile.dim_block
+    BDV: gl.constexpr = tile.value_block
+    b, g = place
+    h = g * sizes.group
+    DK, DV = outputs
+    dk_strides, dv_strides, do_strides, strides = all_strides
+    first_query, first_key = sequence.first_query, sequence.first_key
+    q_base = inputs.query + b * strides.query_batch + h * strides.query_head
+    q_base += first_query * strides.query_row
+    do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
+    do_base += first_query * do_strides.row
+    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
+    dk_base = DK + b * dk_strides.batch + g * dk_strides.head + first_key * dk_strides.row
+    dv_base = DV + b * dv_strides.batch + g * dv_strides.head + first_key * dv_strides.row
+    rows = sizes.group, gl.maximum(sequence.queries, 1)  # a descriptor has at least one row
+    exists = gl.maximum(sequence.length, 1)
+    keys = sizes.keys
+    if has.packed:  # what is behind them belongs to the next sequence
+        keys = sequence.length
+    q_steps = strides.query_head, strides.query_row
+    do_steps = do_strides.head, do_strides.row
+    return Tensors(
+        query=_rows_of_heads(q_base, rows, q_steps, BM, tile.dim, BD),
+        grad_output=_rows_of_heads(do_base, rows, do_steps, BM, tile.value_dim, BDV),
+        key=rows_of(k_base, exists, strides.key_row, HALF, tile.dim, BD),
+        value=rows_of(v_base, exists, strides.value_row, HALF, tile.value_dim, BDV),
+        first=rows_of(dk_base, keys, dk_strides.row, HALF, tile.dim, BD),
+        second=rows_of(dv_base, keys, dv_strides.row, HALF, tile.value_dim, BDV),
+    )
+
+
+@gluon.jit
+def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
+    """Make the shared memory of a program of dK and dV, and its barriers."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    offsets = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
+    peaks = offsets
+    if has.separate_max:
+        peaks = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT)
+    buffers = Buffers(
+        query=_tiles_of_heads(tensors.query, tile.slots),
+        grad_output=_tiles_of_heads(tensors.grad_output, tile.slots),
+        key=buffer(tensors.key, 2),
+        value=buffer(tensors.value, 2),
+        first=offsets,
+        second=gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT),
+        peak=peaks,
+    )
+    q_ready = barriers(tile.slots, 1)
+    bars = Barriers(
+        own_ready=barriers(1, 1).index(0),
+        first_ready=q_ready,
+        second_ready=barriers(tile.slots, 1),
+        free=barriers(tile.slots, 2),
+        rows_ready=barriers(tile.slots, 1),
+        rows_free=barriers(tile.slots, 2),
+        first_masked=q_ready,
+        second_masked=q_ready,
+    )
+    return buffers, bars
+
+
+@gluon.jit
+def hopper_dkdv_kernel(
+    inputs,
+    DK,
+    DV,
+    DBIAS,
+    OFFSET,
+    DELTA,
+    optional,
+    dk_strides,
+    dv_strides,
+    do_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+):
+    """Compute what `backward_dkdv_kernel` does, for the calls of `hopper_dq_kernel`. With a mask of
+    keys, the heads that share keys share the mask.
+    """
+    pair, block = locate_block(gl.cdiv(sizes.keys, tile.columns), has, False)
+    n0 = block * tile.columns
+    groups = sizes.heads // sizes.group
+    b = (pair // groups).to(gl.int64)
+    g = (pair % groups).to(gl.int64)
+    h = g * sizes.group
+    sequence = locate_sequence(optional, sizes, b, has)
+    if has.packed:
+        if n0 >= sequence.length:
+            return
+    call = prepare_call(optional, strides, sizes, band, factors, has)
+    all_strides = dk_strides, dv_strides, do_strides, strides
+    tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, sequence, tile, has)
+    shared = _dkdv_shared(tensors, tile, has)
+    span = _queries_of_keys(n0, sequence, band, tile, has)
+    work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_dkdv_consumer, (FIRST, work, tensors, shared, tile, has)),
+            (_dkdv_consumer, (SECOND, work, tensors, shared, tile, has)),
+            (_copy_queries, (work, tensors, shared, tile)),
+            (_copy_statistics, (work, shared, tile, has)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )

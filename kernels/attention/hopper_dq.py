@@ -1,0 +1,331 @@
+"""dQ of attention on Hopper in Gluon: see hopper_backward.py."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_backward import (
+    Barriers,
+    Buffers,
+    Span,
+    Statistics,
+    Tensors,
+    at_most,
+    head_of,
+    kept_by_dropout,
+    one_loop,
+    probabilities,
+    score_gradient,
+    store_gradient,
+    terms,
+    work_of,
+)
+from .hopper_parts import (
+    accumulator,
+    barriers,
+    buffer,
+    copy_in,
+    counter_layout,
+    next_slot,
+    rows_of,
+)
+from .scores import (
+    keys_of_rows,
+    locate_keys,
+    locate_rows,
+    locate_sequence,
+    prepare_call,
+    unmasked_tiles,
+)
+
+
+@gluon.jit
+def _copy_keys(work, tensors, shared, tile: gl.constexpr):
+    """Copy the queries and the gradients of their output, then tile by tile keys and values."""
+    buffers, bars = shared
+    HALF: gl.constexpr = tile.rows // 2
+    K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
+    V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
+    mbarrier.expect(bars.own_ready, tile.rows * (tile.dim_block + tile.value_block) * 2)
+    for half in gl.static_range(2):
+        rows = work.start + half * HALF
+        copy_in(tensors.query, [rows, 0], bars.own_ready, buffers.query.index(half))
+        copy_in(tensors.grad_output, [rows, 0], bars.own_ready, buffers.grad_output.index(half))
+    slot = 0
+    phase = 0
+    for n0 in range(work.span.lo, work.span.hi, tile.columns):
+        # Both consumers have read what was in the slot; in the first round nobody has to.
+        mbarrier.wait(bars.free.index(slot), phase ^ 1)
+        mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
+        copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
+        mbarrier.expect(bars.second_ready.index(slot), V_BYTES)
+        copy_in(tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot))
+        slot, phase = next_slot(slot, phase, tile.slots)
+
+
+@gluon.jit
+def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
+    """Turn the mask of keys into bounds of the scores, and set masked keys and their values to
+    zero.
+    """
+    buffers, bars = shared
+    BN: gl.constexpr = tile.columns
+    KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
+    MASK = head_of(work, 0, tile, has).mask
+    slot = 0
+    phase = 0
+    for n0 in range(work.span.lo, work.span.hi, BN):
+        j = n0 + gl.arange(0, BN, layout=KEYS)
+        pointers = MASK + j * work.call.strides.mask_column
+        seen = gl.load(pointers, mask=j < work.call.sizes.keys, other=0) != 0
+        some = gl.sum(seen.to(gl.int32), 0) < BN
+        # The keys have arrived. So their slot was free: the bounds before have been read, too.
+        mbarrier.wait(bars.first_ready.index(slot), phase)
+        bounds = buffers.first.index(slot)
+        bounds.store(gl.where(seen, float("inf"), float("-inf")))
+        if some:
+            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)
+        mbarrier.arrive(bars.first_masked.index(slot), count=1)
+        mbarrier.wait(bars.second_ready.index(slot), phase)
+        if some:
+            _set_to_zero(buffers.value.index(slot), bounds, BN, tile.value_block)
+        mbarrier.arrive(bars.second_masked.index(slot), count=1)
+        slot, phase = next_slot(slot, phase, tile.slots)
+
+
+@gluon.jit
+def _set_to_zero(rows, bounds, BN: gl.constexpr, BD: gl.constexpr):
+    """Set the rows [BN, BD] of masked keys to zero, 8 at a time."""
+    WIDTH: gl.constexpr = min(64, BD)  # columns that a warp holds in registers
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    for first in gl.static_range(0, BN, 8):
+        kept = bounds.slice(first, 8).load(gl.SliceLayout(1, ROWS)) > 0
+        if gl.sum(kept.to(gl.int32), 0) < 8:
+            for column in gl.static_range(0, BD, WIDTH):
+                part = rows.slice(first, 8).slice(column, WIDTH, dim=1)
+                x = part.load(ROWS)
+                part.store(gl.where(gl.expand_dims(kept, 1), x, 0.0))
+    fence_async_shared()  # plain stores, which wgmma and the next copy have to see
+
+
+@gluon.jit
+def _statistics_of_rows(i, work, has: gl.constexpr):
+    """Load the `Statistics` of the queries i. A row past the end has P = 0."""
+    exists = i < work.sequence.queries
+    peak = 0.0
+    place = i
+    if has.separate_max:
+        peak = gl.expand_dims(gl.load(work.offsets + i * 2, mask=exists, other=0.0), 1)
+        place = i * 2 + 1
+    offset = gl.load(work.offsets + place, mask=exists, other=float("-inf"))
+    delta = gl.load(work.deltas + i, mask=exists, other=0.0)
+    return Statistics(peak, gl.expand_dims(offset, 1), gl.expand_dims(delta, 1))
+
+
+@gluon.jit
+def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
+    """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
+    band hide the key. PART: 0 whole tiles, 1 those that an edge cuts, 2 both.
+    """
+    last = i * 0 + work.sequence.length - 1
+    if has.right:
+        last = gl.minimum(i + work.right, last)
+    if PART == 1:
+        s = gl.where(at_most(j, last - n0), s, float("-inf"))
+    elif PART == 2:
+        if (n0 < work.span.begin) | (n0 >= work.span.end):
+            s = gl.where(at_most(j, last - n0), s, float("-inf"))
+            if has.left:
+                s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
+    return s
+
+
+@gluon.jit
+def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
+    """Compute dQ of 64 queries."""
+    buffers, bars = shared
+    dtype: gl.constexpr = tensors.first.dtype
+    HALF: gl.constexpr = tile.rows // 2
+    BN: gl.constexpr = tile.columns
+    S: gl.constexpr = accumulator(BN)
+    O: gl.constexpr = accumulator(tile.dim_block)
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ONE: gl.constexpr = one_loop(tile, has)
+    span, call = work.span, work.call
+    i0 = work.start + which * HALF
+    i = i0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+    j = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    statistics = _statistics_of_rows(i, work, has)
+    head = head_of(work, 0, tile, has)
+    dq = gl.zeros([HALF, tile.dim_block], gl.float32, O)
+    none = gl.zeros([HALF, BN], gl.float32, S)
+    q, do = buffers.query.index(which), buffers.grad_output.index(which)
+    key_ready = bars.first_masked if has.mask == 1 else bars.first_ready
+    value_ready = bars.second_masked if has.mask == 1 else bars.second_ready
+    mbarrier.wait(bars.own_ready, 0)
+    mbarrier.wait(key_ready.index(0), 0, pred=span.lo < span.hi)
+    slot = 0
+    phase = 0
+    for PART in gl.static_range(2 * ONE, 2 + ONE):
+        begin = span.end if PART == 1 else span.lo
+        end = span.end if PART == 0 else span.hi
+        for n0 in range(begin, end, BN):
+            k = buffers.key.index(slot)
+            v = buffers.value.index(slot)
+            s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+            mbarrier.wait(value_ready.index(slot), phase)
+            dp = warpgroup_mma(do, v.permute((1, 0)), none, use_acc=False, is_async=True)
+            s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
+            at = i + (work.sequence.shift - n0)
+            s, steepness = terms(s, at, j, head.slope, call, has)
+            if has.mask == 1:
+                bound = buffers.first.index(slot).load(gl.SliceLayout(0, S))
+                s = gl.minimum(s, gl.expand_dims(bound, 0))
+            s = _hide_keys(s, i, n0, j, work, PART, has)
+            p = probabilities(s, statistics, call, has)
+            if has.softcap:
+                p = p * steepness  # P goes into dS alone
+            # The wait for the next keys stands before that for the product, because it ends a basic
+            # block: otherwise ptxas moves the exponentials behind the product.
+            after, after_phase = next_slot(slot, phase, tile.slots)
+            mbarrier.wait(key_ready.index(after), after_phase, pred=n0 + BN < span.hi)
+            dp = warpgroup_mma_wait(0, [dp])
+            if has.dropout:
+                keep = kept_by_dropout(head, i0, n0, HALF, BN, counter_layout(HALF, BN), has)
+                dp = gl.where(gl.convert_layout(keep, S), dp, 0.0)
+            ds = score_gradient(p, dp, statistics.delta, call.factors.inv_keep, has)
+            dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), P), k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, [dq])
+            mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
+            slot = after
+            phase = after_phase
+    store_gradient(dq * call.factors.scale, i0, q, tensors.first)
+    tma.store_wait(0)  # shared memory must not end before the copy has read it
+
+
+@gluon.jit
+def _dq_tensors(inputs, DQ, place, all_strides, sequence, tile: gl.constexpr):
+    """Make the descriptors of a program of dQ. `place` is (b, h, g)."""
+    HALF: gl.constexpr = tile.rows // 2
+    BN: gl.constexpr = tile.columns
+    BD: gl.constexpr = tile.dim_block
+    BDV: gl.constexpr = tile.value_block
+    b, h, g = place
+    dq_strides, do_strides, strides = all_strides
+    first, queries = sequence.first_query, sequence.queries
+    exists = gl.maximum(sequence.length, 1)  # a descriptor has at least one row
+    q_base = inputs.query + b * strides.query_batch + h * strides.query_head
+    q_base += first * strides.query_row
+    do_base = inputs.grad_output + b * do_strides.batch + h * do_strides.head
+    do_base += first * do_strides.row
+    dq_base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
+    k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
+    dq = rows_of(dq_base, queries, dq_strides.row, HALF, tile.dim, BD)
+    return Tensors(
+        query=rows_of(q_base, queries, strides.query_row, HALF, tile.dim, BD),
+        grad_output=rows_of(do_base, queries, do_strides.row, HALF, tile.value_dim, BDV),
+        key=rows_of(k_base, exists, strides.key_row, BN, tile.dim, BD),
+        value=rows_of(v_base, exists, strides.value_row, BN, tile.value_dim, BDV),
+        first=dq,
+        second=dq,
+    )
+
+
+@gluon.jit
+def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
+    """Make the shared memory of a program of dQ, and its barriers."""
+    k_tiles = buffer(tensors.key, tile.slots)
+    bounds = k_tiles
+    if has.mask == 1:
+        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        bounds = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.columns], FLAT)
+    buffers = Buffers(
+        query=buffer(tensors.query, 2),
+        grad_output=buffer(tensors.grad_output, 2),
+        key=k_tiles,
+        value=buffer(tensors.value, tile.slots),
+        first=bounds,
+        second=bounds,
+        peak=bounds,
+    )
+    key_ready = barriers(tile.slots, 1)
+    value_ready = barriers(tile.slots, 1)
+    bars = Barriers(
+        own_ready=barriers(1, 1).index(0),
+        first_ready=key_ready,
+        second_ready=value_ready,
+        free=barriers(tile.slots, 2),
+        rows_ready=key_ready,
+        rows_free=key_ready,
+        first_masked=barriers(tile.slots, 1) if has.mask == 1 else key_ready,
+        second_masked=barriers(tile.slots, 1) if has.mask == 1 else value_ready,
+    )
+    return buffers, bars
+
+
+@gluon.jit
+def hopper_dq_kernel(
+    inputs,
+    DQ,
+    OFFSET,
+    DELTA,
+    optional,
+    dq_strides,
+    do_strides,
+    strides,
+    sizes,
+    band,
+    factors,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+):
+    """Compute what `backward_dq_kernel` does, for calls without a bias, and a mask of queries
+    and keys.
+
+    Query, key, value, the gradient of the output and DQ have 16 bits, and are read and written
+    through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
+    """
+    _, i0, b, h, g = locate_rows(sizes, tile, has)
+    sequence = locate_sequence(optional, sizes, b, has)
+    if has.packed:
+        if i0 >= sequence.queries:
+            return
+    call = prepare_call(optional, strides, sizes, band, factors, has)
+    all_strides = dq_strides, do_strides, strides
+    tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, sequence, tile)
+    shared = _dq_shared(tensors, tile, has)
+    lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
+    begin, end = unmasked_tiles(i0, sequence, band, tile, has)
+    span = Span(lo, begin, end, hi)
+    work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    if has.mask == 1:
+        gl.warp_specialize(
+            [
+                (_dq_consumer, (FIRST, work, tensors, shared, tile, has)),
+                (_dq_consumer, (SECOND, work, tensors, shared, tile, has)),
+                (_copy_keys, (work, tensors, shared, tile)),
+                (_mask_keys, (work, shared, tile, has)),
+            ],
+            [4, 1, 1],
+            [240, 24, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_dq_consumer, (FIRST, work, tensors, shared, tile, has)),
+                (_dq_consumer, (SECOND, work, tensors, shared, tile, has)),
+                (_copy_keys, (work, tensors, shared, tile)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

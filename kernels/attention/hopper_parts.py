@@ -1,0 +1,104 @@
+"""What Gluon kernels for Hopper are made of: layouts, barriers, tiles in shared memory and their
+TMA descriptors, and rings of slots.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Return the layout of a product [64, columns] of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def counter_layout(BM, BN):
+    """Return the layout of dropout's counters [BM / 2, BN / 2]: that of the scores without bit 3 of
+    row and column, so that a thread holds the words of its own scores.
+    """
+    columns = [[0, 1]] + [[0, 8 << i] for i in range(8) if 8 << i < BN // 2]
+    lanes, warps = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(columns, lanes, warps, [], [BM // 2, BN // 2])
+
+
+@gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """Return the slot of a ring after this one, and its phase, which changes at the wrap."""
+    slot += 1
+    wraps = slot == SLOTS
+    return gl.where(wraps, 0, slot), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def slot_of(t, SLOTS: gl.constexpr):
+    """Return the slot of a ring that the t-th tile is in, and its phase."""
+    return t % SLOTS, t // SLOTS & 1
+
+
+@gluon.jit
+def like(x, value):
+    """Return a tensor like x that holds one value."""
+    return gl.full_like(x, 1.0) * value
+
+
+@gluon.jit
+def spread(rows, x):
+    """Return rows [BM] for each column of x [BM, BN]."""
+    return gl.broadcast(gl.expand_dims(rows, 1), x)[0]
+
+
+@gluon.constexpr_function
+def _packing(dtype):
+    """Return the instruction that rounds two float32 to an int32."""
+    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
+    """Round float32 [BM, BN] to 16 bits, and put two of a row into an int32 [BM, BN / 2]."""
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    # Were it pure, the loop would compute it again for each use.
+    return gl.inline_asm_elementwise(
+        _packing(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def unpack(words, dtype: gl.constexpr, layout: gl.constexpr):
+    """Return what `pack` has packed."""
+    low = words.to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    x = gl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of(base, rows, stride, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
+    """Make the TMA descriptor of a matrix [rows, D] that is copied in tiles [B, BD]: what is past
+    its end reads as zero and is not written.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], base.dtype.element_ty)
+    return tma.make_tensor_descriptor(base, [rows, D], [stride, 1], [B, BD], LAYOUT)
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Make barriers that end a phase after that many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(count):
+        mbarrier.init(bars.index(n), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def buffer(tensor, count: gl.constexpr):
+    """Make room for that many tiles of a tensor."""
+    shape: gl.constexpr = [count, tensor.block_shape[0], tensor.block_shape[1]]
+    return gl.allocate_shared_memory(tensor.dtype, shape, tensor.layout)

@@ -1,0 +1,183 @@
+"""Which calls the forward for Hopper computes, and in which ways: the rows that a measurement may
+choose. It needs no Gluon.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fastformer.description import Attention
+
+from .configurations import Tiles
+
+SHARED = 232448  # bytes of shared memory that a block may have
+BARRIERS = 1024  # at most, of these
+
+
+class Row(NamedTuple):
+    """A way to compute a call."""
+
+    BM: int  # queries of a program
+    BN: int  # keys of a tile
+    warps: int  # of a consumer
+    stages: int  # slots of the rings of keys and values
+    turns: bool = True
+    packed: bool = False
+
+
+HOPPER = {
+    "Gluon 128 128": Row(128, 128, 4, 2),
+    "Gluon 128 64": Row(128, 64, 4, 2),
+    "Gluon 128 128, no turns": Row(128, 128, 4, 2, turns=False),
+    "Gluon 128 128, packed": Row(128, 128, 4, 2, packed=True),
+    "Gluon 192 128, packed": Row(192, 128, 4, 2, packed=True),
+}
+
+
+class How(NamedTuple):
+    """Compile-time: how a program of the kernel divides its work."""
+
+    consumers: Any  # of 64 queries each
+    slots: Any  # of the rings of keys and of values
+    term_slots: Any  # of the ring of masks and biases of queries and keys
+    term_bytes: Any  # that the mask and the bias take for a score
+    turns: Any  # whether the consumers take turns in issuing products
+    packed: Any  # whether a loop carries weights as 16 bits
+
+
+def term_bytes(plan: Any, attention: Attention) -> int:
+    """Return how many bytes a mask and a bias of queries and keys take for a score."""
+    bias = attention.bias
+    return (plan.has.mask == 2) + (0 if bias is None or plan.has.bias != 2 else bias.element_size())
+
+
+def ways(rows: Mapping[str, Row], plan: Any, attention: Attention) -> dict[str, How]:
+    """Return how the rows that can do it compute a call."""
+    found = {name: _how(row, plan, attention) for name, row in rows.items()}
+    return {name: how for name, how in found.items() if how is not None}
+
+
+def _how(row: Row, plan: Any, attention: Attention) -> How | None:
+    """Return how a row computes a call, or None if it takes too much shared memory or too many
+    registers.
+    """
+    if not _fits_in_registers(row, plan):
+        return None
+    width, values = plan.tile.dim_block, plan.tile.value_block
+    outputs = values * (values != width)
+    fixed = 2 * (row.BM * (width + outputs) + row.stages * row.BN * (width + values)) + BARRIERS
+    fixed += 4 * row.stages * row.BN * (1 in (plan.has.mask, plan.has.bias))
+    terms = row.BM * row.BN * (size := term_bytes(plan, attention))
+    for slots in (2, 1):
+        if fixed + slots * terms <= SHARED:
+            return How(row.BM // 64, row.stages, slots, size, row.turns, row.packed)
+    return None
+
+
+def _fits_in_registers(row: Row, plan: Any) -> bool:
+    """Return whether no loop of a row accesses local memory, as the cost ledger counts it."""
+    has = plan.has
+    if row.BM == 192:  # 160 registers
+        terms = has.mask, has.bias, has.alibi, has.softcap, has.dropout, has.left
+        return plan.head_block <= 64 and not any(terms)
+    if row.packed and has.dropout:  # 70 slots more than without packing
+        return False
+    if row.BN > 64 and plan.head_block > 128:
+        return False
+    needs = 2 * has.dropout + 4 * has.alibi + 2 * (has.left or has.right) + has.softcap
+    needs += max(3 * (has.mask == 1), 4 * (has.bias == 1))
+    needs += 5 * (has.mask == 2) + 3 * (has.bias == 2)
+    roomy = plan.head_block <= 64 or (plan.head_block <= 128 and (row.packed or row.BN == 64))
+    return needs <= (15 if roomy else 5)
+
+
+def obstacle(
+    plan: Any, query: Tensor, key: Tensor, value: Tensor, attention: Attention
+) -> str | None:
+    """Return why the forward for Hopper does not compute a call, in words, or None."""
+    return next(_obstacles(plan, (query, key, value), attention), None)
+
+
+def _obstacles(plan: Any, inputs: tuple[Tensor, ...], attention: Attention) -> Iterator[str]:
+    has, bias = plan.has, attention.bias
+    if plan.arch != "sm_90":
+        yield f"it is for sm_90, not {plan.arch}"
+    if inputs[0].element_size() != 2:
+        yield f"it takes float16 and bfloat16, not {inputs[0].dtype}"
+    if not (has.fold_scale or has.softcap or has.separate_max):
+        yield f"it takes no scale of {attention.scale}"
+    if not all(x.numel() for x in inputs):
+        yield "it takes no empty tensors"
+    if plan.tile.wide or any(_is_uncopied(x) for x in inputs):
+        yield "TMA copies rows at multiples of 16 bytes, and less than 2^31 elements of a head"
+    if inputs[2].shape[3] % 8:
+        yield "TMA writes rows of the output at multiples of 16 bytes"
+    full = (inputs[0].shape[0], plan.heads, inputs[0].shape[2], inputs[1].shape[2])
+    for name, x, kind in (("mask", attention.attn_mask, has.mask), ("bias", bias, has.bias)):
+        if kind == 2 and x is not None and _is_uncopied(x.expand(full)):
+            yield f"TMA copies a {name} of contiguous rows at multiples of 16 bytes"
+
+
+def _is_uncopied(x: Tensor) -> bool:
+    """Return whether TMA cannot copy the rows of x [batch, head, row, column]."""
+    steps = [n * x.element_size() for n in x.stride()[:3]]
+    return x.stride(3) != 1 or steps[2] <= 0 or any(n % 16 for n in (*steps, x.data_ptr()))
+
+
+# The rows of the backward, by kernel: queries and keys of a tile, warps of a consumer, slots of the
+# ring.
+HOPPER_BACKWARD = {
+    "dq": {"Gluon 128 128": Tiles(128, 128, 4, 2)},
+    "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2)},
+}
+
+
+class RingTile(NamedTuple):
+    """Compile-time: `Tile` of scores.py, and the slots of the ring of the backward."""
+
+    rows: Any
+    columns: Any
+    dim: Any
+    dim_block: Any
+    value_dim: Any
+    value_block: Any
+    wide: Any
+    split: Any
+    recompute_masked: Any
+    precision: Any
+    acc: Any
+    slots: Any
+
+
+def backward_obstacle(
+    plan: Any, grad_output: Tensor, inputs: tuple[Tensor, ...], attention: Attention
+) -> str | None:
+    """Return why the kernels of dQ and of dK and dV for Hopper do not compute a call, or None."""
+    found = _obstacles(plan, (*inputs, grad_output), attention)
+    return next(itertools.chain(found, _of_backward(plan, inputs, grad_output)), None)
+
+
+def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> Iterator[str]:
+    """Yield what the backward lacks beside the forward. dK and dV read the heads that share keys as
+    one tensor, and as if they shared a mask of keys.
+    """
+    has, arguments = plan.has, plan.arguments
+    if plan.head_block > 128:
+        yield "its backward takes head dims up to 128"
+    if any(x.shape[3] % 8 for x in inputs):  # the gradients are contiguous
+        yield "its backward takes head dims in multiples of 8"
+    if has.bias:
+        yield "its backward takes no bias"
+    if has.mask == 2:
+        yield "its backward takes no mask of queries and keys"
+    if plan.head_block > 64 and (has.softcap or has.alibi):
+        yield "its backward takes a softcap or ALiBi for head dims up to 64"
+    if arguments["sizes"].group > 1:
+        if inputs[0].stride(1) <= 0 or grad_output.stride(1) <= 0:
+            yield "its backward takes no head that is read more than once"
+        if has.mask == 1 and arguments["strides"].mask_head != 0:
+            yield "heads that share keys have masks of their own"

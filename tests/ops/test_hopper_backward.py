@@ -1,0 +1,324 @@
+"""The backward for Hopper, in the simulator of Gluon kernels: its results, and that planted faults
+are found.
+"""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from fastformer.kernels import common, tuned
+from fastformer.kernels.attention import launchers, plan
+from hopper_backward_faults import FAULTS
+from hopper_calls import replaced, simulated_backward
+
+from benchmarks.proof.gluon_simulator import Fault
+from fastformer import use_backend
+from fastformer.description import Attention, Shard, pack
+from fastformer.ops import functional
+
+if plan.HOPPER_BACKWARD == {} or not common.INTERPRETED:
+    pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
+
+
+def qkv(sq=130, sk=200, d=64, dv=64, h=2, g=1, b=2, dtype=torch.bfloat16):
+    """Scaled scores with a standard deviation of 2."""
+    query, key, value = (
+        torch.randn(b, n, s, w) for n, s, w in ((h, sq, d), (g, sk, d), (g, sk, dv))
+    )
+    return {"query": (2 * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+
+
+LENGTHS = torch.tensor([0, 67])
+MASK = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(0)) < 0.7
+MASK[0, ..., 64:128] = False  # a whole tile
+OF_HEADS = torch.rand(2, 2, 1, 200, generator=torch.Generator().manual_seed(1)) < 0.7
+SLOPES = torch.tensor([0.5, 0.01])
+DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
+CALLS = {
+    "plain": (dict(), {}),
+    "whole tiles": (dict(sq=128, sk=256), {}),
+    "one tile": (dict(sq=1, sk=3), {}),
+    "causal": (dict(sq=150, sk=200), dict(is_causal=True)),
+    "causal to the last key": (dict(sq=200, sk=130), dict(is_causal=True)),
+    "bottom-right": (dict(sq=70), dict(is_causal=True, causal_alignment="bottom_right")),
+    "no key": (dict(sq=190, sk=40), dict(is_causal=True, causal_alignment="bottom_right")),
+    "lengths": (dict(), dict(key_lengths=LENGTHS)),
+    "lengths, causal": (dict(), dict(key_lengths=LENGTHS + 60, is_causal=True)),
+    "a bound to the right": (dict(sq=40), dict(window=(None, 70))),
+    "window": (dict(sq=200), dict(window=(50, 20))),
+    "window to the left, dropout": (dict(sk=330), dict(window=(40, None), **DROPOUT)),
+    "window, bottom-right, lengths": (
+        dict(sq=150, h=4, g=2),
+        dict(window=(30, 70), causal_alignment="bottom_right", key_lengths=LENGTHS + 60),
+    ),
+    "sinks": (dict(), dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
+    "mask": (dict(), dict(attn_mask=MASK)),
+    "mask of heads, causal": (dict(g=2), dict(attn_mask=OF_HEADS, is_causal=True)),
+    "softcap": (dict(), dict(softcap=3.0, key_lengths=LENGTHS + 60)),
+    "softcap, mask, causal, dropout": (
+        dict(),
+        dict(softcap=3.0, attn_mask=MASK, is_causal=True, **DROPOUT),
+    ),
+    "alibi, causal": (dict(sq=150), dict(alibi_slopes=SLOPES, is_causal=True)),
+    "alibi, mask, bottom-right, dropout": (
+        dict(sq=70),
+        dict(alibi_slopes=SLOPES, attn_mask=MASK, causal_alignment="bottom_right", **DROPOUT),
+    ),
+    "alibi, softcap, window": (
+        dict(sq=150),
+        dict(alibi_slopes=SLOPES, softcap=3.0, window=(60, 20), causal_alignment="bottom_right"),
+    ),
+    "dropout": (dict(), DROPOUT),
+    "dropout, mask, causal, lengths": (
+        dict(g=2),
+        dict(attn_mask=MASK, is_causal=True, key_lengths=LENGTHS + 100, **DROPOUT),
+    ),
+    "shard": (
+        dict(sq=70, sk=100),
+        dict(
+            shard=Shard(1, 2, 64, 128, 8, 256, 400),
+            is_causal=True,
+            causal_alignment="bottom_right",
+            key_lengths=LENGTHS + 150,
+            **DROPOUT,
+        ),
+    ),
+    "other dims": (dict(d=80, dv=24, h=4, g=2, b=1), dict(is_causal=True)),
+    "128 wide": (dict(d=128, dv=128, b=1), dict(is_causal=True, **DROPOUT)),
+}
+
+
+def attend(**given):
+    return functional.scaled_dot_product_attention(**given, enable_gqa=True)
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_backward(against_oracle, call):
+    """In float16 and bfloat16 by turns, and of memory [B, S, H, D]."""
+    sizes, options = CALLS[call]
+    number = list(CALLS).index(call)
+    x = qkv(**sizes, dtype=(torch.float16, torch.bfloat16)[number % 2])
+    if number % 3 == 0:
+        x = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
+    tiles = dict(columns=128, slots=3) if call in ("mask", "128 wide") else {}
+    with simulated_backward(**tiles) as launched:
+        against_oracle(lambda **given: attend(**given, **options), x)
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True, **DROPOUT)], ids=["plain", "causal"])
+def test_packed(against_oracle, options):
+    """Of 130, 3, 0 and 70 queries with 90, 0, 5 and 140 keys."""
+    query, key, value = (torch.randn(n, h, 64).half() for n, h in ((203, 2), (235, 1), (235, 1)))
+    ends = torch.tensor([0, 130, 133, 133, 203]), torch.tensor([0, 90, 90, 95, 235])
+    given = dict(cu_seqlens_q=ends[0].int(), cu_seqlens_k=ends[1].int(), max_q=130, max_k=140)
+
+    def packed(**x):
+        return functional.packed_attention(**x, **given, **options)
+
+    with simulated_backward() as launched:
+        against_oracle(packed, dict(query=query, key=key, value=value))
+    assert len(launched) == 2
+
+
+def gradients(x, grad_output, **options):
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    output = attend(**leaves, **options)
+    return torch.autograd.grad(output, list(leaves.values()), grad_output)
+
+
+@pytest.mark.parametrize("options", [{}, dict(is_causal=True, **DROPOUT)], ids=["plain", "dropout"])
+def test_the_same_bits_from_run_to_run(options):
+    x = qkv(b=1)
+    given = x, torch.randn_like(x["query"])
+    found = []
+    for seed in range(2):  # of the schedule
+        with simulated_backward(seed=seed):
+            found.append(gradients(*given, **options))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_no_query_may_see_reaches_nothing(bad):
+    x = qkv()
+    hidden = ~MASK[:, 0, 0] | (torch.arange(200) >= 150)
+    options = dict(attn_mask=MASK, key_lengths=torch.tensor([150, 150]))
+    given = torch.randn_like(x["query"])
+    with simulated_backward():
+        before = gradients(x, given, **options)
+        for name in ("key", "value"):
+            x[name] = x[name].masked_fill(hidden[:, None, :, None], bad)
+        after = gradients(x, given, **options)
+    assert all(map(torch.equal, before, after)) and all(t.isfinite().all() for t in after)
+    assert not after[1].mT[hidden[:, None, None].expand(2, 1, 64, 200)].any()
+
+
+@pytest.mark.parametrize("options", [dict(attn_mask=MASK[1:]), DROPOUT], ids=["mask", "dropout"])
+@pytest.mark.parametrize("where", ["key", "value", "gradient"])
+def test_nan_that_a_query_sees_is_kept(options, where):
+    """It reaches what it reaches in the other kernels. The gradients of masked keys stay zero."""
+    x = qkv(sq=70, sk=200, b=1)
+    given = torch.randn_like(x["query"])
+    {**x, "gradient": given}[where][:, :, 3, 5] = float("nan")
+    assert bool(MASK[1, 0, 0, 3])
+    with use_backend("triton"):
+        theirs = gradients(x, given, **options)
+    with simulated_backward():
+        ours = gradients(x, given, **options)
+    seen = MASK[1, 0, 0] if "attn_mask" in options else slice(None)
+    ours, theirs = ([dq, dk[:, :, seen], dv[:, :, seen]] for dq, dk, dv in (ours, theirs))
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(ours, theirs))
+    assert any(t.isnan().any() for t in ours)
+
+
+def test_explain_says_why_a_call_does_not_take_it():
+    x = torch.empty(1, 2, 64, 64).half()
+    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
+    why = "not the backward for Hopper: its backward takes no bias"
+    for arch, options, gradient, words in (
+        ("sm_90", {}, True, None),
+        ("sm_90", dict(bias=torch.zeros(64, 64)), True, why),
+        ("sm_90", dict(bias=torch.zeros(64, 64)), False, None),
+        ("sm_80", dict(bias=torch.zeros(64, 64)), True, None),
+    ):
+        call, query = Attention(**given | options), x.clone().requires_grad_(gradient)
+        with replaced(plan, architecture=lambda device, arch=arch: arch):
+            assert launchers.describe(query, call, x, x) == words
+
+
+def test_which_calls_a_measurement_may_choose_it_for():
+    """Those that it computes, on sm_90 alone; without a measurement no call takes it."""
+
+    def may(arch="sm_90", dtype=torch.bfloat16, d=64, shift=0, g=2, expanded=False, **options):
+        flat = torch.empty(4 * 2 * 8 * d, dtype=dtype)[shift:]
+        x = flat[: 3 * 2 * 8 * d].view(3, 2, 8, d)
+        query = x[:, :1].expand(3, 2, 8, d) if expanded else x
+        given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
+        needs = True, True, True, False, False
+        with replaced(plan, architecture=lambda device: arch), tuned.forced({}) as asked:
+            described = Attention(**given)
+            made = plan.BackwardPlan(x, None, x, needs, query, x[:, :g], x[:, :g], described)
+        for name, kernel in ("dq", plan.hopper_dq_kernel), ("dkdv", plan.hopper_dkdv_kernel):
+            assert made.launch[name]._kernel is not kernel
+            (key,) = (key for key in asked if key.kernel == f"attention {name}")
+            assert key.case.endswith("TMA") == made.overlaps
+            assert (next(iter(plan.HOPPER_BACKWARD[name])) in key.options()) == made.overlaps
+        return made.overlaps
+
+    rows, full = torch.ones(3, 1, 1, 8) > 0, torch.ones(3, 1, 8, 8) > 0
+    of_heads = torch.ones(3, 2, 1, 8) > 0
+    for allowed in (
+        {},
+        dict(dtype=torch.float16),
+        dict(is_causal=True),
+        dict(window=(-1, 3)),
+        dict(window=(3, -1)),
+        dict(key_lengths=torch.ones(3)),
+        dict(sinks=torch.ones(2)),
+        dict(alibi_slopes=torch.ones(2), scale=-0.1),
+        dict(softcap=1.0),
+        dict(dropout_p=0.1),
+        dict(attn_mask=rows, dropout_p=0.1),
+        dict(attn_mask=rows, g=1),
+        dict(attn_mask=of_heads),
+        dict(expanded=True),
+        dict(d=128),
+        dict(d=40),
+    ):
+        assert may(**allowed), allowed
+    for refused in (
+        dict(arch="sm_100"),
+        dict(arch="interpreter"),
+        dict(dtype=torch.float32),
+        dict(attn_mask=full),
+        dict(attn_mask=of_heads, g=1),
+        dict(expanded=True, g=1),
+        dict(bias=torch.zeros(3, 1, 8, 8)),
+        dict(softcap=1.0, d=72),
+        dict(alibi_slopes=torch.ones(2), d=72),
+        dict(scale=-0.1),
+        dict(d=20),
+        dict(d=136),
+        dict(shift=4),
+    ):
+        assert not may(**refused), refused
+
+
+# The calls that show planted faults: of five tiles of queries and six of keys, of seven with edges,
+# with a mask, also of keys whose weights are exp(24) before the softmax divides them, with one
+# sequence without keys, with dropout, and with what else there is.
+SHOWN = {
+    "plain": (dict(sq=300, sk=330, b=1), {}),
+    "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
+    "mask": (dict(), dict(attn_mask=MASK)),
+    "mask, low scores": (dict(sq=70), dict(attn_mask=MASK)),
+    "lengths": (dict(), dict(key_lengths=LENGTHS)),
+    "dropout": (dict(sq=70, sk=70, b=1), dict(is_causal=True, **DROPOUT)),
+    "window": (
+        dict(sq=200, sk=330, b=1),
+        dict(
+            window=(100, 40),
+            causal_alignment="bottom_right",
+            alibi_slopes=SLOPES,
+            softcap=3.0,
+        ),
+    ),
+}
+
+
+@functools.cache
+def shown(call):
+    """The arguments of a call's backward, with NaN in what no query may see, and its gradients in
+    float64.
+    """
+    sizes, options = SHOWN[call]
+    x = qkv(**sizes, dtype=torch.float16)
+    if call == "mask, low scores":
+        x["query"].fill_(2.0)
+        x["key"] -= 1.5
+    grad_output = torch.randn_like(x["query"])
+    with use_backend("reference"):
+        wide = {name: t.double() for name, t in x.items()}
+        want = gradients(wide, grad_output.double(), **options)
+    hidden = {"mask": ~MASK[:, 0, 0], "lengths": torch.arange(200) >= LENGTHS[:, None]}.get(call)
+    if hidden is not None:
+        for name in ("key", "value"):
+            x[name] = x[name].masked_fill(hidden[:, None, :, None], float("nan"))
+    seed = options.get("dropout_seed")
+    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.125) | options
+    given["dropout_seed"] = None if seed is None else torch.tensor([seed])
+    arguments = pack([*x.values(), Attention(**given)])
+    saved = launchers.forward(*arguments, False)
+    return (grad_output, None, *arguments, *saved), want
+
+
+def what_is_found(kernel, call, *edits, slots, seed):
+    """What the simulator says of a kernel in a call, or how wrong its result is; nothing where it
+    is right.
+    """
+    arguments, want = shown(call)
+    needs = (True, False, False) if kernel == "dq" else (False, True, True)
+    try:
+        with simulated_backward(*edits, kernels=(kernel,), slots=slots, seed=seed):
+            have = launchers.backward(*arguments, [*needs, False, False])
+    except Fault as fault:
+        return str(fault)
+    for a, b, needed in zip(have, want, needs):
+        if needed and not (error := (a.double() - b).abs().max() / b.abs().max()) < 1e-2:
+            return f"wrong by {error:.1e}"
+    return ""
+
+
+@pytest.mark.parametrize("bug", [None, *FAULTS])
+def test_planted_faults(bug):
+    """A fault is found with rings of two or of three slots."""
+    if bug is None:
+        for n, call in enumerate(SHOWN):
+            assert not what_is_found("dq", call, slots=2 + n % 2, seed=0)
+            assert not what_is_found("dkdv", call, slots=3 - n % 2, seed=0)
+        return
+    kernel, *edit, call = FAULTS[bug]
+    assert any(what_is_found(kernel, call, tuple(edit), slots=n, seed=0) for n in (2, 3))

@@ -52,6 +52,7 @@ HEADLINES = [
 ]
 START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
 PICTURE = "benchmarks/results/headline.png"
+CPU_PICTURE = "docs/figures/cpu.png"
 UNMEASURED = (
     "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
     "an H100 or H200 and ten minutes, "
@@ -364,8 +365,31 @@ def readme_block(results: Results) -> str:
     is known without a GPU, from the committed accuracy ledger, mutation report and compile table.
     """
     return "\n".join(
-        [speed_block(results), "", *accuracy_table(), "", *compile_table(), "", mutation_line()]
+        [
+            *(speed_block(results), "", *cpu_table(), "", *accuracy_table(), ""),
+            *(*compile_table(), "", mutation_line()),
+        ]
     )
+
+
+def cpu_table() -> list[str]:
+    """Tabulate the times on a CPU beside those of the peers, and show their figure."""
+    from benchmarks import cpu
+
+    data = cpu.load()
+    machine = data["machine"]
+    return [
+        f"**One CPU thread** ({machine['processor']}, torch {machine['torch']}). Each row is the "
+        f"median of {data['rounds']} rounds, in which fastformer and its peer take turns in one "
+        "process; the ratio is the peer's time divided by fastformer's: above 1, fastformer is "
+        "faster. `python -m benchmarks.cpu --write` measures it.",
+        "",
+        *cpu.lines(data),
+        "",
+        f"![Ratios of the times on a CPU]({CPU_PICTURE})",
+        "",
+        f"`python -m benchmarks.cpu --plot {CPU_PICTURE}` draws the figure from the same file.",
+    ]
 
 
 def accuracy_table() -> list[str]:

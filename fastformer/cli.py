@@ -28,7 +28,7 @@ import torch
 
 from fastformer import environment
 from fastformer._version import __version__
-from fastformer.dispatch import backends, measurements, workloads
+from fastformer.dispatch import backends, measurements, peers, workloads
 from fastformer.dispatch.operation import OPERATIONS
 from fastformer.training import copy_task, parallel_copy_task, plots
 from fastformer.tuning import tuner
@@ -429,8 +429,9 @@ def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="measure what is fastest on this GPU",
-        description="Times the tiles of each kernel, and torch's own ops where they compute the "
-        "same, for common sizes of calls, and writes what is fastest to a file that the backend "
+        description="Times the tiles of each kernel, torch's own ops, and those of flash-attn 4, "
+        "QuACK and Liger if they are installed, where they compute the same, for common sizes of "
+        "calls, and writes what is fastest to a file that the backend "
         "auto reads. A candidate that fails, crashes, hangs or disagrees with the reference is "
         "dropped. What the file already holds is not measured again, so an interrupted run goes "
         "on. fastformer.tune(model, *inputs) measures the calls of a model.",
@@ -450,6 +451,17 @@ def _add_tune(commands: Any) -> None:
         type=_output_file,
         metavar="FILE",
         help="write here; by default to the user's file",
+    )
+    add(
+        "--candidates",
+        type=_regex,
+        metavar="REGEX",
+        help="only the candidates whose name it finds, beside what is shipped; by default all",
+    )
+    add(
+        "--consan",
+        action="store_true",
+        help="also run each kernel in Gluon once under Triton's concurrency sanitizer (slow)",
     )
     parser.set_defaults(run=_tune, parser=parser)
 
@@ -477,7 +489,9 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     try:
         device = tuner.gpu()
         file = arguments.out or tuner.writable()
-        result = tuner.measure(wanted, device, file, arguments.minutes)
+        candidates = "" if arguments.candidates is None else arguments.candidates.pattern
+        selection = tuner.Selection(candidates, arguments.consan)
+        result = tuner.measure(wanted, device, file, arguments.minutes, selection=selection)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
@@ -507,7 +521,9 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
         if facts[name] is not None or name == "triton":
             print(f"{name:11} {facts[name] or 'not installed'}")
     if facts["triton"] is not None and not _has_gluon():
-        print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the forward for Hopper")
+        print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
+    found = (f"{name} {version or 'not installed'}" for name, version in peers.packages().items())
+    print(f"{'peers':11} {', '.join(found)}")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")

@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, its exit status, what it says to a bad option."""
 
+import itertools
 import json
 import os
 import re
@@ -282,6 +283,26 @@ def test_a_checkpoint_of_one_process(capsys, monkeypatch, tmp_path):
         assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_checkpoint_is_written(capsys, monkeypatch, tmp_path):
+    """torch reports Ctrl-C as the reason of its own error."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    words = ["--backend=reference", "--steps=21", "--checkpoint", str(tmp_path)]
+    write, times = FileSystemWriter.write_data, itertools.count()
+
+    def interrupted(*given):
+        if next(times) == 1:
+            raise KeyboardInterrupt
+        return write(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", interrupted)
+        assert copied(*words) == 130
+    assert "Interrupted: reference trained 20 of 21 steps" in capsys.readouterr().out
+    assert copied(*words) == 0
+    assert f"resumes from {tmp_path / 'step-10'}, after 10 steps" in capsys.readouterr().out
+
+
 def test_both_backends_have_checkpoints_of_their_own(tmp_path, capsys):
     for _ in range(2):
         assert copied("--steps", "1", "--checkpoint", str(tmp_path)) == 0
@@ -373,6 +394,7 @@ def test_tune_says_that_there_is_no_gpu(no_gpu, capsys):
         (["--minutes", "nan"], "minutes is nan; expected a positive number"),
         (["--only", "("], "'(' is no regular expression"),
         (["--only", "warp"], "--only 'warp' finds no call"),
+        (["--candidates", "("], "'(' is no regular expression"),
         (["--out", "/nowhere/x.json"], "is in a folder that does not exist"),
     ],
 )
@@ -387,8 +409,9 @@ def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path
     """On a machine with a GPU, the measurement itself apart."""
     out = tmp_path / "gpu.json"
 
-    def run(wanted, device, file, minutes):
+    def run(wanted, device, file, minutes, selection):
         assert device.type == "cuda" and file == out and minutes == 3
+        assert selection == (("@|torch", True) if done else ("", False))
         rows = tuple((str(case), "triton", {"triton": 2.0}, {}) for case in wanted)
         if done:
             file.touch()
@@ -396,7 +419,8 @@ def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path
 
     monkeypatch.setattr(tuner, "measure", run)
     monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
-    assert cli.main([*ONE, "--minutes", "3", "--out", str(out)]) == 0
+    more = ["--candidates", "@|torch", "--consan"] if done else []
+    assert cli.main([*ONE, "--minutes", "3", "--out", str(out), *more]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("forward + backward: triton (triton 2.0 us)")
     assert ("The time is up after 3 minutes; the next run goes on from here" in printed) != done

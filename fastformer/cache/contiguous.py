@@ -57,7 +57,7 @@ class KVCache(SelfAttentionCache):
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, longest, ..], undefined past the length of each row."""
-        return self.key[:, :, : self.longest], self.value[:, :, : self.longest]
+        return self.key.narrow(2, 0, self.longest), self.value.narrow(2, 0, self.longest)
 
     def reorder(self, index: Tensor) -> None:
         """Replace row i by row index[i], for all i at once, as beam search does.
@@ -88,8 +88,9 @@ class KVCache(SelfAttentionCache):
     def _write(self, key: Tensor, value: Tensor) -> None:
         n = key.shape[2]
         if self._even and not self._fixed_shapes:
-            new = slice(self.longest - n, self.longest)
-            self.key[:, :, new], self.value[:, :, new] = key, value
+            first = self.longest - n
+            self.key.narrow(2, first, n).copy_(key)
+            self.value.narrow(2, first, n).copy_(value)
         else:
             if len(self._rows) != len(self.lengths):  # at first, and for another batch
                 self._rows = torch.arange(len(self.lengths), device=key.device).unsqueeze(1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastformer.cache.rows import SelfAttentionCache, make_buffers, require_rows
 from fastformer.checks import require_size
+from fastformer.dispatch.backends import prefers_kernels
 from fastformer.ops import functional
 from fastformer.ops.attention.arguments import PAGE_SIZES
 
@@ -92,6 +93,8 @@ class PagedKVCache(SelfAttentionCache):
             raise ValueError(
                 f"dropout_p is {dropout_p}; expected 0 with pages (model.eval() turns dropout off)"
             )
+        if not (self._fixed_shapes or prefers_kernels(query)):
+            return super().attend(query, mask, **options)
         table = self.block_table if self._fixed_shapes else self.block_table[:, : self._blocks()]
         keys = table.shape[1] * self.page_size
         options = dict(options, attn_mask=self._over_keys(mask, keys))
@@ -102,6 +105,17 @@ class PagedKVCache(SelfAttentionCache):
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, longest, ..], undefined past the length of each row."""
+        table = self._tables[0]
+        if (
+            len(self._tables) == 1
+            and table
+            and table == list(range(table[0], table[0] + len(table)))
+        ):
+            key, value = (  # the pages follow one another
+                x.narrow(0, table[0], len(table)).view(1, -1, *x.shape[2:]).transpose(1, 2)
+                for x in (self.key_pages, self.value_pages)
+            )
+            return key.narrow(2, 0, self.longest), value.narrow(2, 0, self.longest)
         pages = self.block_table[:, : self._blocks()].long()
         key, value = (
             x[pages].flatten(1, 2).transpose(1, 2)[:, :, : self.longest]
@@ -162,7 +176,8 @@ class PagedKVCache(SelfAttentionCache):
     def _arguments(
         self, query: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        options = dict(options, key_lengths=self.lengths, causal_alignment="bottom_right")
+        lengths = None if self._even and not self._fixed_shapes else self.lengths
+        options = dict(options, key_lengths=lengths, causal_alignment="bottom_right")
         return *self.contents(), mask, dict(options, is_causal=query.shape[-2] > 1)
 
     def _blocks(self) -> int:
@@ -219,6 +234,12 @@ class PagedKVCache(SelfAttentionCache):
         self._release(old)
 
     def _write(self, key: Tensor, value: Tensor) -> None:
+        if key.shape[2] == 1 == len(self._tables) and not self._fixed_shapes:
+            block, place = divmod(self._held[0] - 1, self.page_size)
+            page = self._tables[0][block]
+            self.key_pages[page, place].copy_(key[0, :, 0])
+            self.value_pages[page, place].copy_(value[0, :, 0])
+            return
         positions = self._positions(key.shape[2])
         pages = self.block_table.gather(1, positions // self.page_size).long()
         at = pages, positions % self.page_size  # [B, n, G, D]

@@ -75,9 +75,9 @@ def greedy_decode(
     Transformer Decoding: One Write-Head is All You Need", section 2.4; repetition_penalty: Keskar
     et al. 2019, "CTRL", section 4.1.
     """
-    choose = _penalised(_likeliest, repetition_penalty)
+    penalty = _Penalty(repetition_penalty)
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_RowSearch(make_steps(*given), choose)).tokens
+    return _searched(_RowSearch(make_steps(*given), _likeliest, penalty)).tokens
 
 
 @torch.no_grad()
@@ -126,9 +126,9 @@ def sample(
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; min_p: Nguyen
     et al. 2024, "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs".
     """
-    choose = _penalised(_draws(temperature, top_k, top_p, min_p, seed), repetition_penalty)
+    choose, penalty = _draws(temperature, top_k, top_p, min_p, seed), _Penalty(repetition_penalty)
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_RowSearch(make_steps(*given), choose)).tokens
+    return _searched(_RowSearch(make_steps(*given), choose, penalty)).tokens
 
 
 def stream_tokens(
@@ -177,10 +177,10 @@ def stream_tokens(
                     "temperature, such as 1.0"
                 )
     draw = None if temperature is None else _draws(temperature, top_k, top_p, min_p, seed)
-    choose = _penalised(draw or _likeliest, repetition_penalty)
+    penalty = _Penalty(repetition_penalty)
     with torch.no_grad():
         given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-        search = _RowSearch(make_steps(*given), choose)
+        search = _RowSearch(make_steps(*given), draw or _likeliest, penalty)
     return _stepwise(search)
 
 
@@ -236,6 +236,7 @@ def beam_search(
     num_beams: int = 4,
     length_penalty: float = 0.6,
     n_best: int = 1,
+    repetition_penalty: float = 1.0,
     cache: bool | DecoderCache = True,
 ) -> Hypotheses:
     """Search for the sequences with the largest scores, with K beams for each source.
@@ -255,6 +256,8 @@ def beam_search(
         num_beams: K.
         length_penalty: from 0 to 32: 0 is none, a larger value favours longer sequences.
         n_best: the number of sequences to return for each source, at most K.
+        repetition_penalty: as in `greedy_decode`, for the tokens that the beam already has; log p
+            of a score then includes it.
 
     Returns:
         `Hypotheses`: tokens [B, n_best, max_len], scores and lengths [B, n_best].
@@ -274,8 +277,10 @@ def beam_search(
     length_penalty = require_number("length_penalty", length_penalty)
     if not 0 <= length_penalty <= 32:  # above, the penalty of a long sequence overflows
         raise ValueError(f"length_penalty is {length_penalty}; expected a number from 0 to 32")
+    penalty = _Penalty(repetition_penalty)
     given = model, src, src_mask, max_len, start_symbol, end_symbol, pad_symbol, cache
-    return _searched(_BeamSearch(make_steps(*given), num_beams, n_best, length_penalty)).result()
+    options = num_beams, n_best, length_penalty, penalty
+    return _searched(_BeamSearch(make_steps(*given), *options)).result()
 
 
 class _Search(Protocol):
@@ -334,12 +339,12 @@ def _looks(tokens: Tensor, i: int) -> bool:
 class _RowSearch:
     """Search for one sequence in each row.
 
-    choose: log-probabilities [B, V] and the steps -> tokens [B].
+    choose: log-probabilities [B, V] -> tokens [B].
     tokens: [B, max_len], with the pad symbol after the end of a row.
     """
 
-    def __init__(self, steps: Steps, choose: Chooser) -> None:
-        self.steps, self._choose = steps, choose
+    def __init__(self, steps: Steps, choose: Callable[[Tensor], Tensor], penalty: _Penalty) -> None:
+        self.steps, self._choose, self._penalty = steps, choose, penalty
         self.tokens = steps.begun()
         self._done = torch.zeros(len(self.tokens), dtype=torch.bool, device=self.tokens.device)
 
@@ -347,7 +352,8 @@ class _RowSearch:
         return self.steps.first()
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-        chosen = self._choose(scores, self.steps).to(self.tokens.dtype)
+        chosen = self._choose(self._penalty.lowered(scores, self.steps)).to(self.tokens.dtype)
+        self._penalty.add(chosen)
         ended = self.steps.ended(chosen)
         if ended is not None:
             chosen = chosen.masked_fill(self._done, self.steps.pad)
@@ -417,38 +423,45 @@ def _require_draws(
         require_int("seed", seed)
 
 
-Chooser = Callable[[Tensor, Steps], Tensor]
-
-
 def _likeliest(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def _penalised(choose: Callable[[Tensor], Tensor], penalty: float) -> Chooser:
-    """Return a function that applies `choose` to scores in which a row's own tokens are lower."""
-    penalty = require_number("repetition_penalty", penalty)
-    if not 0 < penalty < float("inf"):
-        raise ValueError(f"repetition_penalty is {penalty}; expected a positive number")
-    if penalty == 1:
-        return lambda scores, steps: choose(scores)
-    seen: Tensor | None = None  # [B, V]
+class _Penalty:
+    """The repetition penalty: it lowers the scores of the tokens that a row already has."""
 
-    def chosen(scores: Tensor, steps: Steps) -> Tensor:
-        nonlocal seen
+    def __init__(self, factor: float) -> None:
+        self._factor = require_number("repetition_penalty", factor)
+        if not 0 < self._factor < float("inf"):
+            raise ValueError(f"repetition_penalty is {self._factor}; expected a positive number")
+        self._seen: Tensor | None = None  # [R, V], the tokens of each row
+
+    def lowered(self, scores: Tensor, steps: Steps) -> Tensor:
+        """Return the scores [R, V] with the penalty; R is B, or B rows with their beams."""
+        if self._factor == 1:
+            return scores
         scores = _precise(scores)
-        if seen is None:
-            prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
-            lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
-            padding = columns.to(prompt.device) >= lengths
-            tokens = prompt[:, :1].where(padding, prompt)
-            seen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, tokens, True)
+        if self._seen is None:
+            self._seen = _prompt_tokens(steps, scores)
         # A model of one's own may give logits, which can be positive.
-        lower = torch.where(scores < 0, scores * penalty, scores / penalty)
-        tokens = choose(torch.where(seen, lower, scores))
-        seen.scatter_(1, tokens.unsqueeze(1), True)
-        return tokens
+        lower = torch.where(scores < 0, scores * self._factor, scores / self._factor)
+        return torch.where(self._seen, lower, scores)
 
-    return chosen
+    def add(self, tokens: Tensor, rows: Tensor | None = None) -> None:
+        """Note the new tokens [R], each of which continues its own row, or row rows[i]."""
+        if self._seen is not None:
+            self._seen = self._seen if rows is None else self._seen[rows]
+            self._seen.scatter_(1, tokens.long().unsqueeze(1), True)
+
+
+def _prompt_tokens(steps: Steps, scores: Tensor) -> Tensor:
+    """Return a boolean like scores [R, V], True for the tokens of the row's prompt."""
+    prompt, columns = steps.prompt.long(), torch.arange(steps.prompt.shape[1])
+    lengths = torch.as_tensor(steps.lengths, device=prompt.device).view(-1, 1)
+    tokens = prompt[:, :1].where(columns.to(prompt.device) >= lengths, prompt)
+    seen = scores.new_zeros(len(prompt), scores.shape[1], dtype=torch.bool)
+    seen.scatter_(1, tokens, True)
+    return seen.repeat_interleave(len(scores) // len(prompt), 0)
 
 
 def _precise(scores: Tensor) -> Tensor:
@@ -462,8 +475,10 @@ class _BeamSearch:
     `Hypotheses`.
     """
 
-    def __init__(self, steps: Steps, num_beams: int, n_best: int, length_penalty: float) -> None:
-        self.steps, self.n_best = steps, n_best
+    def __init__(
+        self, steps: Steps, num_beams: int, n_best: int, length_penalty: float, penalty: _Penalty
+    ) -> None:
+        self.steps, self.n_best, self._penalty = steps, n_best, penalty
         self.num_beams, self.length_penalty = num_beams, length_penalty
         self._lengths, begun = steps.lengths, steps.begun()
         self._first_new = steps.first_new
@@ -485,7 +500,8 @@ class _BeamSearch:
 
     def take(self, scores: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
         batch, beams, vocabulary = *self.scores.shape, scores.shape[-1]
-        scores = _precise(scores).view(batch, beams, vocabulary)
+        scores = self._penalty.lowered(_precise(scores), self.steps)
+        scores = scores.view(batch, beams, vocabulary)
         totals = (self.scores.unsqueeze(-1) + scores).flatten(1)
         # A beam has at most `ends` continuations that end. So (1 + ends) K candidates hold at least
         # K that go on.
@@ -502,8 +518,9 @@ class _BeamSearch:
         self.tokens = _extended(self.tokens, origin, self._first_new, i, chosen)
         if i + 1 == self.steps.new:
             self._offer(self.tokens, self.scores, i + 1)
-        rows = origin + self._rows.view(batch, beams)[:, :1] * beams
-        return chosen.flatten(), rows.flatten()
+        tokens, rows = chosen.flatten(), origin + self._rows.view(batch, beams)[:, :1] * beams
+        self._penalty.add(tokens, rows.flatten())
+        return tokens, rows.flatten()
 
     def ended(self) -> Tensor | None:
         if self.steps.end is None:

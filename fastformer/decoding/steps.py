@@ -15,7 +15,7 @@ from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
 from fastformer.dispatch.backends import current_backend
 from fastformer.eager import may_read
-from fastformer.nn.embeddings import Embeddings, PositionalEncoding
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.stream import is_unmodified
 from fastformer.nn.transformer import has_positions, subsequent_mask
 
@@ -359,9 +359,12 @@ def _require_positions(model: Any, max_len: int) -> None:
     """Require that the model has positions for all tokens but the last, which no step reads."""
     embed = _embedding(model)
     for module in () if embed is None else embed.modules():
-        if isinstance(module, PositionalEncoding) and max_len - 1 > module.pe.shape[1]:
+        if not isinstance(module, (PositionalEncoding, RotaryEmbedding)):
+            continue
+        most = module.pe.shape[1] if isinstance(module, PositionalEncoding) else module.max_len
+        if max_len - 1 > most:
             raise ValueError(
-                f"max_len is {max_len}; expected at most {module.pe.shape[1] + 1}, "
+                f"max_len is {max_len}; expected at most {most + 1}, "
                 "the positions of the model and the symbol after them"
             )
 

@@ -10,6 +10,7 @@ names in their schemas decide how they are paired:
 An output `x` is differentiable if the backward has an argument `grad_x`. The caller gets the
 differentiable outputs; if the op has an argument `return_x`, the caller gets x only if it is True.
 The backward's other arguments are inputs and outputs of the forward by name, and are saved for it.
+The record of an op may name inputs that a call does not save (`unsaved`).
 An optional `grad_x` is None if nothing depends on x. `needs` has a bool for each gradient that the
 backward returns; a gradient that is not needed is returned as an empty tensor. If the last argument
 of the forward is `needs`, the forward gets it too.
@@ -76,6 +77,7 @@ class _Pair:
         self.optional = [isinstance(a.type, torch._C.OptionalType) for a in incoming]
         # The source of each argument of the backward between the incoming gradients and `needs`.
         sources = wanted[self.n_outputs : -1]
+        self.unsaved = OPERATIONS[op].unsaved
         self.from_arguments = [self.arguments.index(n) for n in sources if n in self.arguments]
         self.from_outputs = [outputs.index(n) for n in sources if n not in self.arguments]
         expected = [self.arguments[i] for i in self.from_arguments]
@@ -97,9 +99,20 @@ _pairs: dict[str, _Pair] = {}
 def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
     """Read the schemas of a registered op, and add a pair for each of its alternatives."""
     _pairs[op] = _Pair(op)
-    for name, (forward, backward) in alternatives.items():
-        _pairs[_named(op, name)] = other = copy.copy(_pairs[op])
-        other.forward, other.backward = forward, backward or other.backward
+    for name, alternative in alternatives.items():
+        add(op, name, alternative)
+
+
+def add(op: str, name: str, alternative: Alternative) -> None:
+    """Make the alternative of a registered op known by that name."""
+    other = copy.copy(_pairs[op])
+    other.forward, other.backward = alternative.forward, alternative.backward or other.backward
+    _pairs[_named(op, name)] = other
+
+
+def kernels(op: str) -> tuple[Any, Any]:
+    """Return the forward of a registered op, and its backward."""
+    return _pairs[op].forward, _pairs[op].backward
 
 
 @contextmanager
@@ -136,7 +149,11 @@ class _Kernel(torch.autograd.Function):
         op, *args = inputs
         pair = _pairs[op]
         ctx.op = op
-        saved = [args[i] for i in pair.from_arguments] + [output[i] for i in pair.from_outputs]
+        read = args
+        if pair.unsaved is not None:
+            without = pair.unsaved(dict(zip(pair.arguments, args)))
+            read = [None if n in without else x for n, x in zip(pair.arguments, args)]
+        saved = [read[i] for i in pair.from_arguments] + [output[i] for i in pair.from_outputs]
         ctx.save_for_backward(*[x for x in saved if isinstance(x, Tensor)])
         ctx.constants = [None if isinstance(x, Tensor) else (x,) for x in saved]
         ctx.mark_non_differentiable(*output[pair.n_outputs :])

@@ -1,7 +1,8 @@
 """The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
     auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
-                own op if `fastformer tune` has measured that it computes the same and is faster
+                own op, or a kernel of another package (`peers`), if `fastformer tune` has measured
+                that it computes the same and is faster
     triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
@@ -26,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.description import Attention
-from fastformer.dispatch import autograd, measurements, workloads
+from fastformer.dispatch import autograd, measurements, peers, workloads
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
-from fastformer.eager import eager
+from fastformer.eager import eager, formula
 
 BACKENDS = ("auto", "triton", "reference")
 # GPU models for which benchmarks/results has a run of the full test suite.
@@ -62,6 +63,7 @@ _kernels: dict[str, ModuleType] = {}
 _on_a_cpu: dict[str, Choice] = {}  # by op: the choice of "auto" for tensors on a CPU
 _explicit: dict[tuple[str, str], Choice] = {}  # by op and backend
 _autocasts = torch._C._is_any_autocast_enabled
+_ON_A_CPU = ("auto", "reference")  # the backends that run the reference on a CPU
 # The innermost `context_parallel` of the process. It knows the global positions of local rows.
 _context: Any = None
 
@@ -120,6 +122,24 @@ def _inherited() -> str | None:
     if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_CHOICE):
         return None
     return torch._C._get_obj_in_tls(_CHOICE)
+
+
+def runs_directly() -> bool:
+    """Return whether an op on plain tensors of the CPU runs on the reference, and nothing else is
+    to be done: nothing observes, explains, logs, shards, casts or traces the call.
+
+    A contract may then skip the dispatch. This looks at the state of the thread once.
+    """
+    if torch.compiler.is_compiling() or _context is not None or _autocasts():
+        return False
+    state = _state.__dict__
+    return (
+        (state["backend"] or _default) in _ON_A_CPU
+        and state["first"] is state["explained"] is state["on_choice"] is None
+        and not state["not_from_python"]
+        and not formula.always
+        and not _log.isEnabledFor(logging.INFO)
+    )
 
 
 class Choice(NamedTuple):
@@ -234,9 +254,10 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return the alternative that was measured to be the fastest for this call, or None."""
     chosen, record = measurements.choices(first.device), OPERATIONS[op]
-    if not chosen or not record.alternatives or not eager(first):
+    if not chosen or not (record.alternatives or record.peers) or not eager(first):
         return None
-    signature = record.signature(arguments)
+    with_peers = _takes_peers(op, first.device)
+    signature = peers.signature(arguments) if with_peers else record.signature(arguments)
     if signature is None:
         return None
     key = op, first.device, workloads.differentiated(arguments), signature
@@ -245,8 +266,25 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
         name = None if workload is None else chosen.get((op, workload.key))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
-        _alternatives[key] = name if name in record.alternatives else None
+        _alternatives[key] = name if name and _computes(op, name, arguments) else None
     return _alternatives[key]
+
+
+def _takes_peers(op: str, device: torch.device) -> bool:
+    """Return whether a measurement of an op on this device chooses a peer."""
+    key = op, device
+    if key not in _with_peers:
+        chosen = measurements.choices(device).items()
+        names = (name for (kind, _), name in chosen if kind == op)
+        _with_peers[key] = any(peers.is_peer(op, name) for name in names)
+    return _with_peers[key]
+
+
+def _computes(op: str, name: str, arguments: Arguments) -> bool:
+    """Return whether the alternative or peer of that name computes the call."""
+    if name in OPERATIONS[op].alternatives:
+        return OPERATIONS[op].signature(arguments) is not None
+    return peers.is_peer(op, name) and peers.taken(op, name, arguments)
 
 
 def forced(op: str, options: Mapping[str, Any]) -> Any:
@@ -262,14 +300,30 @@ def label(option: Any) -> str:
     return sys.modules[_TUNED].label(option)
 
 
+def replaced_launches(replacement: Callable[..., None]) -> Any:
+    """Return a context in which `replacement` stands for each launch: see kernels/launch.py."""
+    return importlib.import_module("fastformer.kernels.launch").replaced_launches(replacement)
+
+
+def has_changed(name: str) -> bool:
+    """Return whether the kernel of an option has changed since it was measured under this name."""
+    if not measurements.is_gluon(name) or not _HAS_TRITON:
+        return False
+    _import_all()
+    return sys.modules[_TUNED].has_changed(name)
+
+
 MOST_ALTERNATIVES = 4096
 _alternatives: dict[Any, str | None] = {}
+_with_peers: dict[tuple[str, torch.device], bool] = {}
 
 
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
     measurements.forget()
+    peers.forget()
     _alternatives.clear()
+    _with_peers.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 

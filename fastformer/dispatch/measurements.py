@@ -63,6 +63,11 @@ def kinds() -> set[str]:
     return {*OPERATIONS}.union(*(operation.tuned for operation in OPERATIONS.values()))
 
 
+def is_gluon(name: str) -> bool:
+    """Return whether this name of a candidate holds the digest of a kernel in Gluon."""
+    return " @" in name
+
+
 def default_path() -> Path:
     """Return the file in this user's cache directory."""
     import platformdirs

@@ -344,6 +344,7 @@ def recorded(monkeypatch):
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
     monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
+    monkeypatch.setattr(ff.dispatch.backends, "runs_directly", lambda: False)
     recorded.captures = captures
     return recorded
 
@@ -745,7 +746,7 @@ def test_enough_beams_find_the_best_of_all_sequences(alpha, cache):
             assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
 
 
-def beams_in_lists(model, src, mask, new, end, alpha, beams):
+def beams_in_lists(model, src, mask, new, end, alpha, beams, penalty=1.0):
     """Beam search of one source, written out."""
     alive, finished = [(0.0, (1,))], []
     for n in range(1, new + 1):
@@ -753,6 +754,7 @@ def beams_in_lists(model, src, mask, new, end, alpha, beams):
         for total, y in alive:
             out = model(src, torch.tensor([y]), mask, subsequent_mask(len(y)))
             scores = model.generator(out)[0, -1].tolist()
+            scores = [s * penalty if v in y else s for v, s in enumerate(scores)]
             grown += [(total + s, (*y, v)) for v, s in enumerate(scores)]
         grown = sorted(grown, reverse=True)[: 2 * beams]
         ends = [(s / ((5 + n) / 6) ** alpha, y) for s, y in grown if y[-1] == end]
@@ -762,8 +764,11 @@ def beams_in_lists(model, src, mask, new, end, alpha, beams):
     return sorted(finished + ends, reverse=True)[:beams]
 
 
-@pytest.mark.parametrize(("beams", "alpha"), [(1, 0.6), (2, 1.0), (3, 0.0), (5, 0.6)])
-def test_few_beams_are_the_search_written_out(beams, alpha):
+@pytest.mark.parametrize(
+    ("beams", "alpha", "penalty"),
+    [(1, 0.6, 1.0), (2, 1.0, 1.0), (3, 0.0, 1.0), (5, 0.6, 1.0), (3, 0.6, 1.8), (4, 1.0, 0.4)],
+)
+def test_few_beams_are_the_search_written_out(beams, alpha, penalty):
     model, (src, mask) = translator(seed=4), sources()
     with torch.no_grad():
         model.generator.proj.weight *= 2
@@ -777,10 +782,11 @@ def test_few_beams_are_the_search_written_out(beams, alpha):
             num_beams=beams,
             length_penalty=alpha,
             n_best=beams,
+            repetition_penalty=penalty,
         )
         for b in range(3):
             row = slice(b, b + 1)
-            want = beams_in_lists(model, src[row], mask[row], 6, 7, alpha, beams)
+            want = beams_in_lists(model, src[row], mask[row], 6, 7, alpha, beams, penalty)
             for j, (score, y) in enumerate(want):
                 n = found.lengths[b, j]
                 assert found.tokens[b, j, :n].tolist() == list(y)
@@ -794,6 +800,14 @@ def test_one_beam_is_greedy():
     found = beam_search(model, src.int(), mask, 9, 1, num_beams=1)
     assert torch.equal(found.tokens[:, 0], want.int()) and found.tokens.dtype == torch.int32
     assert found.lengths.tolist() == [[9]] * 3
+
+
+def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
+    model, options = language_model(), dict(pad_symbol=0, repetition_penalty=1.7)
+    want = greedy_decode(model, LEFT, WHERE, 16, **options)
+    assert not torch.equal(want, greedy_decode(model, LEFT, WHERE, 16, pad_symbol=0))
+    found = beam_search(model, LEFT, WHERE, 16, num_beams=1, **options)
+    assert torch.equal(found.tokens[:, 0], want)
 
 
 @pytest.mark.parametrize("beams", [1, 2])

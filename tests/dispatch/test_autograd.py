@@ -67,6 +67,23 @@ ARGUMENTS = {
         ),
         {"dropout_p": 0.25, "is_causal": True, "sinks": r(2), "dropout_seed": 1},
     ),
+    "packed_attention lse": lambda r: (
+        (
+            r(5, 2, 4),
+            r(7, 1, 4),
+            r(7, 1, 3),
+            *(r.offsets(*n) for n in ((0, 2, 5), (0, 4, 7))),
+            3,
+            4,
+        ),
+        {
+            "bias": r(7),
+            "window": (4, None),
+            "alibi_slopes": torch.rand(2, 2, device=r.device),
+            "softcap": 3.0,
+            "return_lse": True,
+        },
+    ),
     "layer_norm": lambda r: ((r(3, 5), 5, r(5), r(5)), {"eps": 0.1, "unbiased": True}),
     "layer_norm of width 20000": lambda r: ((r(1, 20000), 20000, r(20000), r(20000)), {}),
     "rms_norm": lambda r: ((r(3, 5), 5, r(5)), {"eps": 0.1}),
@@ -83,9 +100,18 @@ ARGUMENTS = {
         {"dropout_seed": 1},
     ),
     "swiglu": lambda r: ((r(3, 4), r(12, 4), None, r(5, 6), None), {}),
+    "gated_activation": lambda r: ((r(3, 4), r(3, 4)), {"activation": "gelu"}),
     "embed": lambda r: (
         (r.classes(4, 2, 0, 4).view(2, 2), r(6, 5), r(3, 5), 0.25),
         {"dropout_seed": 1, "padding_idx": 5},
+    ),
+    "rotary_embedding": lambda r: (
+        (r(1, 2, 3, 6), r(1, 1, 3, 6), *(r(3, 4).detach() for _ in range(2))),
+        {"query_norm": r(6), "key_norm": r(6), "eps": 0.1},
+    ),
+    "rotary_embedding without norms": lambda r: (
+        (r(3, 2, 4), r(3, 1, 4), *(r(3, 4).detach() for _ in range(2))),
+        {"interleaved": True},
     ),
     "cross_entropy": lambda r: ((r(3, 5), r.classes(4, 2, 0)), {"label_smoothing": 0.2}),
     "cross_entropy sum": lambda r: ((r(3, 5), r.classes(4, 2, 0)), {"reduction": "sum"}),

@@ -93,6 +93,15 @@ def models(**options):
     return model, ff.make_decoder(V, N=2, **sizes, **options).eval()
 
 
+def rotary_decoder():
+    options = dict(positions="rotary", qk_norm=True, kv_heads=1, max_len=POSITIONS)
+    return ff.make_decoder(V, N=2, d_model=D * H, d_ff=F, h=H, **options).eval()
+
+
+def turned(query, key, angles):
+    return ff.rotary_embedding(query, key, angles.cos(), angles.sin(), query_norm=norm)
+
+
 def accelerated_encoder():
     """An nn.TransformerEncoder whose attention appends keys."""
     layer = nn.TransformerEncoderLayer(D, H, F, batch_first=True)
@@ -132,8 +141,10 @@ CASES = {
     "dropped feed_forward": (lambda x: ff.feed_forward(x, *layers, "relu", 0.5, **drawn), rows),
     "geglu": (lambda x: ff.geglu(x, *gated), rows),
     "swiglu": (lambda x: ff.swiglu(x, *gated, 0.5, **drawn), rows),
+    "gated_activation": (lambda x: ff.gated_activation(x, x + 1.0), rows),
     "embed": (lambda x: ff.embed(x, w, None), tokens),
     "embed with positions": (lambda x: ff.embed(x, w, pe, 0.5, **drawn), tokens),
+    "rotary": (turned, lambda b, t, s: (floats(b, H, t, D), floats(b, 1, t, D), floats(t, D))),
     "cross_entropy": (ff.cross_entropy, lambda b, t, s: (floats(b, t, V), ids(b, t))),
     "linear_cross_entropy": (
         lambda x, y: ff.linear_cross_entropy(x, w, y),
@@ -146,6 +157,7 @@ CASES = {
     "make_model with masks": (model, masked_model_inputs),
     "make_model, other parts": (other_model, model_inputs),
     "make_decoder": (decoder, tokens),
+    "make_decoder, rotary": (rotary_decoder(), tokens),
     "make_decoder with a mask": (decoder, lambda b, t, s: (ids(b, t), torch.ones(b, 1, t) > 0)),
     "make_decoder, other parts": (other_decoder, tokens),
 }

@@ -141,6 +141,9 @@ NOTHING = {  # calls without rows
     "feed_forward": lambda x: ff.feed_forward(x, *[torch.ones(8, 8), None] * 2, "gelu"),
     "geglu": lambda x: ff.geglu(x, torch.ones(16, 8), None, torch.ones(8, 8), None),
     "embed": lambda x: functional.embed(torch.zeros(0).long(), x.new_ones(3, 8) + x.sum(), None),
+    "rotary_embedding": lambda x: ff.rotary_embedding(
+        *[x.view(1, 1, 0, 8)] * 2, *[torch.zeros(0, 8)] * 2, query_norm=torch.ones(8)
+    )[0],
     "cross_entropy": lambda x: ff.cross_entropy(x, torch.zeros(0).long(), reduction="sum"),
 }
 
@@ -276,7 +279,7 @@ def test_many_reasons(monkeypatch):
     backends._log_once.cache_clear()
     with use_backend("auto"):
         for n in range(1, 1000):
-            ff.layer_norm(torch.empty(n), n)
+            ff.layer_norm(torch.empty(n, dtype=torch.double), n)  # float32 is not dispatched
     assert 0 < backends._log_once.cache_info().currsize <= 256
 
 

@@ -97,6 +97,40 @@ def embed():
     ]  # fmt: skip
 
 
+def rotary_embedding():
+    """Of the backward where all of it is wanted, without the weights, and without the key."""
+    base = {"query": at(0, 2, 3, 6, 8), "key": at(0, 2, 2, 6, 8)}
+    base |= {"query_norm": at(0, 8), "key_norm": at(0, 8)}
+    both = ["rotary", "rotary backward"]
+    low = half(**base)
+
+    def turned(cos=None, sin=None, **given):
+        tables = [at(0, given["query"].shape[2], 8) if x is None else x() for x in (cos, sin)]
+        return ff.rotary_embedding(given.pop("query"), given.pop("key"), *tables, **given)
+
+    return turned, base, [
+        (both, {"interleaved": True}),
+        (both, {"eps": 0.1}),
+        (both, {"query": at(1, 2, 3, 6, 8)}),
+        (both, {"query": at(0, 2, 6, 3, 8).transpose(1, 2)}),
+        (both, {"query": at(0, 2, 4, 6, 8)}),
+        (both, {"key": at(1, 2, 2, 6, 8)}),
+        (both, {"key": at(0, 2, 1, 6, 8)}),
+        (both, {"cos": lambda: at(1, 6, 8)}),
+        (both, {"cos": lambda: at(0, 6, 8, step=12)}),
+        (both, {"cos": lambda: at(0, 2, 6, 8), "sin": lambda: at(0, 2, 6, 8)}),
+        (both, {"cos": lambda: at(0, 6, 4), "sin": lambda: at(0, 6, 4)}),
+        (both, {"sin": lambda: at(1, 6, 8)}),
+        (both, {"query_norm": None}),
+        (both, {"key_norm": at(1, 8)}),
+        (both, {"key_norm": at(0, 8)}, low),
+        (both, low),
+        (["rotary backward"], {"wanted": ["query"]}),
+        (["rotary backward"], {"wanted": ["query", "key"]}),
+        (["rotary backward"], {"gradient": (at(1, 2, 3, 6, 8), at(0, 2, 2, 6, 8))}),
+    ]  # fmt: skip
+
+
 def layer_norm():
     base = {"input": at(0, 6, 8), "normalized_shape": 8, "weight": at(0, 8), "bias": at(0, 8)}
     first, last = ["layer_norm"], ["layer_norm backward"]
@@ -188,8 +222,8 @@ def cross_entropy():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("op", [embed, layer_norm, dropout_add_layer_norm, feed_forward, geglu,
-                                cross_entropy])  # fmt: skip
+@pytest.mark.parametrize("op", [embed, rotary_embedding, layer_norm, dropout_add_layer_norm,
+                                feed_forward, geglu, cross_entropy])  # fmt: skip
 def test_every_field_of_a_key(op, keys):
     """Two calls that differ in one thing that a kernel is launched by have two keys; two that do
     not have one, wherever their tensors lie.

@@ -277,6 +277,67 @@ def test_class_weights_z_loss_and_no_padding(
         torch.testing.assert_close(have, torchs)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_weights_and_z_loss_hold_the_logits_of_a_few_rows(monkeypatch, reduction, dtype):
+    """The result is that of all logits at once, whatever the chunk, with all gradients."""
+    monkeypatch.setattr(reference, "_HELD", 8 * 37)
+    product, held = F.linear, []
+
+    def linear_of_rows(x, *rest):
+        out = product(x, *rest)
+        held.append(len(out))
+        return out
+
+    monkeypatch.setattr(F, "linear", linear_of_rows)
+    x, weight, bias = torch.randn(3, 7, 16), torch.randn(37, 16) / 4, torch.randn(37)
+    given = [y.to(dtype).requires_grad_() for y in (x, weight, bias)]
+    target, classes = targets(3, 7, classes=37), torch.rand(37)
+    options = dict(reduction=reduction, label_smoothing=0.1, weight=classes, z_loss=1e-2)
+    have = ff.linear_cross_entropy(*given[:2], target, linear_bias=given[2], **options)
+    cotangent = torch.rand(have.shape) + 0.5
+    found = torch.autograd.grad(have, given, cotangent)
+    assert held == [8, 8, 5] * 2
+    wide = [y.detach().double().requires_grad_() for y in given]
+    logits = product(*wide).flatten(0, 1)
+    want = by_classes(logits, target.flatten(), reduction, -100, 0.1, "uniform", classes, 1e-2)
+    wanted = torch.autograd.grad(want, wide, cotangent.double().view(want.shape))
+    close = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(have.double().view(want.shape), want, **close)
+    for a, b in zip(found, wanted):
+        torch.testing.assert_close(a.double(), b, **close)
+
+
+def test_second_derivatives_of_weights_and_z_loss():
+    x, w, b = (
+        torch.randn(*n, dtype=torch.double, requires_grad=True) for n in ((4, 3), (5, 3), (5,))
+    )
+    target, weight = targets(4, classes=5), torch.rand(5)
+
+    def loss(x, w, b):
+        return ff.linear_cross_entropy(
+            x, w, target, linear_bias=b, weight=weight, z_loss=0.1, smoothing="kl",
+            label_smoothing=0.2,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, (x, w, b))
+    assert torch.autograd.gradgradcheck(loss, (x, w, b))
+
+
+def test_gradients_of_a_mean_over_many_rows_do_not_underflow_in_float16():
+    rows, classes = 4096, 64
+    x = torch.randn(rows, 8).half().requires_grad_()
+    w = torch.randn(classes, 8).half().requires_grad_()
+    target, z = torch.randint(0, classes, (rows,)), 1e-4
+    loss = ff.linear_cross_entropy(x, w, target, z_loss=z)
+    [have] = torch.autograd.grad(loss * 2**-10, w)
+    have = have.double() * 2**10
+    x, w = x.detach().double(), w.detach().double().requires_grad_()
+    want = by_classes(x @ w.t(), target, "mean", -100, 0.0, "uniform", None, z)
+    [want] = torch.autograd.grad(want, w)
+    assert (have - want).norm() < 0.02 * want.norm()
+
+
 def test_weights_and_z_loss_run_on_the_reference_and_explain_says_so():
     x, target = torch.randn(4, 6, dtype=torch.bfloat16), targets(4, classes=6)
     with use_backend("triton"):

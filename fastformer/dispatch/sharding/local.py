@@ -30,7 +30,8 @@ def run_local(inner: Run, call: Call, arguments: Arguments, first: int) -> Any:
     if call.op == "embed" and "v" in call.sharded_dims:
         return _embed_local_vocabulary(inner, call, first)
     own = _with_local_positions(call) if call.op == "embed" else dict(call.arguments)
-    if "f" in call.sharded_dims and own["b_2"] is not None:  # a partial sum: one device adds it
+    if "f" in call.sharded_dims and own.get("b_2") is not None:  # a partial sum
+        # One device adds the bias.
         is_first = all(dist.get_rank(group) == 0 for group in call.groups("f"))
         own["b_2"] = own["b_2"] * float(is_first)
     return _run_rows(inner, call, own, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -187,6 +188,17 @@ def _spelled(dim: str) -> str:
     return known.get(dim, f"dimension {dim}" if dim else "nothing")
 
 
+def _global_size(call: Call, dim: str, n: int) -> int:
+    """Return the global size of a dimension of an output, given its local size n."""
+    if dim not in call.sharded_dims:
+        return n
+    if dim == "h":  # a key may have fewer heads than the query; both divide evenly
+        assert call.mesh is not None
+        sizes = (call.mesh.size(i) for i, sharded in enumerate(call.sharded_dims) if sharded == dim)
+        return n * math.prod(sizes)
+    return call.sizes[dim]
+
+
 def _global(x: Tensor, call: Call, own_dims: str) -> DTensor:
     """Return the DTensor whose local shard is x, a tensor with these dimensions."""
     mesh = call.mesh
@@ -203,7 +215,7 @@ def _global(x: Tensor, call: Call, own_dims: str) -> DTensor:
         placements = [Partial() if isinstance(p, Shard) else p for p in placements]
         partial = DTensor.from_local(x, mesh, placements, run_check=False)
         return partial.redistribute(mesh, [Replicate()] * mesh.ndim)
-    shape = [call.sizes[d] if d in call.sharded_dims else n for d, n in zip(own_dims, x.shape)]
+    shape = [_global_size(call, d, n) for d, n in zip(own_dims, x.shape)]
     stride, count = [0] * x.dim(), 1
     order = sorted(range(x.dim()), key=lambda i: (-x.stride()[i], i))
     for i in reversed(order):

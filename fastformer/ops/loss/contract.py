@@ -22,6 +22,7 @@ from fastformer.checks import (
 )
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
+from fastformer.ops.loss.reference import usual_cross_entropy
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -96,6 +97,10 @@ def cross_entropy(
     section 7; "kl": harvardnlp/annotated-transformer; z_loss: Chowdhery et al. 2022, "PaLM",
     section 5.
     """
+    if weight is None and z_loss == 0 and smoothing == "uniform" and backends.runs_directly():
+        loss = usual_cross_entropy(logits, target, reduction, ignore_index, label_smoothing)
+        if loss is not None:
+            return loss
     require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
@@ -132,8 +137,8 @@ def linear_cross_entropy(
     kernel their losses. For "mean" and "sum", if gradients are needed, that kernel overwrites the
     logits with their gradient, from which two GEMMs compute the gradients of input and weight; the
     backward only multiplies them by the gradient of the loss. For "none", the backward computes the
-    logits again. A call with class weights or with a z-loss runs on the reference, which does hold
-    all the logits.
+    logits again. A call with class weights or with a z-loss runs on the reference, which in eager
+    mode holds at most 2^24 logits, or those of one row; its backward computes them again.
 
     Args:
         input: [..., N], float32, float16, bfloat16 or float64.

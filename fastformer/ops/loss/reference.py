@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 from fastformer.eager import eager, formula, use_formula
 
 _BLOCK = 1 << 19  # logits processed at a time: they stay in the cache
+_HELD = 1 << 24  # logits that `_ChunkedLoss` holds at a time
 
 
 def cross_entropy(
@@ -23,7 +25,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     smoothing: str = "uniform",
     weight: Tensor | None = None,
-    z_loss: float = 0.0,
+    z_loss: float | Tensor = 0.0,
 ) -> Tensor:
     v = logits.shape[-1]
     x, flat = logits.reshape(-1, v), target.reshape(-1)
@@ -38,11 +40,51 @@ def cross_entropy(
         rows = _smoothed(x, flat.where(kept, 0), ignore_index, label_smoothing, smoothing, weight)
         count = kept if weight is None else weight[flat.where(kept, 0)] * kept
         loss = _reduced(torch.where(kept, rows, 0.0).view(target.shape), count, reduction)
-    if z_loss:
+    if isinstance(z_loss, Tensor) or z_loss:
         kept = flat != ignore_index
         squares = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
         loss = loss + _reduced(squares.view(target.shape), kept, reduction)
     return loss
+
+
+def usual_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: object,
+    ignore_index: object,
+    label_smoothing: object,
+) -> Tensor | None:
+    """Compute a usual call by torch's own op: logits [M, V] in float32 on a CPU, uniform smoothing.
+
+    Return None if the call may be another one, or wrong, or if a target is not a class: this looks
+    at little, so that a small call is fast. `cross_entropy` computes the same.
+    """
+    if not (type(logits) is type(target) is Tensor and eager(logits) and eager(target)):
+        return None
+    if logits.is_nested or target.is_nested:
+        return None
+    sizes = logits.shape
+    if not (
+        logits.dtype is torch.float32
+        and target.dtype is torch.int64
+        and logits.is_cpu
+        and target.is_cpu
+        and len(sizes) == 2
+        and target.shape == sizes[:1]
+        and 0 not in sizes
+        and type(label_smoothing) is float
+        and 0 <= label_smoothing <= 1
+        and type(ignore_index) is int
+        and -(2**63) <= ignore_index < 2**63
+        and reduction in ("mean", "sum", "none")
+    ):
+        return None
+    low, high = target.aminmax()
+    if int(low) < 0 or int(high) >= sizes[1]:
+        return None
+    return F.cross_entropy(
+        logits, target, None, None, ignore_index, None, str(reduction), label_smoothing
+    )
 
 
 def _smoothed(
@@ -101,16 +143,36 @@ def linear_cross_entropy(
     if weight is None and not z_loss and _saves_passes(*tensors):
         rows = _LinearLoss.apply(*tensors, target, *labels)
         return _reduced(rows, target != ignore_index, reduction)
-    return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss)
+    if (weight is None and not z_loss) or not _in_eager_mode(*tensors):
+        return cross_entropy(F.linear(*tensors), target, reduction, *labels, weight, z_loss)
+    kept = count = target != ignore_index
+    z: float | Tensor = z_loss
+    if weight is not None:
+        weight = weight.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
+        count = weight[target.where(kept, 0)] * kept
+        if z_loss and reduction == "mean":  # its mean is over the rows, that of the loss over w
+            z = z_loss * count.sum() / kept.sum().clamp(min=1)
+    rows = _ChunkedLoss.apply(*tensors, target, (*labels, weight, z))
+    return _reduced(rows, count, reduction)
+
+
+def _in_eager_mode(*tensors: Tensor | None) -> bool:
+    """Return whether a torch.autograd.Function may compute these: eager, differentiated once."""
+    given = [x for x in tensors if x is not None]
+    return (
+        not formula.always
+        and forward_ad._current_level < 0
+        and all(eager(x.detach()) for x in given)
+    )
 
 
 def _saves_passes(*tensors: Tensor | None) -> bool:
     """Return whether `_LinearLoss` takes these tensors: eager float32 on a CPU, with a gradient."""
     given = [x for x in tensors if x is not None]
-    if not all(x.dtype == torch.float32 and x.is_cpu and eager(x.detach()) for x in given):
+    if not all(x.dtype == torch.float32 and x.is_cpu for x in given):
         return False
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return wanted and not formula.always and forward_ad._current_level < 0
+    return wanted and _in_eager_mode(*given)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -179,3 +241,69 @@ class _LinearLoss(torch.autograd.Function):
         dw = transposed @ (x * g) if needs[1] else None
         db = transposed @ g.squeeze(1) if needs[2] else None
         return dx, dw, db, None, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Compute linear_cross_entropy of each row, without a reduction, chunk of rows by chunk.
+
+    It never holds more logits than those of a chunk: the backward computes them again. The
+    gradients of weight and bias are summed in float32, or in float64 for float64.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        options: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, bias, target)
+        ctx.options = options
+        rows = [
+            cross_entropy(F.linear(x, weight, bias), t, "none", *options)
+            for x, t in _chunks(len(weight), input, target)
+        ]
+        return torch.cat(rows).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, target = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            x, w = input.view_as(input), weight.view_as(weight)
+            b = None if bias is None else bias.view_as(bias)
+            rows = cross_entropy(F.linear(x, w, b), target, "none", *ctx.options)
+            wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
+            found = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
+            return *(next(found) if need else None for need in needs), None, None
+        # In float16 the gradients of a mean would underflow: the largest row has the factor 1.
+        half = grad.numel() and input.dtype == torch.float16
+        unit = grad.abs().amax().clamp(min=1e-30) if half else None
+        grad = grad if unit is None else grad / unit
+        dinput = torch.empty_like(input, memory_format=torch.contiguous_format)
+        dw = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
+        db = torch.zeros_like(bias, dtype=grad.dtype) if needs[2] else None
+        for x, t, g, dx in _chunks(len(weight), input, target, grad, dinput):
+            logits = F.linear(x, weight, bias).requires_grad_()
+            with torch.enable_grad():
+                rows = cross_entropy(logits, t, "none", *ctx.options)
+            [grad_logits] = torch.autograd.grad(rows, logits, g)
+            if needs[0]:
+                torch.mm(grad_logits, weight, out=dx)
+            if dw is not None:
+                dw += grad_logits.t().to(dw.dtype) @ x.to(dw.dtype)
+            if db is not None:
+                db += grad_logits.sum(0, dtype=db.dtype)
+        sums = [dinput if needs[0] else None, dw, db]
+        if unit is not None:
+            sums = [None if x is None else x * unit for x in sums]
+        return *(None if x is None else x.to(input.dtype) for x in sums), None, None
+
+
+def _chunks(classes: int, input: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of the rows of input [.., N], as [n, N], and of tensors of as many rows."""
+    rows = input.shape[:-1].numel()
+    flat = [x.reshape(rows, *x.shape[input.dim() - 1 :]) for x in (input, *more)]
+    return zip(*(x.split(max(1, _HELD // classes)) for x in flat))

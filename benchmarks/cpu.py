@@ -1,0 +1,380 @@
+"""Times on one CPU thread beside what fastformer replaces.
+
+    python -m benchmarks.cpu                             measures, and prints a line for each case
+    python -m benchmarks.cpu decoding -r 10              only cases with this word, in 10 rounds
+    python -m benchmarks.cpu --write                     also writes benchmarks/results/cpu.json
+    python -m benchmarks.cpu --plot docs/figures/cpu.png draws the figures of that file
+
+In each round the peer and fastformer run in turn, in the same process, and the order changes with
+the round. A ratio is the median over the rounds of the peer's time divided by fastformer's: above
+1, fastformer is faster. The times are those of the processor. The result is compared once, before
+the timing.
+
+`python -m benchmarks.report --readme` tabulates the file in the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastformer as ff
+from benchmarks import ROOT
+from fastformer.environment import describe
+from fastformer.training.copy_task import PAD, CopyData, Settings
+
+RESULT = ROOT / "benchmarks" / "results" / "cpu.json"
+ROUNDS, SECONDS = 40, 4e-3  # rounds of a case; of one provider in a round, at least
+Call = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    """Work that fastformer and a peer both do.
+
+    name: what is computed. peer: what fastformer is compared with. make: a function that returns
+    the calls (of fastformer, of the peer). agree: whether both return the same numbers.
+    """
+
+    name: str
+    peer: str
+    make: Callable[[], tuple[Call, Call]]
+    agree: bool = True
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+class TorchTransformer(nn.Module):
+    """nn.Transformer with the embeddings, the positions and the generator of `like`."""
+
+    def __init__(self, like: ff.EncoderDecoder, settings: Settings) -> None:
+        super().__init__()
+        self.src_embed, self.tgt_embed = like.src_embed, like.tgt_embed
+        self.generator = nn.Linear(settings.d_model, settings.vocab)
+        layers = dict(num_encoder_layers=settings.N, num_decoder_layers=settings.N)
+        self.layers = nn.Transformer(
+            settings.d_model, settings.h, **layers, dim_feedforward=settings.d_ff,
+            dropout=settings.dropout, batch_first=True, norm_first=True,
+        )  # fmt: skip
+
+    def forward(self, batch: ff.Batch) -> Tensor:
+        source, target = batch.src == PAD, batch.tgt == PAD
+        causal = torch.ones(2 * batch.tgt.shape[1:], dtype=torch.bool).triu(1)
+        x, y = (
+            position(embed[0](tokens))
+            for embed, position, tokens in (
+                (self.src_embed, self.src_embed[1], batch.src),
+                (self.tgt_embed, self.tgt_embed[1], batch.tgt),
+            )
+        )
+        out = self.layers(
+            x, y, tgt_mask=causal, src_key_padding_mask=source, tgt_key_padding_mask=target,
+            memory_key_padding_mask=source,
+        )  # fmt: skip
+        return self.generator(out)
+
+
+def copy_task() -> tuple[Call, Call]:
+    """A training step of the copy task: forward, loss, backward and optimizer."""
+    settings = Settings(steps=1)
+    batch = next(iter(CopyData(settings)))
+    ours, theirs = settings.model().train(), TorchTransformer(settings.model(), settings).train()
+    adam, their_adam = (
+        ff.make_optimizer(model.parameters(), settings.d_model)[0] for model in (ours, theirs)
+    )
+    criterion = ff.LabelSmoothing(settings.vocab, PAD, settings.smoothing)
+    loss_compute = ff.SimpleLossCompute(ours.generator, criterion)
+
+    def step() -> None:
+        out = ours(batch.src, batch.tgt, batch.src_mask, batch.tgt_mask)
+        loss = loss_compute(out, batch.tgt_y, batch.ntokens)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+
+    def their_step() -> None:
+        loss = F.cross_entropy(
+            theirs(batch).flatten(0, 1), batch.tgt_y.flatten(), ignore_index=PAD,
+            label_smoothing=settings.smoothing,
+        )  # fmt: skip
+        their_adam.zero_grad()
+        loss.backward()
+        their_adam.step()
+
+    return step, their_step
+
+
+def encoder_layer() -> tuple[Call, Call]:
+    """Forward and backward of a layer of the base model, with padding and dropout."""
+    heads, d_model, d_ff, p = 8, 512, 2048, 0.1
+    attention = ff.MultiHeadedAttention(heads, d_model, p)
+    layer = ff.EncoderLayer(d_model, attention, ff.PositionwiseFeedForward(d_model, d_ff, p), p)
+    theirs = nn.TransformerEncoderLayer(d_model, heads, d_ff, p, batch_first=True, norm_first=True)
+    x = torch.randn(4, 128, d_model, requires_grad=True)
+    kept = torch.arange(128) < torch.tensor([64, 85, 106, 128]).unsqueeze(1)
+    grad = torch.randn(4, 128, d_model)
+    return (
+        lambda: layer(x, kept.unsqueeze(1)).backward(grad),
+        lambda: theirs(x, src_key_padding_mask=~kept).backward(grad),
+    )
+
+
+# -------------------------------------------------------------------------------------- decoding
+
+D_MODEL, LAYERS, HEADS, VOCAB, PROMPT, LENGTH = 256, 4, 4, 1000, 16, 80
+
+
+def decoding(page_size: int | None = None) -> tuple[Call, Call]:
+    """Greedy decoding of one sequence, by models of the same size with random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = ff.make_decoder(
+        VOCAB, LAYERS, D_MODEL, 4 * D_MODEL, HEADS, activation="gelu_tanh", max_len=LENGTH
+    ).eval()
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=LENGTH, n_embd=D_MODEL, n_layer=LAYERS, n_head=HEADS,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    theirs = GPT2LMHeadModel(config).eval()
+    prompt = torch.randint(1, VOCAB, (1, PROMPT))
+    kept = torch.ones_like(prompt)
+    cache = ff.DecoderCache(LENGTH, page_size=page_size)
+    return (
+        lambda: ff.greedy_decode(model, prompt, None, LENGTH, cache=cache),
+        lambda: theirs.generate(
+            prompt, attention_mask=kept, max_length=LENGTH, do_sample=False, use_cache=True
+        ),
+    )
+
+
+def one_query() -> tuple[Call, Call]:
+    """Attention of one query to a full cache of 1 MB, whose lengths are given."""
+    heads, dim, length = 8, 128, 128
+    query = torch.randn(1, heads, 1, dim)
+    key, value = (torch.randn(1, heads, length, dim) for _ in range(2))
+    lengths = torch.full((1,), length, dtype=torch.int32)
+    return (
+        lambda: ff.scaled_dot_product_attention(
+            query, key, value, key_lengths=lengths, causal_alignment="bottom_right"
+        ),
+        lambda: F.scaled_dot_product_attention(query, key, value),
+    )
+
+
+# ------------------------------------------------------------------------------------------- ops
+
+
+def attention(extra: str = "") -> tuple[Call, Call]:
+    """Attention of 16 queries to 16 keys."""
+    x = torch.randn(1, 1, 16, 16)
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()
+    given = {"": (), "mask": (mask,), "bias": (torch.zeros(16, 16),)}[extra]
+    return (
+        lambda: ff.scaled_dot_product_attention(x, x, x, *given),
+        lambda: F.scaled_dot_product_attention(x, x, x, *given),
+    )
+
+
+def layer_norm(rows: int, features: int) -> tuple[Call, Call]:
+    x = torch.randn(rows, features)
+    weight, bias = torch.randn(features), torch.randn(features)
+    return (
+        lambda: ff.layer_norm(x, features, weight, bias),
+        lambda: F.layer_norm(x, (features,), weight, bias),
+    )
+
+
+def cross_entropy(classes: int) -> tuple[Call, Call]:
+    logits = torch.randn(256, classes, requires_grad=True)
+    target = torch.randint(0, classes, (256,))
+
+    def differentiated(loss: Callable[..., Tensor]) -> Call:
+        return lambda: torch.autograd.grad(loss(logits, target, label_smoothing=0.1), logits)
+
+    return differentiated(ff.cross_entropy), differentiated(F.cross_entropy)
+
+
+def linear_cross_entropy(classes: int) -> tuple[Call, Call]:
+    x = torch.randn(256, 512, requires_grad=True)
+    weight = (torch.randn(classes, 512) / 512**0.5).requires_grad_()
+    target = torch.randint(0, classes, (256,))
+
+    def plain(x: Tensor, weight: Tensor, target: Tensor, **options: float) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), target, **options)
+
+    def differentiated(loss: Callable[..., Tensor]) -> Call:
+        return lambda: torch.autograd.grad(
+            loss(x, weight, target, label_smoothing=0.1), (x, weight)
+        )
+
+    return differentiated(ff.linear_cross_entropy), differentiated(plain)
+
+
+GPT_2 = "GPT-2 of transformers, `generate`"
+CASES = [
+    Case("training step of the copy task, d=64, dropout 0.1", "nn.Transformer", copy_task, False),
+    Case(
+        "encoder layer, d=512, 4 x 128 tokens, forward and backward",
+        "nn.TransformerEncoderLayer", encoder_layer, False,
+    ),
+    Case("decoding 64 tokens, batch 1, d=256, 4 layers", GPT_2, decoding, False),
+    Case("the same with a paged cache", GPT_2, lambda: decoding(16), False),
+    Case("attention of one query to 1 MB of cache, with lengths", "torch's op", one_query),
+    Case("attention, 16 x 16", "torch's op", attention),
+    Case("attention, 16 x 16, boolean mask", "torch's op", lambda: attention("mask")),
+    Case("attention, 16 x 16, floating mask", "torch's op", lambda: attention("bias")),
+    Case("layer_norm, 16 x 16", "torch's op", lambda: layer_norm(16, 16)),
+    Case("layer_norm, 128 x 512", "torch's op", lambda: layer_norm(128, 512)),
+    Case(
+        "cross_entropy, 256 x 1024, with gradient", "torch's op", lambda: cross_entropy(1024)
+    ),
+    Case(
+        "linear_cross_entropy, 256 x 512 x 8192, with gradients",
+        "torch's linear and cross_entropy", lambda: linear_cross_entropy(8192),
+    ),
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------- measurement
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """Return the row of a case: name, peer, microseconds of both, and ratio with its quartiles."""
+    torch.manual_seed(0)
+    calls = case.make()
+    if case.agree:
+        torch.testing.assert_close(*(call() for call in calls), rtol=1e-3, atol=1e-4)
+    times = [_seconds(call, 1) for call in calls for _ in range(3)]
+    repetitions = max(1, round(SECONDS / max(min(times), 1e-6)))
+    samples: tuple[list[float], list[float]] = [], []
+    for i in range(rounds):
+        for which in (0, 1) if i % 2 else (1, 0):
+            samples[which].append(_seconds(calls[which], repetitions))
+    ours, peers = samples
+    ratios = sorted(peer / own for own, peer in zip(ours, peers))
+    above = statistics.median(own - peer for own, peer in zip(ours, peers))
+    return {
+        "name": case.name,
+        "peer": case.peer,
+        "us": _rounded(1e6 * statistics.median(ours)),
+        "peer_us": _rounded(1e6 * statistics.median(peers)),
+        "above_us": _rounded(1e6 * above),
+        "ratio": _rounded(statistics.median(ratios)),
+        "quartiles": [_rounded(ratios[len(ratios) * n // 4]) for n in (1, 3)],
+    }
+
+
+def _seconds(call: Call, repetitions: int) -> float:
+    """Return the processor's time of a call."""
+    started = time.process_time()
+    for _ in range(repetitions):
+        call()
+    return (time.process_time() - started) / repetitions
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.3g}")
+
+
+def load() -> dict[str, Any]:
+    """Return the measured rows and the description of their machine."""
+    return json.loads(RESULT.read_text())
+
+
+def lines(data: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield "| on one CPU thread | compared with | fastformer | peer | ratio (quartiles) |"
+    yield "|---" * 5 + "|"
+    for row in data["rows"]:
+        low, high = row["quartiles"]
+        yield (
+            f"| {row['name']} | {row['peer']} | {_time(row['us'])} | {_time(row['peer_us'])} "
+            f"| {row['ratio']:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+
+
+def _time(us: float) -> str:
+    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
+
+
+def draw(data: dict[str, Any]) -> Any:
+    """Draw the ratios as bars, as a matplotlib Figure."""
+    from matplotlib.figure import Figure
+
+    rows = data["rows"][::-1]
+    figure = Figure(figsize=(8, 0.42 * len(rows) + 1.3), layout="constrained")
+    axes = figure.subplots()
+    ratios = [row["ratio"] for row in rows]
+    errors = [
+        [max(0, row["ratio"] - row["quartiles"][0]) for row in rows],
+        [max(0, row["quartiles"][1] - row["ratio"]) for row in rows],
+    ]
+    colours = ["C0" if ratio >= 1 else "C1" for ratio in ratios]
+    axes.barh(range(len(rows)), ratios, xerr=errors, color=colours, ecolor="0.4", capsize=2)
+    axes.axvline(1, color="black", linewidth=0.8)
+    names = [f"{row['name']}\nbeside {row['peer'].replace('`', '')}" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
+    for i, row in enumerate(rows):
+        axes.text(0.02, i, f"{row['ratio']:.2f}", color="white", va="center", fontsize=8)
+    axes.set_xlabel("time of the peer / time of fastformer\n(median, quartiles; above 1: faster)")
+    axes.set_title("One CPU thread")
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("word", nargs="?", default="", help="measure only cases whose name has this word")
+    add("-r", "--rounds", type=int, default=ROUNDS, help=f"rounds of a case (default {ROUNDS})")
+    add("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures of that file, and measure none")
+    options = parser.parse_args(argv)
+    if options.plot:
+        draw(load()).savefig(options.plot, dpi=200)
+        print(f"Wrote {options.plot}")
+        return
+    chosen = [case for case in CASES if options.word in case.name]
+    if not chosen or (options.write and len(chosen) < len(CASES)):
+        parser.error("no case has this word" if not chosen else "--write measures all cases")
+    torch.set_num_threads(1)
+    machine = describe(torch.device("cpu")) | {"processor": processor()}
+    data: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "rows": []}
+    for case in chosen:
+        row = measure(case, options.rounds)
+        data["rows"].append(row)
+        print(
+            f"{row['ratio']:5.2f}  {row['us']:8.3g} us, peer {row['peer_us']:8.3g}, "
+            f"above {row['above_us']:6.3g}  {row['name']}",
+            flush=True,
+        )
+    if options.write:
+        RESULT.write_text(json.dumps(data, indent=1) + "\n")
+        print(f"Wrote {RESULT}")
+
+
+if __name__ == "__main__":
+    main()

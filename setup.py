@@ -75,6 +75,7 @@ setup(
         "fastformer.ops.feed_forward",
         "fastformer.ops.loss",
         "fastformer.ops.norms",
+        "fastformer.ops.rotary",
         "fastformer.training",
         "fastformer.tuning",
     ],

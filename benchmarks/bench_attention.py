@@ -76,7 +76,7 @@ def test_attention(
     if not (GPU or slow) and (case.bias or case.window or case.tensor) and length > SHORT:
         pytest.skip(f"{case} above {SHORT} on a CPU: needs --slow")
     if provider == "packed" and (case.bias or case.causal or not case.padded):
-        pytest.skip("nothing to pack, or a bias, which packed_attention does not take")
+        pytest.skip("nothing to pack, or a bias of queries and keys, which cannot be packed")
     if provider.startswith("flash-attn") and case.bias:
         pytest.skip("flash-attn takes no bias")
     if provider == "flash-attn 3" and case.dropout_p:

@@ -95,6 +95,41 @@ def test_gated(measure, differentiated, random, dtype, mode, op, provider):
     )
 
 
+@pytest.mark.parametrize("provider", available("torch", "compile", "liger", "reference", "triton"))
+def test_gated_activation(measure, differentiated, random, dtype, mode, provider):
+    """silu(gate) * value between GEMMs that are not part of the op."""
+    rows, d_ff = (16384, 11008) if GPU else (256, 1408)
+    gate, value = random(rows, d_ff), random(rows, d_ff)
+    compute = implementation(provider, ACTIVATION, ff.gated_activation)
+    passes = 3 if mode == "forward" else 8
+    measure(
+        differentiated(lambda: compute(gate, value), (gate, value)),
+        group=f"gated_activation {d_ff} rows={rows} {mode}",
+        provider=provider,
+        dtype=dtype,
+        nbytes=passes * rows * d_ff * gate.element_size(),
+        rows=rows,
+        d_ff=d_ff,
+    )
+
+
+def _activation(gate, value):
+    return F.silu(gate) * value
+
+
+def _liger_activation(gate, value):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(gate, value)
+
+
+ACTIVATION = {
+    "torch": _activation,
+    "compile": compiled(_activation),
+    "liger": _liger_activation,
+}
+
+
 def _ours_gated(op, x, w, w_2):
     return getattr(ff, op)(x, w, None, w_2, None, P)
 

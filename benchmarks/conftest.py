@@ -54,8 +54,8 @@ if HAS_GPU:
 else:
     NOTES += [
         "left out: d_model = 1024, lengths above 512, and above 256 of attention with a bias or a "
-        "window, all layers of BERT and GPT-2, and more than 2 processes, without --slow; lengths "
-        "above 4096 without a GPU",
+        "window, all layers of BERT and GPT-2, batches without padding, and more than 2 processes, "
+        "without --slow; lengths above 4096 without a GPU",
     ]
 
 

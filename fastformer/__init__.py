@@ -30,7 +30,7 @@ from fastformer.drop_in.replacements.stacks import decode_step
 from fastformer.drop_in.sdpa import sdpa_override
 from fastformer.nn.attention import MultiHeadedAttention, attention
 from fastformer.nn.base import clones
-from fastformer.nn.embeddings import Embeddings, PositionalEncoding
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm, RMSNorm, SublayerConnection
 from fastformer.nn.padding import Packing, pad, unpad
@@ -52,17 +52,20 @@ from fastformer.ops.functional import (
     dropout_add_rms_norm,
     embed,
     feed_forward,
+    gated_activation,
     geglu,
     layer_norm,
     linear_cross_entropy,
     packed_attention,
     paged_attention,
     rms_norm,
+    rotary_embedding,
     scaled_dot_product_attention,
     swiglu,
 )
+from fastformer.ops.rotary.frequencies import rotary_frequencies
+from fastformer.training.batches import Batch
 from fastformer.training.training import (
-    Batch,
     LabelSmoothing,
     SimpleLossCompute,
     make_optimizer,
@@ -97,6 +100,7 @@ __all__ = [
     "PositionwiseFeedForward",
     "RMSNorm",
     "Report",
+    "RotaryEmbedding",
     "RowShard",
     "Shard",
     "SimpleLossCompute",
@@ -117,6 +121,7 @@ __all__ = [
     "embed",
     "explain",
     "feed_forward",
+    "gated_activation",
     "geglu",
     "greedy_decode",
     "layer_norm",
@@ -134,6 +139,8 @@ __all__ = [
     "require_same_ranks",
     "restore",
     "rms_norm",
+    "rotary_embedding",
+    "rotary_frequencies",
     "run_epoch",
     "sample",
     "save_model",

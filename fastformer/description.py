@@ -49,7 +49,7 @@ class RowShard(NamedTuple):
     sequence: int = 0
 
 
-MAX_HEAD_DIM = 256  # of the kernels of attention; above, the reference computes the call
+MAX_HEAD_DIM = 256  # of the kernels of attention on every GPU; some take up to 512
 _ENDLESS = 2**40  # the run of consecutive rows: more rows than any tensor has
 
 
@@ -169,6 +169,7 @@ OPTIONS = (
         lambda x: dict(bias=_varies_over(x), bias_gradient=x is not None and x.requires_grad),
         "bhqk",
         broadcasts=True,
+        packed=True,
     ),
     Option("key_lengths", "Tensor?", lambda x: dict(lengths=x is not None), "b"),
     Option("window", "int[]?", _sides, packed=True),
@@ -179,8 +180,8 @@ OPTIONS = (
         by_torch=True,
         packed=True,
     ),
-    Option("alibi_slopes", "Tensor?", lambda x: dict(alibi=x is not None), "bh"),
-    Option("softcap", "float?"),
+    Option("alibi_slopes", "Tensor?", lambda x: dict(alibi=x is not None), "bh", packed=True),
+    Option("softcap", "float?", packed=True),
     Option("sinks", "Tensor?", dims="h", packed=True),
     Option("dropout_seed", "Tensor?", _no_words, ".", by_torch=True, packed=True),
     Option("shard", "SymInt[]?", _no_words, by_torch=True, packed=True),

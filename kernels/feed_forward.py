@@ -18,7 +18,8 @@ Gated (Shazeer 2020, "GLU Variants Improve Transformer"), with w [2 F, d] that h
     [z, v] = x w^T + b    h = dropout(f(z) v)    y = h w_2^T + b_2
     dz = dh * Z * v * f'(z)    dv = dh * Z * f(z)
 All GEMMs are torch's own. In the forward one kernel computes h from [z, v], which is saved; in the
-backward one kernel computes h, dz and dv.
+backward one kernel computes h, dz and dv. The op `gated_activation` is that h of a z and a v that
+lie anywhere, without dropout; its backward computes dz and dv.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from .launch import (
     on_device,
     plans,
     remembered,
+    row_stride,
     triton_dtype,
     unit_stride,
     unsupported_dtype,
@@ -133,8 +135,10 @@ def _activate(z, KIND: tl.constexpr):
 
 @triton.jit
 def _derivative(z, KIND: tl.constexpr):
-    """Return f'(z), for the activations that save z."""
-    if KIND == GELU:  # Phi(z) + z phi(z)
+    """Return f'(z)."""
+    if KIND == RELU:
+        return tl.where(z <= 0.0, 0.0, 1.0)
+    elif KIND == GELU:  # Phi(z) + z phi(z)
         density = 0.3989422804014327 * tl.exp(-0.5 * z * z)
         return 0.5 * (1.0 + tl.math.erf(z * 0.7071067811865476)) + z * density
     elif KIND == GELU_TANH:  # s + z s (1 - s) u', u = 1.596 (z + 0.0447 z^3)
@@ -167,6 +171,14 @@ class Strides(NamedTuple):
     w: Any
 
 
+class GateStrides(NamedTuple):
+    """The row strides of z and v, and of their gradients dz and dv."""
+
+    z: Any
+    v: Any
+    gradient: Any
+
+
 class HiddenCase(NamedTuple):
     """What `_hidden` is compiled for. `even`: the features are a multiple of the tile's; `wide`:
     the rows of a tile may span more than 2^31 elements; `group`: how many row blocks share columns.
@@ -184,12 +196,15 @@ class HiddenCase(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What an elementwise kernel is compiled for, with the fields of `HiddenCase`."""
+    """What an elementwise kernel is compiled for, with the fields of `HiddenCase`. `hidden`: the
+    backward of a gated layer computes h as well.
+    """
 
     kind: Any
     dropout: Any
     wide: Any
     acc: Any
+    hidden: Any
 
 
 @triton.jit
@@ -325,17 +340,16 @@ def _activated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.cons
 
 
 @triton.jit
-def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
+def _gated(Z, V, HIDDEN, SEED, dropout, strides, size, tile: tl.constexpr, case: tl.constexpr):
     """One program owns a [BM, BN] tile of h = dropout(f(z) v).
 
-    Reads Z [M, 2 N], whose rows hold z, then v, and SEED [1]; writes HIDDEN [M, N].
+    Reads Z and V, [M, N] each, and SEED [1]; writes HIDDEN [M, N].
     """
     i0 = tl.program_id(0) * tile.rows
     j0 = tl.program_id(1) * tile.columns
     i, j, ok = _extent(i0, j0, size, tile, case.wide)
-    both = _offsets(i0, i, j, 2 * size.N)
-    z = _load(Z + both, ok, case.acc)
-    v = _load(Z + both + size.N, ok, case.acc)
+    z = _load(Z + _offsets(i0, i, j, strides.z), ok, case.acc)
+    v = _load(V + _offsets(i0, i, j, strides.v), ok, case.acc)
     h = _activate(z, case.kind) * v
     if case.dropout:
         h = tl.where(_keep(SEED, i0, j0, dropout, tile), h, 0.0) * dropout.inv_keep
@@ -343,19 +357,21 @@ def _gated(Z, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexp
 
 
 @triton.jit
-def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, case: tl.constexpr):
-    """One program owns a [BM, BN] tile of dz, the same tile of dv, and of h.
+def _gated_backward(
+    DH, Z, V, DZ, DV, HIDDEN, SEED, dropout, strides, size, tile: tl.constexpr, case: tl.constexpr
+):
+    """One program owns a [BM, BN] tile of dz, the same tile of dv, and of h if it is wanted.
 
-    Reads DH [M, N], Z [M, 2 N] and SEED [1]; writes DZ [M, 2 N] and HIDDEN [M, N].
+    Reads DH, Z and V, [M, N] each, and SEED [1]; writes DZ, DV and HIDDEN, [M, N] each.
     """
     i0 = tl.program_id(0) * tile.rows
     j0 = tl.program_id(1) * tile.columns
     i, j, ok = _extent(i0, j0, size, tile, case.wide)
     place = _offsets(i0, i, j, size.N)
-    both = _offsets(i0, i, j, 2 * size.N)
+    gradient = _offsets(i0, i, j, strides.gradient)
     dh = _load(DH + place, ok, case.acc)
-    z = _load(Z + both, ok, case.acc)
-    v = _load(Z + both + size.N, ok, case.acc)
+    z = _load(Z + _offsets(i0, i, j, strides.z), ok, case.acc)
+    v = _load(V + _offsets(i0, i, j, strides.v), ok, case.acc)
     f = _activate(z, case.kind)
     h = f * v
     if case.dropout:
@@ -364,9 +380,10 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
         dh = tl.where(keep, dh, 0.0) * dropout.inv_keep
     dz = dh * v * _derivative(z, case.kind)  # dz = dh Z v f'(z)
     dv = dh * f  # dv = dh Z f(z)
-    _store(HIDDEN + place, ok, h)
-    _store(DZ + both, ok, dz)
-    _store(DZ + both + size.N, ok, dv)
+    if case.hidden:
+        _store(HIDDEN + place, ok, h)
+    _store(DZ + gradient, ok, dz)
+    _store(DV + gradient, ok, dv)
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -375,17 +392,25 @@ def _gated_backward(DH, Z, DZ, HIDDEN, SEED, dropout, size, tile: tl.constexpr, 
 class _Dropout(NamedTuple):
     """The dropout arguments of a call."""
 
-    p: float
-    seed: Tensor | None
-    shard: RowShard | None
+    p: float = 0.0
+    seed: Tensor | None = None
+    shard: RowShard | None = None
 
 
 def _elementwise(
-    kernel: Any, size: Size, tensors: tuple[Tensor, ...], kind: str, dropout: _Dropout
+    kernel: Any,
+    size: Size,
+    tensors: tuple[Tensor, ...],
+    kind: str,
+    dropout: _Dropout,
+    strides: GateStrides | None = None,
+    hidden: bool = True,
 ) -> None:
-    """Launch a kernel over the tiles of [M, N]. The tensors are contiguous and have one dtype."""
+    """Launch a kernel over the tiles of [M, N]. The tensors have one dtype, and are contiguous but
+    for those of `strides`.
+    """
     x, (p, seed, shard) = tensors[0], dropout
-    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard
+    own = kernel.fn.__name__, size, x.dtype, x.device, kind, p, shard, strides, hidden
     key = *own, *map(alignment, (*tensors, seed))
     launch = plans.get(key)
     if launch is None:
@@ -393,10 +418,12 @@ def _elementwise(
         name = "feed_forward " + kernel.fn.__name__.strip("_")
         tuning_key = TuningKey(name, case, ELEMENTWISE, ELEMENTWISE_OPTIONS.copy)
         tile = choose(x.device, tuning_key)
-        wide = 2 * tile.rows * size.N >= 2**31
-        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)))
+        wide = tile.rows * max(size.N, *(strides or (0,))) >= 2**31
+        compiled = Case(_KINDS[kind], p > 0, wide, triton_dtype(accumulator(x)), hidden)
+        given = {} if strides is None else dict(strides=strides)
         arguments = dict(
             dropout=dropout_arguments(p, shard),
+            **given,
             size=size,
             tile=constants(tile),
             case=constants(compiled),
@@ -579,7 +606,8 @@ def _register_gated(op: str, kind: str) -> tuple:
         z = torch.nn.functional.linear(x, w, b)
         hidden = x.new_empty(rows, width)
         dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
-        _elementwise(_gated, Size(rows, width), (z, hidden), kind, dropout)
+        tensors, strides = (*z.chunk(2, 1), hidden), GateStrides(*[2 * width] * 3)
+        _elementwise(_gated, Size(rows, width), tensors, kind, dropout, strides)
         output = torch.nn.functional.linear(hidden, w_2, b_2)
         lead = input.shape[:-1]
         return output.view(*lead, w_2.shape[0]), z.view(*lead, 2 * width)
@@ -597,10 +625,10 @@ def _register_gated(op: str, kind: str) -> tuple:
         z = saved.reshape(rows, 2 * width).contiguous()
         dh, dz = dy @ w_2, torch.empty_like(z)
         hidden = torch.empty_like(dh)
-        tensors = dh, z, dz, hidden
-        size = Size(rows, width)
+        tensors = dh, *z.chunk(2, 1), *dz.chunk(2, 1), hidden
+        size, strides = Size(rows, width), GateStrides(*[2 * width] * 3)
         dropout = _Dropout(dropout_p, dropout_seed, row_shard(shard))
-        _elementwise(_gated_backward, size, tensors, kind, dropout)
+        _elementwise(_gated_backward, size, tensors, kind, dropout, strides)
         return _gradients(dy, hidden, dz, input, w, needs)
 
     return forward, backward
@@ -610,6 +638,51 @@ geglu_forward, geglu_backward = _register_gated("geglu", "gelu")
 swiglu_forward, swiglu_backward = _register_gated("swiglu", "silu")
 
 
-def supports(input: Tensor, *_, **__) -> str | None:
+def _fake_activation(gate, *_):
+    return gate.new_empty(gate.shape)
+
+
+def _read_in_place(gate, value) -> tuple[Tensor, Tensor, GateStrides]:
+    """Return gate and value as rows [M, N], copied only if their rows have no common stride, and
+    their strides.
+    """
+    width = gate.shape[-1]
+    z, v = as_rows(gate, width), as_rows(value, width)
+    return z, v, GateStrides(row_stride(z, width), row_stride(v, width), width)
+
+
+@register(
+    "gated_activation(Tensor gate, Tensor value, str activation) -> Tensor output",
+    _fake_activation,
+)
+def activation_forward(gate, value, activation):
+    """Launch the kernel of f(gate) value."""
+    output = gate.new_empty(gate.shape)
+    if output.numel():
+        z, v, strides = _read_in_place(gate, value)
+        size = Size(output.shape[:-1].numel(), output.shape[-1])
+        _elementwise(_gated, size, (z, v, output), activation, _Dropout(), strides)
+    return output
+
+
+@register(
+    "gated_activation_backward(Tensor grad_output, Tensor gate, Tensor value, str activation, "
+    "bool[] needs) -> (Tensor grad_gate, Tensor grad_value)",
+    lambda _, gate, value, *__: (gate.new_empty(gate.shape), value.new_empty(value.shape)),
+)
+def activation_backward(grad_output, gate, value, activation, needs):
+    """Launch the kernel of both gradients."""
+    dz, dv = gate.new_empty(gate.shape), value.new_empty(value.shape)
+    if dz.numel():
+        z, v, strides = _read_in_place(gate, value)
+        dh, size = grad_output.contiguous(), Size(dz.shape[:-1].numel(), dz.shape[-1])
+        tensors = dh, z, v, dz, dv, dz  # h is not computed
+        _elementwise(_gated_backward, size, tensors, activation, _Dropout(), strides, hidden=False)
+    return dz, dv
+
+
+def supports(input: Tensor | None = None, gate: Tensor | None = None, **_) -> str | None:
     """Return why the kernels cannot run this call, or None."""
-    return unsupported_dtype(input)
+    x = gate if input is None else input
+    assert x is not None
+    return unsupported_dtype(x)

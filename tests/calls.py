@@ -166,8 +166,19 @@ def packed_attention(draw):
     if draw.often(0.3):
         tensors["sinks"] = draw.parameter(groups * share)
     more = draw.one(0, 5)
-    lengths = {"max_q": int(longest[0]) + more, "max_k": int(longest[1]) + more}
-    return tensors, {**lengths, **band(draw), **draw.dropout()}
+    options = {"max_q": int(longest[0]) + more, "max_k": int(longest[1]) + more}
+    options |= {**band(draw), **draw.dropout(), "return_lse": draw.often()}
+    options["softcap"] = draw.one(None, None, 5.0)
+    if draw.often(0.3):
+        slopes = draw.random.random(draw.one((groups * share,), (batch, groups * share)))
+        options["alibi_slopes"] = draw.view(slopes.astype(np.float32), np.nan)
+    if draw.often(0.4):
+        hidden = torch.tensor(draw.random.random(keys) < draw.one(0.0, 0.2))
+        bias = draw.parameter(keys)
+        tensors["bias"] = bias.masked_fill_(hidden.to(bias.device), -math.inf)
+        for name in ("key", "value"):  # a hidden key may be anything
+            tensors[name][hidden.to(bias.device)] = math.nan
+    return tensors, options
 
 
 def paged_attention(draw):
@@ -272,6 +283,13 @@ def swiglu(draw):
     return fed(draw, 2, ("w", "b"))
 
 
+def gated_activation(draw):
+    shape = *draw.lead(), draw.size(most=40)
+    return {"gate": draw.normal(*shape, scale=2.0), "value": draw.normal(*shape)}, {
+        "activation": draw.one("silu", "gelu", "gelu_tanh", "relu")
+    }
+
+
 def embed(draw):
     lead, length = draw.one((), (1,), (3,)), draw.size(most=17)
     vocabulary, d = draw.size(most=9), draw.size(most=40)
@@ -286,6 +304,24 @@ def embed(draw):
         options["scale"] = 0.7
     options |= draw.dropout()
     return tensors, options | row_shard(draw, tensors["tokens"].shape, d, (1, 4))
+
+
+def rotary_embedding(draw):
+    heads, groups, length = draw.one(1, 2, 3), draw.one(1, 2), draw.size(most=17)
+    dim = 2 * draw.size(most=20)
+    rotary = draw.one(dim, 2 * int(draw.random.integers(1, dim // 2 + 1)))
+    batch = draw.one(None, 1, 2)  # None: packed
+    shapes = [(length, n, dim) if batch is None else (batch, n, length, dim)
+              for n in (heads, groups)]  # fmt: skip
+    tensors = {"query": draw.normal(*shapes[0], scale=draw.one(0.1, 2.0))}
+    tensors["key"] = draw.normal(*shapes[1])
+    lead = (batch, length) if batch is not None and draw.often() else (length,)
+    kind = draw.one(draw.dtype, torch.float32)
+    options = {name: draw.normal(*lead, rotary, dtype=kind) for name in ("cos", "sin")}
+    for name in ("query_norm", "key_norm"):
+        if draw.often():
+            tensors[name] = draw.parameter(dim)
+    return tensors, {**options, "interleaved": draw.often(), "eps": draw.one(1e-6, 0.1)}
 
 
 def losses(draw, lead, classes):
@@ -334,7 +370,9 @@ DRAWN = [
     feed_forward,
     geglu,
     swiglu,
+    gated_activation,
     embed,
+    rotary_embedding,
     cross_entropy,
     linear_cross_entropy,
 ]

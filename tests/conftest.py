@@ -248,7 +248,7 @@ def small_tiles():
 
     @contextlib.contextmanager
     def small_tiles(BM=16, BN=16):
-        from fastformer.kernels import embedding, launch
+        from fastformer.kernels import embedding, launch, rotary
         from fastformer.kernels import feed_forward as fed
         from fastformer.kernels.attention import plan
         from fastformer.kernels.cross_entropy import launchers as cross_entropy
@@ -264,6 +264,9 @@ def small_tiles():
             patch.setattr(norm, "PARTIAL_SUMS", 2)
             patch.setattr(norm, "WIDE_WEIGHTS", norm.Tiles(2, 16, 4))
             patch.setattr(embedding, "configuration", lambda *_: embedding.Tiles(4, 16))
+            own = rotary.configuration
+            patch.setattr(rotary, "configuration", lambda *given: own(*given)._replace(rows=4))
+            patch.setattr(rotary, "heads_of_a_program", lambda *_: 2)
             patch.setattr(cross_entropy, "configuration", lambda *_: (16, 4))
             patch.setattr(cross_entropy, "group_size", lambda *_: 4)
             patch.setattr(cross_entropy, "CHUNK", 4)

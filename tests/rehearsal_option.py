@@ -36,12 +36,16 @@ CHANGE = {
             "    parity: bool = False,\n",
         ),
         (
+            "        and return_lse is False\n",
+            "        and return_lse is False\n        and parity is False\n",
+        ),
+        (
             "        shard,\n    )\n",
             '        shard,\n        require_flag("parity", parity),\n    )\n',
         ),
         (
-            "    shard: Sequence[int] | None = None,\n) -> Tensor:\n",
-            "    shard: Sequence[int] | None = None,\n    parity: bool = False,\n) -> Tensor:\n",
+            "    shard: Sequence[int] | None = None,\n) -> Any:\n",
+            "    shard: Sequence[int] | None = None,\n    parity: bool = False,\n) -> Any:\n",
         ),
         (
             "        cu_seqlens_q=cu_seqlens_q.contiguous(),\n",
@@ -61,12 +65,12 @@ CHANGE = {
             "    return visible, keys\n",
         ),
         (
-            "    if not attention.is_causal and attention.window is None:\n",
-            "    if not (attention.is_causal or attention.window or attention.parity):\n",
+            "is None and attention.alibi_slopes is None:\n",
+            "is None and attention.alibi_slopes is None and not attention.parity:\n",
         ),
         (
-            "is_causal=False, window=None)",
-            "is_causal=False, window=None, parity=False)",
+            "is_causal=False, window=None, bias=added",
+            "is_causal=False, window=None, parity=False, bias=added",
         ),
     ],
     "kernels/attention/scores.py": [

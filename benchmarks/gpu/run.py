@@ -12,9 +12,9 @@ figures.
 Each part is a process of its own with a time limit. If one crashes, hangs or loses the GPU, only
 the test that was running is lost, and the next parts run. FOLDER holds results.json, report.md and
 run.zip, which holds a log and a journal (a JSON line for each test) of each part, and, after tune,
-tuning.json, what `fastformer tune` found. They are rewritten after each part and every few seconds,
-so an interrupted run loses little, and the same command resumes it. The exit status is 1 if a part
-or a test failed. Without a GPU a small run of the same kind is made.
+gluon.json and tuning.json, what `fastformer tune` found. They are rewritten after each part and
+every few seconds, so an interrupted run loses little, and the same command resumes it. The exit
+status is 1 if a part or a test failed. Without a GPU a small run of the same kind is made.
 
 --prepare runs the same parts over benchmarks/gpu/stand_in, which launches nothing, and saves what
 Triton has compiled. Such a cache fits one version of Triton, one version of Python and one
@@ -50,7 +50,8 @@ POLL_SECONDS = 0.2
 SAVE_SECONDS = 15.0  # a run that is killed loses at most this
 ENDED = ("done", "failed (1)")  # is not started again
 FINE = ("done", "no time", "no more time")  # the last two: the time of the run was up
-RUN, STATUS, TUNING = "run.zip", "parts.json", "tuning.json"
+RUN, STATUS = "run.zip", "parts.json"
+GLUON, TUNING = "gluon.json", "tuning.json"
 
 Variables = Mapping[str, str]  # environment variables
 NONE: Variables = MappingProxyType({})
@@ -160,10 +161,16 @@ def on_gpu() -> dict[str, list[Part]]:
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
     ]  # fmt: skip
-    tune = [*COMMAND, "tune", "--minutes", "8", "--out", f"FOLDER/{TUNING}"]
+    attention = r"^scaled_dot_product_attention bfloat16 .* Sq=(4096|1024) .*\+ backward$"
+    gluon = [*COMMAND, "tune", "--minutes", "4", "--out", f"FOLDER/{GLUON}"]
+    gluon += ["--only", attention, "--candidates", "@|torch"]
+    tune = [*COMMAND, "tune", "--minutes", "5", "--out", f"FOLDER/{TUNING}"]
     return {
         "first": first,
-        "tune": [Part("tune", tune, 530, silence=200.0)],  # a candidate may be silent for 180 s
+        "tune": [  # a candidate may be silent for 180 s
+            Part("gluon", gluon, 260, silence=200.0),  # these may hang, and no GPU has run them
+            Part("tune", tune, 330, silence=200.0),
+        ],
         "tests": [tests("kernel-tests", 560, kernel_tests, processes=8)],
         "rest": rest,
     }
@@ -335,8 +342,9 @@ class Run:
         _write(self.work / STATUS, json.dumps(parts, indent=1) + "\n")
         archives.pack(self.work, self.out / RUN, archives.RUN)
         _write(self.out / "results.json", json.dumps(data, indent=1) + "\n")
-        if (self.work / TUNING).exists():
-            _write(self.out / TUNING, (self.work / TUNING).read_text())
+        for name in (GLUON, TUNING):
+            if (self.work / name).exists():
+                _write(self.out / name, (self.work / name).read_text())
         if results.rows:
             cut = [
                 f"- {one['part']}: {one['status']}\n" for one in parts if one["status"] != "done"

@@ -52,7 +52,8 @@ CONDITIONS = {
     "benign": "the tests' usual inputs, whose softmax is not flat",
     "ill": "logits up to 120 (attention) and some 150 (losses); a mean of 1000 times the spread, "
     "in 16 bits 32 times (layer_norm); magnitudes of 1e4 (rms_norm); arguments of the activation "
-    "up to some 100 (feed-forward); positions that cancel most of the embedding (embed)",
+    "up to some 100 (feed-forward); positions that cancel most of the embedding (embed); heads "
+    "of 1000, one feature of which is 50 times the others (rotary_embedding)",
 }
 SDPA = {
     "sdpa math": SDPBackend.MATH,
@@ -63,6 +64,7 @@ SDPA = {
 PROVIDERS = ("eager", "reference", "triton", *SDPA)
 OURS = ("reference", "triton")
 UNDIFFERENTIATED = ("paged_attention",)
+CONSTANT = ("cos", "sin")  # tensors without a gradient
 
 Tensors = dict[str, Tensor]
 Row = dict[str, Any]
@@ -170,6 +172,14 @@ def _layers(rows: int, d: int, width: int, halves: int = 1) -> Any:
     return make
 
 
+def _halves(rows: int, width: int) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        gate = torch.randn(rows, width) * (30.0 if ill else 1.0)
+        return {"gate": gate, "value": torch.randn(rows, width)}
+
+    return make
+
+
 def _embedded(b: int, s: int, v: int, n: int) -> Any:
     def make(ill: bool, dtype: torch.dtype) -> Tensors:
         weight, positional = torch.randn(v, n) * (1.0 if ill else n**-0.5), torch.randn(s, n)
@@ -177,6 +187,21 @@ def _embedded(b: int, s: int, v: int, n: int) -> Any:
         if ill:
             positional = positional * 0.01 - weight[tokens[0]] * n**0.5
         return {"weight": weight, "positional": positional, "tokens": tokens}
+
+    return make
+
+
+def _rotary(b: int, h: int, s: int, d: int, r: int, norms: bool = True) -> Any:
+    def make(ill: bool, dtype: torch.dtype) -> Tensors:
+        query, key = torch.randn(b, h, s, d), torch.randn(b, max(1, h // 2), s, d)
+        if ill:
+            query, key = query * 1000, key * 1000
+            query[..., 1], key[..., d // 2] = 50000.0, -50000.0
+        angles = (torch.arange(s).view(-1, 1) * 1e4 ** (-torch.arange(0, r, 2) / r)).repeat(1, 2)
+        given = {"query": query, "key": key, "cos": angles.cos(), "sin": angles.sin()}
+        if norms:
+            given |= {"query_norm": torch.randn(d), "key_norm": torch.randn(d)}
+        return given
 
     return make
 
@@ -259,8 +284,12 @@ CASES = [
     Case("geglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
     Case("swiglu", "37, 24 -> 70", _layers(37, 24, 70, 2)),
     Case("swiglu", "256, 128 -> 512", _layers(256, 128, 512, 2), {}, False),
+    Case("gated_activation", "37 x 70", _halves(37, 70)),
     Case("embed", "3 x 7, N 40, dropout", _embedded(3, 7, 23, 40), _DROPOUT),
     Case("embed", "8 x 64, N 512", _embedded(8, 64, 200, 512), {}, False),
+    Case("rotary_embedding", "2 x 30, D 64, norms", _rotary(2, 4, 30, 64, 64)),
+    Case("rotary_embedding", "2 x 30, D 40, 16 turned", _rotary(2, 2, 30, 40, 16, norms=False)),
+    Case("rotary_embedding", "4 x 128, D 128, norms", _rotary(4, 8, 128, 128, 128), {}, False),
     Case("cross_entropy", "23 x 37, none", _classes(23, 37), _NONE),
     Case("cross_entropy", "64 x 5000, none", _classes(64, 5000), _NONE, False),
     Case("cross_entropy", "64 x 1000, kl", _classes(64, 1000), _KL),
@@ -391,6 +420,22 @@ def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
     return _drop(x, dropout_p, dropout_seed) if dropout_p else x
 
 
+def _rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
+    """As Llama and Qwen3 of transformers do."""
+    rotary = cos.shape[-1]
+    found = []
+    for x, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            wide = x if x.dtype == torch.float64 else x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            x = weight * wide.to(x.dtype)
+        first, rest = x[..., :rotary], x[..., rotary:]
+        a, b = first.chunk(2, -1)
+        turned = first * cos.to(x.dtype) + torch.cat((-b, a), -1) * sin.to(x.dtype)
+        found.append(torch.cat((turned, rest), -1))
+    return torch.cat(found, 1)
+
+
 def _cross_entropy(
     logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100
 ):
@@ -417,7 +462,9 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "feed_forward": _feed_forward,
     "geglu": _gated(F.gelu),
     "swiglu": _gated(F.silu),
+    "gated_activation": lambda gate, value: F.silu(gate) * value,
     "embed": _embed,
+    "rotary_embedding": _rotary_embedding,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }
@@ -429,6 +476,8 @@ def _ours(op: str) -> Callable[..., Tensor]:
     function = getattr(ff, op)
     if op in ("layer_norm", "rms_norm"):
         return lambda weight, **rest: function(normalized_shape=weight.shape, weight=weight, **rest)
+    if op == "rotary_embedding":
+        return lambda **inputs: torch.cat(function(**inputs), 1)
     if op.startswith("dropout_add"):
         return lambda **inputs: torch.cat(function(**inputs))
     return function
@@ -445,7 +494,11 @@ def results(
     """
     if case.op in UNDIFFERENTIATED:
         return {"output": function(**tensors, **case.options)}
-    leaves = {n: x.detach().requires_grad_() for n, x in tensors.items() if x.is_floating_point()}
+    leaves = {
+        n: x.detach().requires_grad_()
+        for n, x in tensors.items()
+        if x.is_floating_point() and n not in CONSTANT
+    }
     output = function(**{**tensors, **leaves}, **case.options)
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randn(output.shape, generator=generator).to(dtype).to(output)

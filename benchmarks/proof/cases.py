@@ -58,6 +58,10 @@ MASKS: dict[str, dict[str, Any]] = {
     },
     "packed": {"packed": True},
     "packed, causal": {"packed": True, "causal": True},
+    "packed, key bias": {"packed": True, "bias": "key fp32"},
+    "packed, alibi, softcap, causal": {
+        "packed": True, "alibi": True, "softcap": 50.0, "causal": True,
+    },
     "2-D mask of numbers": {"bias": "mask bf16"},
     "unaligned 2-D mask, 2-D bias": {"mask": "2d", "bias": "2d bf16", "length": 4099},
 }  # fmt: skip
@@ -131,6 +135,22 @@ def _feed_forward(arch: str, dtype: str, activations: list[str], dropout: list[b
             )
 
 
+def _rotary(arch: str, dtype: str, dims: tuple[int, ...], forms: Iterable[str]) -> None:
+    for d in dims:
+        for form in forms:
+            name = f"{arch} rotary_embedding {dtype} D={d}" + f" {form}" * bool(form)
+            words = form.split(", ")
+            CASES[name] = dict(
+                arch=arch,
+                op="rotary_embedding",
+                dtype=dtype,
+                d=d,
+                rotary=d // 2 if "partial" in words else d,
+                norm="norm" in words,
+                interleaved="interleaved" in words,
+            )
+
+
 _EVERY = "2-D mask, 2-D bias, causal, lengths"
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[:6], [False, True])
 _attention("sm_90", "bf16", (64, 128, 256), list(MASKS)[6:10], [True])
@@ -141,10 +161,14 @@ _attention("sm_80", "bf16", (64, 128), ["sinks, window"], [True])
 _attention("sm_80", "bf16", (128,), list(MASKS)[-1:], [True])
 _attention("sm_90", "bf16", (256,), ["window, bottom-right, lengths", "packed"], [True])
 _attention("sm_90", "bf16", (16, 32, 80), [_EVERY], [True])
+_attention("sm_90", "bf16", (512,), ["plain", "causal"], [False])
+_attention("sm_90", "bf16", (512,), ["key mask", "window", "packed, causal", _EVERY], [True])
+_attention("sm_80", "bf16", (512,), ["causal", _EVERY], [True])
 _attention("sm_90", "fp32", (32, 64, 128, 256), [_EVERY], [True])
 _attention("sm_90", "fp32", (64, 128), ["causal"], [False])
 _decode("sm_90", "bf16", (128,), DECODED)
-_decode("sm_90", "bf16", (64, 256), ["lengths, causal", "key mask"])
+_decode("sm_90", "bf16", (64, 256, 512), ["lengths, causal", "key mask"])
+_decode("sm_80", "bf16", (512,), ["lengths, causal"])
 _decode("sm_90", "fp32", (128,), ["pages of 16"])
 for _arch in ("sm_80", "sm_90", "sm_100"):
     _decode(_arch, "fp16", (128,), ["lengths, causal"])
@@ -157,6 +181,9 @@ _rows("dropout_add_layer_norm", "sm_90", "bf16", (512, 1024, 4096, 8192, 16384))
 _rows("dropout_add_layer_norm", "sm_90", "fp32", (512, 8192))
 _rows("dropout_add_rms_norm", "sm_90", "bf16", (512, 8192, 16384))
 _rows("embed", "sm_90", "bf16", (512, 4096))
+_rotary("sm_90", "bf16", (64, 128, 256), ["", "norm"])
+_rotary("sm_90", "bf16", (128,), ["interleaved", "interleaved, norm", "partial, norm"])
+_rotary("sm_90", "fp32", (128,), ["norm"])
 _rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
 _rows("cross_entropy", "sm_90", "fp32", (32768,), "v")
 for _v in (32768, 50257):
@@ -167,6 +194,7 @@ _feed_forward("sm_90", "fp32", ["relu", "gelu"], [True])
 _rows("geglu", "sm_90", "bf16", (4096,))
 _rows("geglu", "sm_90", "fp32", (4096,))
 _rows("swiglu", "sm_90", "bf16", (4096,))
+_rows("gated_activation", "sm_90", "bf16", (4096,))
 for _arch in ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "other"):
     _decode(_arch, "bf16", (128, 256), ["lengths, causal"])
     _decode(_arch, "bf16", (128,), ["pages of 16"])
@@ -180,6 +208,7 @@ for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     _layer_norm(_arch, "bf16", (8192, 16384), [False])
     _rows("dropout_add_layer_norm", _arch, "bf16", (512, 8192))
     _rows("embed", _arch, "bf16", (512,))
+    _rotary(_arch, "bf16", (128,), ["norm"])
     _rows("geglu", _arch, "bf16", (4096,))
     _rows("cross_entropy", _arch, "bf16", (32768,), "v")
     _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
@@ -195,19 +224,49 @@ for _name in ("dropout_add_layer_norm bf16 N=1024", "feed_forward bf16 gelu, dro
         **CASES[f"sm_90 {_name}"],
         "shard": [512, 1024, 8192, 128, 4096],
     }
-for _d in (64, 128):
-    for _keys in (64, 128):
-        for _mask in ("plain", "causal"):
-            _row = f"warp-specialised 128 {_keys}"
-            CASES[f"sm_90 attention bf16 D={_d} {_mask}, {_row}"] = {
-                **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
-                "choices": {"attention forward": _row},
-            }
-for _d in (64, 128):
-    for _mask in ("plain", "plain, dropout", "causal", "causal, dropout", "key mask"):
-        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon"] = {
-            **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
-            "choices": {"attention forward": "Gluon 128 128"},
+
+
+def _hopper(dims: tuple[int, ...], masks: list[str], row: str = "Gluon 128 128") -> None:
+    """Add cases with the forward for Hopper; a name leaves out its first row."""
+    for d in dims:
+        for mask in masks:
+            kind, drop = mask.removesuffix(", dropout"), mask.endswith(", dropout")
+            shape = dict(arch="sm_90", op="attention", dtype="bf16", d=d, length=4096, dropout=drop)
+            named = "Gluon" if row == "Gluon 128 128" else row
+            CASES[f"sm_90 attention bf16 D={d} {mask}, {named}"] = {
+                **shape, **NOTHING, **MASKS[kind], "choices": {"attention forward": row},
+            }  # fmt: skip
+
+
+_hopper((64, 128), ["plain", "plain, dropout", "causal", "causal, dropout", "key mask"])
+_hopper((64, 128), ["key mask, dropout", "window, bottom-right, lengths", "softcap, causal"])
+_hopper((64, 128), ["key bias", "packed, causal"])
+_hopper((64,), ["2-D bias", "alibi, causal", "2-D mask, dropout"])
+_hopper((128,), ["2-D bias, dropout", "2-D mask"])
+_hopper((128,), [f"{list(MASKS)[9]}, dropout"], "Gluon 128 64")
+_hopper((256,), ["plain", "causal, dropout", "key mask"], "Gluon 128 64")
+_hopper((128,), ["plain"], "Gluon 128 128, no turns")
+_hopper((128,), ["causal", "2-D mask, causal, lengths"], "Gluon 128 128, packed")
+_hopper((64,), ["causal"], "Gluon 192 128, packed")
+
+_BACKWARD = {"attention dkdv": "Gluon 64 128", "attention dq": "Gluon 128 128"}
+for _d, _also in (
+    (64, ("alibi, causal, dropout", "softcap, causal, dropout")),
+    (128, ("packed, causal, dropout",)),
+):
+    for _mask in (
+        "plain",
+        "plain, dropout",
+        "causal",
+        "causal, dropout",
+        "key mask",
+        "window, bottom-right, lengths, dropout",
+        *_also,
+    ):
+        _case = CASES[f"sm_90 attention bf16 D={_d} {_mask}"]
+        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon backward"] = {
+            **_case,
+            "choices": _BACKWARD,
         }
 
 for _drop in ("", ", dropout"):
@@ -286,8 +345,9 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
 FAMILIES = {
     "attention": ("attention", "decode"),
     "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
-    "feed_forward": ("feed_forward", "geglu", "swiglu"),
+    "feed_forward": ("feed_forward", "geglu", "swiglu", "gated_activation"),
     "embedding": ("embed",),
+    "rotary": ("rotary_embedding",),
     "cross_entropy": ("cross_entropy",),
 }
 UNCOMPILED = ("interpreter.py", "registration.py")  # of which no kernel and no tile is made

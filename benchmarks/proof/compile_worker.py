@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import triton
 import triton.language as tl
-from fastformer.kernels import embedding, feed_forward, launch, tuned
+from fastformer.kernels import embedding, feed_forward, launch, rotary, tuned
 from fastformer.kernels.attention import launchers as attention
 from fastformer.kernels.cross_entropy import launchers as cross_entropy
 from fastformer.kernels.layer_norm import launchers as layer_norm
@@ -106,20 +106,14 @@ def read_loops(kernel: Any) -> dict[str, Any]:
     loops = [code.instructions[a : b + 1] for a, b in code.loops()]
     ttgir = kernel.asm["ttgir"]
     facts = dict(whole=sass.count(code.instructions, warps), outstanding=sass.outstanding(ttgir))
-    if "ttir" not in kernel.asm:  # Gluon: the loops of two consumers, one after the other
+    if "ttir" not in kernel.asm:  # Gluon: the loops of the consumers, one consumer after the other
         loops = [x for x in loops if any(i.name.startswith("HGMMA") for i in x)]
-        n = len(loops) // 2
-        both = [sass.together([loops[i], loops[n + i]], warps) for i in range(n)]
-        products = [int(x["product"]) for x in both]
-        return facts | dict(loops=both, products=products, outstanding=facts["outstanding"] * n)
-    specialised = "ttg.warp_specialize" in ttgir
-    return dict(
-        **facts,
-        loops=[sass.together(loops, warps)]
-        if specialised
-        else [sass.count(x, warps) for x in loops],
-        products=sass.products(kernel.asm["ttir"]),
-    )
+        n = len(loops) // (1 + len(re.findall(r"partition\d+\(.*num_warps\(4\)", ttgir)))
+        each = [sass.together(loops[i::n], warps) for i in range(n)]
+        products = [int(x["product"]) for x in each]
+        return facts | dict(loops=each, products=products, outstanding=facts["outstanding"] * n)
+    loops = [sass.count(x, warps) for x in loops]
+    return dict(**facts, loops=loops, products=sass.products(kernel.asm["ttir"]))
 
 
 def read_amd(kernel: Any) -> dict[str, Any]:
@@ -229,7 +223,8 @@ class Recorder:
         facts = (
             read_nvidia(kernel, log.getvalue()) if target.backend == "cuda" else read_amd(kernel)
         )
-        facts["ends_early"] = "cf.cond_br" in kernel.asm.get("ttir", "")
+        first = kernel.asm["ttir" if "ttir" in kernel.asm else "ttgir"]  # Gluon has no other
+        facts["ends_early"] = "cf.cond_br" in first
         kernel.translated = sass.digest(kernel.asm["ttgir"])
         self.facts[kernel.hash] = {**facts, **read_products(kernel)}
         return kernel
@@ -284,6 +279,7 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     batch, heads, groups, length = 2, 4, case.get("groups", 4), case["length"]
     dtype, d = DTYPES[case["dtype"]], case["d"]
+    batch = 1 if d > 256 else batch  # so that only what has Sq * Sk elements has so many
     query, key, value = (empty(batch, n, length, d, dtype=dtype) for n in (heads, groups, groups))
     shapes = {"key": (batch, 1, 1, length), "2d": (batch, 1, length, length)}
     mask = empty(*shapes[case["mask"]], dtype=torch.bool) if case["mask"] else None
@@ -299,25 +295,28 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     window, alignment = case["window"], case["alignment"]
     shard = None if case["shard"] is None else Shard(*case["shard"])
     sinks = empty(heads, dtype=dtype) if case["sinks"] else None
+    slopes = empty(heads, dtype=torch.float32) if case["alibi"] else None
     if case["packed"]:
         offsets = empty(batch + 1, dtype=torch.int32)
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        bias = (
+            empty(batch * length, dtype=DTYPES[case["bias"].split()[1]]) if case["bias"] else None
+        )
         described = Attention(
-            None, dropout_p, case["causal"], d**-0.5, window=window, causal_alignment=alignment,
-            sinks=sinks, dropout_seed=seed, cu_seqlens_q=offsets, cu_seqlens_k=offsets,
-            max_q=length, max_k=length,
+            None, dropout_p, case["causal"], d**-0.5, bias, window=window,
+            causal_alignment=alignment, alibi_slopes=slopes, softcap=case["softcap"], sinks=sinks,
+            dropout_seed=seed, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=length,
+            max_k=length,
         )  # fmt: skip
         arguments = pack([query, key, value, described])
-        output, lse = attention.packed_forward(*arguments)
-        gradient = torch.empty_like(output)
-        needs = [True] * 3 + [case["sinks"]]
-        attention.packed_backward(gradient, *arguments, output, lse, needs)
+        saved = attention.packed_forward(*arguments, False)
+        needs = [True] * 3 + [bias is not None, case["sinks"]]
+        attention.packed_backward(torch.empty_like(saved[0]), None, *arguments, *saved, needs)
         return
     described = Attention(
         mask, dropout_p, case["causal"], d**-0.5, bias,
         empty(batch, dtype=torch.int32) if case["lengths"] else None, window, alignment,
-        empty(heads, dtype=torch.float32) if case["alibi"] else None, case["softcap"], sinks,
-        seed, shard,
+        slopes, case["softcap"], sinks, seed, shard,
     )  # fmt: skip
     arguments = pack([query, key, value, described])
     saved = attention.forward(*arguments, False)
@@ -409,6 +408,18 @@ def call_embed(case: dict[str, Any], recorder: Recorder) -> None:
     embedding.backward(torch.empty_like(output), *arguments, [True, False])
 
 
+def call_rotary_embedding(case: dict[str, Any], recorder: Recorder) -> None:
+    """8 sequences of 4096 tokens, of 32 heads in 8 groups, as a projection lays them out."""
+    dtype, d = DTYPES[case["dtype"]], case["d"]
+    query, key = (empty(8, 4096, n, d, dtype=dtype).transpose(1, 2) for n in (32, 8))
+    tables = (empty(4096, case["rotary"], dtype=torch.float32) for _ in range(2))
+    norms = (empty(d, dtype=dtype) if case["norm"] else None for _ in range(2))
+    options = *tables, case["interleaved"], *norms, 1e-6
+    outputs = rotary.forward(query, key, *options)
+    saved = (query, key) if case["norm"] else (None, None)
+    rotary.backward(*map(torch.empty_like, outputs), *saved, *options, [True] * 4)
+
+
 def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
     n, dtype = case["n"], DTYPES[case["dtype"]]
     x, w, w_2 = (empty(*shape, dtype=dtype) for shape in ((512, 1024), (2 * n, 1024), (1024, n)))
@@ -418,6 +429,12 @@ def call_gated(case: dict[str, Any], recorder: Recorder) -> None:
     arguments = (x, w, None, w_2, None, 0.1, empty(1, dtype=torch.int64), None)
     output, saved = forward(*arguments)
     backward(torch.empty_like(output), *arguments, saved, [True, True, False, True, False])
+
+
+def call_gated_activation(case: dict[str, Any], recorder: Recorder) -> None:
+    gate, value = (empty(512, case["n"], dtype=DTYPES[case["dtype"]]) for _ in range(2))
+    output = feed_forward.activation_forward(gate, value, "silu")
+    feed_forward.activation_backward(output, gate, value, "silu", [True, True])
 
 
 def call_feed_forward(case: dict[str, Any], recorder: Recorder) -> None:
@@ -444,8 +461,10 @@ CALLS = {
     "dropout_add_rms_norm": call_dropout_add_rms_norm,
     "cross_entropy": call_cross_entropy,
     "embed": call_embed,
+    "rotary_embedding": call_rotary_embedding,
     "geglu": call_gated,
     "swiglu": call_gated,
+    "gated_activation": call_gated_activation,
     "feed_forward": call_feed_forward,
 }
 

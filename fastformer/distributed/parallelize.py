@@ -121,7 +121,7 @@ def _plan(model: nn.Module, devices: int, placed: Any) -> Iterator[tuple[str, An
         if isinstance(module, MultiHeadedAttention):
             _require_divisible(f"{within}h", module.h, devices)
             _require_divisible(f"{within}kv_heads", module.kv_heads, devices)
-            yield name, Gathered()
+            yield name, Gathered(made, sinks=Shard(0))
             for i in range(3):
                 yield f"{within}linears.{i}", columns
             yield f"{within}linears.3", rows

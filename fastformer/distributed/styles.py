@@ -44,10 +44,13 @@ def replicate_others(model: nn.Module, mesh: DeviceMesh) -> None:
         Placed(made, **dict.fromkeys(names, Replicate()))._apply(module, mesh)
 
 
-class Gathered(ParallelStyle):
-    """Gather the DTensors that a module is called with, each of them once."""
+class Gathered(Placed):
+    """Distribute the parameters of a module, and gather the DTensors that it is called with, each
+    of them once.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
         module.register_forward_pre_hook(self._gather, with_kwargs=True)
         return module
 

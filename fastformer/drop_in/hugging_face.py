@@ -216,11 +216,11 @@ def attention(
     q_length, k_length = query.shape[2], key.shape[2]
     attention_mask = _with_sequences(attention_mask, bool(is_causal), query, key, kwargs)
     if isinstance(attention_mask, Mask) and attention_mask.sequences is not None:
-        if position_bias is None and softcap is None and not output_attentions:
+        if position_bias is None and not output_attentions:
             _require_known(module, kwargs, complete=True)
             sequences, sides = attention_mask.sequences, (attention_mask.left, attention_mask.right)
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            out = _packed(q, k, v, sequences, sides, dropout, scaling, s_aux)
+            out = _packed(q, k, v, sequences, sides, dropout, scaling, softcap, s_aux)
             return out.unsqueeze(0), None
         attention_mask = attention_mask.complete()
     visible, bias, (left, right) = _read_mask(attention_mask, bool(is_causal), q_length, k_length)
@@ -326,6 +326,7 @@ def _packed(
     sides: Sides,
     dropout: float,
     scaling: float | None,
+    softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Run `packed_attention` on [T, H, D] of a batch of one row."""
@@ -343,6 +344,7 @@ def _packed(
         is_causal=causal,
         scale=scaling,
         window=None if causal else sides,
+        softcap=softcap,
         sinks=sinks,
     )
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastformer.checks import require_flag
-from fastformer.dispatch import backends
 from fastformer.drop_in.explanation import name_pattern
-from fastformer.drop_in.replacements import ANNOTATED, KINDS
-from fastformer.drop_in.replacements.annotated import AnnotatedModule
+from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, class_for
+from fastformer.drop_in.replacements.hugging_face import (
+    FusedModelWithLoss,
+    FusedOutputProjection,
+    output_projection,
+    unknown_structure,
+)
 from fastformer.drop_in.replacements.layers import Layer
+from fastformer.drop_in.replacements.rotary import FusedRotaryAttention, disagreement_of, rotations
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
+from fastformer.drop_in.trial import disagreement
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
@@ -36,8 +37,10 @@ def accelerate(
     and subclasses that keep their forward. It also replaces the attention, norm and feed-forward of
     the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
-    in float64. Only the class of each module changes: parameters, buffers, hooks, state dict,
-    signature and defaults stay.
+    in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
+    of Hugging Face's models; and a model that is given labels computes its loss by
+    `linear_cross_entropy`, and the logits that it returns only when they are read. Only the class
+    of each module changes: parameters, buffers, hooks, state dict, signature and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
@@ -50,6 +53,7 @@ def accelerate(
     - Arguments that torch rejects too raise a ValueError or a TypeError.
     - An output is contiguous where torch returns a transposed view.
     - A layer whose submodules have hooks calls them one by one.
+    - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
 
     torch.jit.script does not accept a replaced model: restore it first. A compiled model is
@@ -188,12 +192,13 @@ def _require_model(model: nn.Module) -> None:
 def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accelerated]]]:
     """Return (module, new class) for each module that can be replaced, and fill in the report."""
     plan: list[tuple[nn.Module, type[Accelerated]]] = []
+    heads = {output_projection(module) for module in model.modules()} - {None}
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
             report.already.append(name)
             report._modules[name] = module
             continue
-        kind = _kind(module)
+        kind = FusedOutputProjection if module in heads else _kind(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -244,12 +249,28 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
             return _collision(module, kind) or kind
     if isinstance(module, _OWN):
         return None
-    for annotated in ANNOTATED:
-        if annotated._matches(module):
+    if "forward" not in module.__dict__:
+        if output_projection(module) is not None:
+            return FusedModelWithLoss
+        if functions := rotations(type(module)):
+            return disagreement_of(functions) or FusedRotaryAttention
+    return _recognized(module)
+
+
+def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
+    """Return the kind whose structure the module has and which computes the same, why none does, or
+    None if none has its structure.
+    """
+    reason = None
+    for kind in RECOGNIZED:
+        if kind._matches(module):
             if "forward" in module.__dict__:
                 return "its forward is replaced on the instance"
-            return _collision(module, annotated) or _disagreement(module, annotated) or annotated
-    return None
+            found = _collision(module, kind) or disagreement(module, kind)
+            if found is None:
+                return kind
+            reason = reason or found
+    return reason or unknown_structure(module)
 
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
@@ -262,75 +283,3 @@ def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
         if name in module.__dict__ or hasattr(type(module), name):
             return f"it has an attribute {name}, which the replacement needs for itself"
     return None
-
-
-def _disagreement(module: nn.Module, kind: type[AnnotatedModule]) -> str | None:
-    """Return why the kind's forward cannot replace the module's, or None.
-
-    Both forwards run in float64 with random parameters, in evaluation mode and in training mode. In
-    training, a dropout probability of 1 makes them comparable.
-    """
-    given = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if given != kind._arguments:
-        return f"its forward takes ({', '.join(given)}); expected ({', '.join(kind._arguments)})"
-    generator = torch.Generator("cpu").manual_seed(0)
-    device = next(module.parameters()).device
-
-    def random(*shape: int) -> Tensor:
-        x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-        return x.to(device)
-
-    fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with fork, torch.no_grad(), _state_kept(module), backends.use_backend("reference"):
-        try:
-            classes = (type(module), class_for(kind, type(module)))
-            weights = {name: random(*p.shape) * 0.5 for name, p in module.named_parameters()}
-            for training in (False, True):
-                for args in kind._probes(module, random):  # type: ignore[arg-type]
-                    theirs, ours = (
-                        _trial_run(module, cls, training, weights, args) for cls in classes
-                    )
-                    if not (isinstance(theirs, Tensor) and theirs.shape == ours.shape):
-                        return "it does not return a tensor of the shape of its first argument"
-                    if not torch.allclose(theirs, ours, rtol=1e-7, atol=1e-7):
-                        mode = "training" if training else "evaluation"
-                        return f"it computes something else, by a trial run in {mode}"
-        except Exception as error:  # whatever the user's code raises is a reason
-            return f"a trial run raised {type(error).__name__}: {error}"
-    return None
-
-
-def _trial_run(
-    module: nn.Module,
-    cls: type[nn.Module],
-    training: bool,
-    weights: Mapping[str, Tensor],
-    args: tuple[Tensor | None, ...],
-) -> Any:
-    """Call the module as an instance of `cls`, with these weights and dropout probability 1."""
-    original = type(module)
-    for m in module.modules():  # before each run: a forward may change them
-        m.training = training
-        if isinstance(m, nn.Dropout):
-            m.p = 1.0
-    module.__class__ = cls
-    try:
-        return torch.func.functional_call(module, dict(weights), args)
-    finally:
-        module.__class__ = original
-
-
-@contextmanager
-def _state_kept(module: nn.Module) -> Iterator[None]:
-    """A context that disables the module's hooks and restores all its attributes at the end."""
-    modules = list(module.modules())
-    before = [dict(m.__dict__) for m in modules]
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    try:
-        for m in modules:
-            m.__dict__.update({name: OrderedDict() for name in hooks})
-        yield
-    finally:
-        for m, attributes in zip(modules, before):
-            m.__dict__.clear()
-            m.__dict__.update(attributes)

@@ -20,7 +20,8 @@ from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
 from fastformer.nn.embeddings import require_features
-from fastformer.nn.padding import Packing, pad, require_tokens
+from fastformer.nn.norms import RMSNorm
+from fastformer.nn.padding import Packing, pad, require_tokens, without_gaps
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
@@ -100,10 +101,14 @@ class MultiHeadedAttention(AliasedModule):
         d_model: features of query, key, value and output.
         dropout: probability that an attention weight is dropped, in training.
         kv_heads: heads of keys and values, a divisor of h; h by default.
+        qk_norm: if True, each head of the queries and of the keys has an RMSNorm over its d_k
+            features, `query_norm` and `key_norm`.
+        sinks: if True, the module has a parameter `sinks` [h], which starts as zeros: the `sinks`
+            of `scaled_dot_product_attention`, with which a head may attend to nothing.
 
     If `keep_attention` is True, `attn` holds the weights of the last call, [B, h, T, S], detached,
-    before dropout, zeros for a query that sees no key. It is False by default, because the fused op
-    does not compute them.
+    before dropout, zeros for a query that sees no key; of a packed batch, those of the tokens of
+    each sequence from 0 on. It is False by default, because the fused op does not compute them.
 
     Raises:
         ValueError: h does not divide d_model, or kv_heads does not divide h; the shapes do not fit;
@@ -112,7 +117,7 @@ class MultiHeadedAttention(AliasedModule):
         TypeError: the dtypes differ from each other or from the parameters, or are not floating.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.2; kv_heads: Ainslie et
-    al. 2023, "GQA", section 2.2.
+    al. 2023, "GQA", section 2.2; sinks: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
     """
 
     spellings: ClassVar[dict[str, str]] = {
@@ -122,8 +127,18 @@ class MultiHeadedAttention(AliasedModule):
         "output_linear": "linears.3",
     }
 
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+
     def __init__(
-        self, h: int, d_model: int, dropout: float = 0.1, kv_heads: int | None = None
+        self,
+        h: int,
+        d_model: int,
+        dropout: float = 0.1,
+        kv_heads: int | None = None,
+        *,
+        qk_norm: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         kv_heads = h if kv_heads is None else kv_heads
@@ -137,6 +152,10 @@ class MultiHeadedAttention(AliasedModule):
         self.d_k = d_model // h
         widths = (d_model, kv_heads * self.d_k, kv_heads * self.d_k, d_model)
         self.linears = nn.ModuleList(nn.Linear(d_model, width) for width in widths)
+        normed = checks.require_flag("qk_norm", qk_norm)
+        self.query_norm, self.key_norm = (RMSNorm(self.d_k) if normed else None for _ in range(2))
+        own = nn.Parameter(torch.zeros(h)) if checks.require_flag("sinks", sinks) else None
+        self.register_parameter("sinks", own)
         self.dropout = make_dropout(dropout)
         self.keep_attention = False
         self.attn: Tensor | None = None
@@ -156,6 +175,8 @@ class MultiHeadedAttention(AliasedModule):
         alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        query_packing: Packing | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -165,14 +186,20 @@ class MultiHeadedAttention(AliasedModule):
             mask: booleans, integers, or floats that are 0 or 1; [B, 1, S], [B, T, S] or [1, T, S],
                 shared by the heads; also [T, S] if B is not T (else it could be [B, S]), and four
                 dimensions that broadcast to [B, h, T, S]. For a packed batch, its `Packing`.
-            bias, key_lengths, alibi_slopes, softcap: as in `scaled_dot_product_attention`, with h
-                heads; not for a packed batch.
-            is_causal, window, causal_alignment: as in `scaled_dot_product_attention`.
+            bias: as in `scaled_dot_product_attention`, with h heads; in a packed batch [tokens].
+            key_lengths: as in `scaled_dot_product_attention`; not for a packed batch.
+            is_causal, window, causal_alignment, alibi_slopes, softcap: as in
+                `scaled_dot_product_attention`.
             cache: a `KVCache` or `PagedKVCache`, to which the projected keys and values are
                 appended. The queries then attend to all S positions of the cache, causally and with
                 the last query aligned with the last key, whatever is_causal is; key_lengths must be
                 None, as the cache knows them. A `MemoryCache` keeps the projected keys and values
                 of its first call; later calls pass the same key and value again, or None.
+            rotary: (cos, sin) of the positions of query and key, which are as long, as
+                `rotary_embedding` takes them and `RotaryEmbedding` returns them. The keys in a
+                cache are rotated already.
+            query_packing: the `Packing` of the queries, if `mask` is that of other keys, such as
+                the memory's.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -185,11 +212,17 @@ class MultiHeadedAttention(AliasedModule):
             causal_alignment=causal_alignment,
             alibi_slopes=alibi_slopes,
             softcap=softcap,
+            sinks=self.sinks,
         )
+        if query_packing is not None and not isinstance(mask, Packing):
+            raise ValueError(
+                f"query_packing is given, and mask is a {type(mask).__name__}; "
+                "expected the Packing of the keys as mask"
+            )
         if cache is not None:
-            return self._forward_cached(inputs, mask, options, cache)
+            return self._forward_cached(inputs, mask, options, cache, rotary)
         if isinstance(mask, Packing):
-            return self._forward_packed(inputs, mask, options)
+            return self._forward_packed(inputs, (query_packing, mask), options, rotary)
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
         if checks.autocast_dtype(query) is None:
@@ -198,6 +231,7 @@ class MultiHeadedAttention(AliasedModule):
         require_linear_input("query", query, linears[0])
         projected = self._projected(inputs, linears)
         q, k, v = [x.transpose(1, 2) for x in projected]  # [B, heads, T or S, d_k], views
+        q, k = self._positioned(q, k, rotary)
         if mask is not None:
             checks.require_tensor("mask", mask)
             checks.require_device("mask", mask, "query", query)
@@ -216,31 +250,28 @@ class MultiHeadedAttention(AliasedModule):
         mask: Tensor | Packing | None,
         options: dict[str, Any],
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache,
+        rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Return the output [B, T, d_model] over the keys and values of the cache."""
-        if not isinstance(cache, (KVCache, PagedKVCache, LayerCache, MemoryCache)):
-            raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
-        if isinstance(mask, Packing):
-            raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
-        if backends.sequences_are_sharded():
-            raise ValueError("cache is given within context_parallel; expected None")
-        if options.pop("key_lengths") is not None:
-            raise ValueError("key_lengths is given together with a cache; expected None")
+        _require_cache(cache, mask, options.pop("key_lengths"), rotary)
+        assert not isinstance(mask, Packing)
         kept = isinstance(cache, MemoryCache) and cache.filled
         if isinstance(cache, MemoryCache) and kept:
             cache.require_memory("key", inputs.pop("key"))
             cache.require_memory("value", inputs.pop("value"))
-        for name, x in inputs.items():
+        first, *others = inputs.values()
+        given = {"query": first} if all(x is first for x in others) else inputs  # look once
+        for name, x in given.items():
             require_features(name, x, self.h * self.d_k)
-        if checks.autocast_dtype(inputs["query"]) is None:
-            checks.require_floating(**inputs)
+        if checks.autocast_dtype(first) is None:
+            checks.require_floating(**given)
         linears = list(self.linears)
-        require_linear_input("query", inputs["query"], linears[0])
-        # Separate GEMMs: for few tokens, concatenating the weights takes longer than reading them.
-        q, *new = [
-            linear(x).unflatten(-1, (-1, self.d_k)).transpose(1, 2)
-            for linear, x in zip(linears, inputs.values())
-        ]  # [B, h, T or S, d_k], views
+        require_linear_input("query", first, linears[0])
+        q, *new = [x.transpose(1, 2) for x in self._projected_step(inputs, linears, cache)]
+        if new:
+            q, new[0] = self._positioned(q, new[0], rotary)
+        elif self.query_norm is not None:
+            q = self.query_norm(q)
         if mask is not None:
             checks.require_tensor("mask", mask)
             checks.require_device("mask", mask, "query", q)
@@ -257,15 +288,23 @@ class MultiHeadedAttention(AliasedModule):
         return linears[3](out.transpose(1, 2).flatten(2))
 
     def _forward_packed(
-        self, inputs: dict[str, Tensor], packing: Packing, options: dict[str, Any]
+        self,
+        inputs: dict[str, Tensor],
+        packings: tuple[Packing | None, Packing],
+        options: dict[str, Any],
+        rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Return the output [tokens, d_model] for inputs [tokens, d_model]."""
+        """Return the output [tokens, d_model] for inputs [tokens, d_model]. packings: that of the
+        queries, None if it is that of the keys, and that of the keys.
+        """
+        query_packing, packing = packings
+        own = self._query_packing(query_packing, packing, options)
         for name in PADDED_OPTIONS:
             if options.pop(name, None) is not None:
                 raise ValueError(f"{name} is given together with a Packing; expected None")
         linears = list(self.linears)
         for name, x in inputs.items():
-            require_tokens(name, x, packing)
+            require_tokens(name, x, own if name == "query" else packing)
             if x.dim() != 2 or x.shape[1] != self.h * self.d_k:
                 given = checks.shape_of(x)
                 raise ValueError(
@@ -273,17 +312,85 @@ class MultiHeadedAttention(AliasedModule):
                 )
             require_linear_input(name, x, linears[0])
         q, k, v = self._projected(inputs, linears)
-        offsets, longest = packing.cu_seqlens, packing.longest
-        p = dropout_probability(self.dropout)
+        q, k = self._positioned(q, k, rotary)
         out = functional.packed_attention(
-            q, k, v, offsets, offsets, longest, longest, dropout_p=p, **options
+            q,
+            k,
+            v,
+            own.cu_seqlens,
+            packing.cu_seqlens,
+            own.longest,
+            packing.longest,
+            dropout_p=dropout_probability(self.dropout),
+            **options,
         )
         if self.keep_attention:
-            q, k = (pad(x.detach(), packing).transpose(1, 2) for x in (q, k))
-            positions = torch.arange(packing.length, device=q.device)
-            real = positions.view(-1, 1) < packing.lengths.view(-1, 1, 1, 1)
-            self._keep_weights(q, k, real, {**options, "key_lengths": packing.lengths})
+            own, packing = without_gaps(own), without_gaps(packing)
+            q, k = (pad(x.detach(), of).transpose(1, 2) for x, of in ((q, own), (k, packing)))
+            positions = torch.arange(own.length, device=q.device)
+            real = positions.view(-1, 1) < own.lengths.view(-1, 1, 1, 1)
+            options |= dict(key_lengths=packing.lengths, causal_alignment="top_left")
+            if options["bias"] is not None:
+                options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
+            self._keep_weights(q, k, real, options)
         return linears[3](out.flatten(1))
+
+    def _query_packing(
+        self, query_packing: Packing | None, packing: Packing, options: dict[str, Any]
+    ) -> Packing:
+        """Return the packing of the queries: that of the keys, if none is given."""
+        if query_packing is None:
+            return packing
+        if not isinstance(query_packing, Packing):
+            kind = type(query_packing).__name__
+            raise TypeError(f"query_packing is a {kind}; expected a Packing or None")
+        if query_packing.batch != packing.batch:
+            raise ValueError(
+                f"query_packing has {query_packing.batch} sequences; "
+                f"expected those of mask, {packing.batch}"
+            )
+        if self.keep_attention and options["causal_alignment"] == "bottom_right":
+            raise ValueError(
+                "causal_alignment is 'bottom_right' beside a query_packing and keep_attention; "
+                "expected 'top_left', or keep_attention = False"
+            )
+        return query_packing
+
+    def _projected_step(
+        self, inputs: dict[str, Tensor], linears: list[Any], cache: object
+    ) -> list[Tensor]:
+        """Project query, key and value, those that are given, to [B, T or S, h or kv_heads, d_k].
+
+        For few tokens, concatenating the weights takes longer than reading them. So the GEMMs are
+        separate, except on a CPU for a token after others: its `LayerCache` keeps the concatenated
+        weights for the rest of the generation.
+        """
+        query, *others = inputs.values()
+        together = linears[:3]
+        if (
+            isinstance(cache, LayerCache)
+            and query.is_cpu
+            and query.shape[1] == 1
+            and len(others) == 2
+            and query is others[0] is others[1]
+            and cache.longest
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not linears[0].weight.is_inference()  # which has no version
+            and checks.autocast_dtype(query) is None
+            and all(_is_plain_linear(x) for x in together)
+        ):
+            parameters = [x.weight for x in together] + [x.bias for x in together]
+            key = tuple([(x.data_ptr(), x._version) for x in parameters])
+            if cache.joined is None or cache.joined[0] != key:
+                cache.joined = key, torch.cat(parameters[:3]), torch.cat(parameters[3:])
+            heads = F.linear(query, *cache.joined[1:]).view(query.shape[0], 1, -1, self.d_k)
+            return list(heads.split_with_sizes([self.h, self.kv_heads, self.kv_heads], 2))
+        if isinstance(cache, LayerCache) and not cache.longest:
+            cache.joined = None  # another generation: the weights may have changed
+        return [
+            linear(x).unflatten(-1, (-1, self.d_k)) for linear, x in zip(linears, inputs.values())
+        ]
 
     def _projected(self, inputs: dict[str, Tensor], linears: list[Any]) -> list[Tensor]:
         """Project query, key and value [.., d_model] to [.., h or kv_heads, d_k].
@@ -294,9 +401,7 @@ class MultiHeadedAttention(AliasedModule):
         query, key, value = inputs.values()
         joined = 3 if query is key is value else 2 if key is value else 0
         together = linears[3 - joined : 3]
-        if not all(
-            type(x) is nn.Linear and is_unmodified(x) and x.bias is not None for x in together
-        ):
+        if not all(_is_plain_linear(x) for x in together):
             joined = 0
         alone = zip(linears[: 3 - joined], inputs.values())
         out = [torch.unflatten(linear(x), -1, (-1, self.d_k)) for linear, x in alone]
@@ -306,6 +411,26 @@ class MultiHeadedAttention(AliasedModule):
             heads = torch.unflatten(F.linear(value, weight, bias), -1, (-1, self.d_k))
             out += heads.split([self.h, self.kv_heads, self.kv_heads][3 - joined :], -2)
         return out
+
+    def _positioned(
+        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k after their norms and the rotation, which are one kernel."""
+        first, second = self.query_norm, self.key_norm
+        if rotary is None:
+            if first is not None and second is not None:
+                q, k = first(q), second(k)
+            return q, k
+        if not isinstance(rotary, tuple) or len(rotary) != 2:
+            raise TypeError(f"rotary is a {type(rotary).__name__}; expected (cos, sin) or None")
+        if first is None or second is None:
+            return functional.rotary_embedding(q, k, *rotary)
+        fused = type(first) is type(second) is RMSNorm and is_unmodified(first, second)
+        if not fused or first.eps != second.eps:
+            return functional.rotary_embedding(first(q), second(k), *rotary)
+        return functional.rotary_embedding(
+            q, k, *rotary, query_norm=first.weight, key_norm=second.weight, eps=first.eps
+        )
 
     def _keep_weights(
         self, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -343,6 +468,30 @@ class MultiHeadedAttention(AliasedModule):
     def extra_repr(self) -> str:
         grouped = "" if self.kv_heads == self.h else f", kv_heads={self.kv_heads}"
         return f"h={self.h}, d_k={self.d_k}{grouped}"
+
+
+def _require_cache(
+    cache: object,
+    mask: Tensor | Packing | None,
+    key_lengths: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Require a cache, and no argument that does not go with it."""
+    if not isinstance(cache, (KVCache, PagedKVCache, LayerCache, MemoryCache)):
+        raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache or None")
+    if isinstance(mask, Packing):
+        raise ValueError("mask is a Packing together with a cache; expected a tensor or None")
+    if backends.sequences_are_sharded():
+        raise ValueError("cache is given within context_parallel; expected None")
+    if key_lengths is not None:
+        raise ValueError("key_lengths is given together with a cache; expected None")
+    if isinstance(cache, MemoryCache) and rotary is not None:
+        raise ValueError("rotary is given together with a MemoryCache; expected None")
+
+
+def _is_plain_linear(layer: nn.Module) -> bool:
+    """Return whether the layer is an unmodified nn.Linear with a bias."""
+    return type(layer) is nn.Linear and layer.bias is not None and is_unmodified(layer)
 
 
 def _boolean_mask(mask: Tensor, shape: Sequence[int], hint: str = "") -> Tensor:

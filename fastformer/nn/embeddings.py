@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,9 @@ from fastformer import checks
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
+from fastformer.nn.padding import Packing
 from fastformer.nn.stream import add_dropped
+from fastformer.ops.rotary.frequencies import rotary_frequencies
 
 
 class Embeddings(nn.Module):
@@ -101,39 +105,122 @@ class PositionalEncoding(nn.Module):
 
     def rows(self, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return pe at the positions of x: [1, S, d_model]; [B, S, d_model] for a tensor."""
-        length, max_len = x.shape[1], self.pe.shape[1]
-        if backends.sequences_are_sharded():
-            if isinstance(start, Tensor) or start:
-                raise ValueError(f"start is {start} within context_parallel; expected 0")
-            return backends.rows_here("pe", self.pe[0], length).unsqueeze(0)
-        if not isinstance(start, Tensor):
-            checks.require_size(0, start=start)
-            if start + length > max_len:
-                after = f" after the first {start}" if start else ""
-                raise ValueError(
-                    f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
-                )
-            return self.pe[:, start : start + length]
-        checks.require_tensor("start", start)
-        if start.dtype not in checks.INTEGERS:
-            raise TypeError(f"start has dtype {start.dtype}; expected integers")
-        if start.shape != x.shape[:1]:
-            raise ValueError(
-                f"start has shape {checks.shape_of(start)}; expected [B] = [{x.shape[0]}]"
-            )
-        checks.require_device("start", start, "pe", self.pe)
-        if may_read(start) and start.numel() and length:
-            low, high = map(int, start.aminmax())
-            if low < 0 or high + length > max_len:
-                raise ValueError(
-                    f"start holds {low if low < 0 else high}, and {name} has {length} positions; "
-                    f"expected positions from 0 to max_len - 1 = {max_len - 1}"
-                )
-        at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
-        return F.embedding(at, self.pe[0])
+        return _rows("pe", self.pe[0], name, x, start)
 
     def extra_repr(self) -> str:
         return f"max_len={self.pe.shape[1]}, learned={isinstance(self.pe, nn.Parameter)}"
+
+
+def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Tensor = 0) -> Tensor:
+    """Return the rows of a table [max_len, n] at the positions of x [B, S, ..], from `start` on:
+    [1, S, n], or [B, S, n] if start is a tensor [B].
+    """
+    length, max_len = x.shape[1], table.shape[0]
+    if backends.sequences_are_sharded():
+        if isinstance(start, Tensor) or start:
+            raise ValueError(f"start is {start} within context_parallel; expected 0")
+        return backends.rows_here(table_name, table, length).unsqueeze(0)
+    if not isinstance(start, Tensor):
+        checks.require_size(0, start=start)
+        if start + length > max_len:
+            after = f" after the first {start}" if start else ""
+            raise ValueError(
+                f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
+            )
+        return table[start : start + length].unsqueeze(0)
+    checks.require_tensor("start", start)
+    if start.dtype not in checks.INTEGERS:
+        raise TypeError(f"start has dtype {start.dtype}; expected integers")
+    if start.shape != x.shape[:1]:
+        raise ValueError(f"start has shape {checks.shape_of(start)}; expected [B] = [{x.shape[0]}]")
+    checks.require_device("start", start, table_name, table)
+    if may_read(start) and start.numel() and length:
+        low, high = map(int, start.aminmax())
+        if low < 0 or high + length > max_len:
+            raise ValueError(
+                f"start holds {low if low < 0 else high}, and {name} has {length} positions; "
+                f"expected positions from 0 to max_len - 1 = {max_len - 1}"
+            )
+    at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
+    return F.embedding(at, table)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of the positions of tokens, for `rotary_embedding` and `MultiHeadedAttention`.
+
+    Args:
+        dim: features that are rotated, an even number: the head dim, or a part of it.
+        max_len: the longest input.
+        theta, scaling: as in `rotary_frequencies`.
+
+    forward(x, start=0): x [B, S, ...] -> (cos, sin), [S, dim] each. start: the position of the
+    first token, an int, or [B] integers if the rows differ, as with a cache: [B, S, dim] each. For
+    a packed batch, start is its `Packing` and x is [tokens, ...]: [tokens, dim] each, and positions
+    begin again with each sequence.
+
+    The table is no part of the state dict, and stays in float32 if the module is cast to 16 bits.
+
+    Raises:
+        ValueError: dim is odd, a position is not below max_len.
+        TypeError: start is not an integer.
+
+    Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+    section 3.2.2.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        max_len: int = 5000,
+        theta: float = 10000.0,
+        scaling: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        checks.require_size(max_len=max_len)
+        self.dim, self.max_len, self.theta, self.scaling = dim, max_len, theta, scaling
+        self.register_buffer("table", self._made(None, torch.float32), persistent=False)
+
+    def _made(self, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+        """Return [max_len, 2 dim]: in each row cos, then sin."""
+        tables = rotary_frequencies(
+            self.dim, self.max_len, self.theta, scaling=self.scaling, dtype=dtype, device=device
+        )
+        return torch.cat(tables, -1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """Move the table as nn.Module does, but compute it again instead of rounding it."""
+        super()._apply(fn, recurse)
+        wide = torch.float64 if self.table.dtype == torch.float64 else torch.float32
+        self.table = self._made(self.table.device, wide)
+        return self
+
+    def forward(self, x: Tensor, start: int | Tensor | Packing = 0) -> tuple[Tensor, Tensor]:
+        checks.require_tensor("x", x)
+        if x.dim() < 2:
+            raise ValueError(f"x has shape {checks.shape_of(x)}; expected [B, S, ...]")
+        checks.require_device("x", x, "the table of RotaryEmbedding", self.table)
+        if isinstance(start, Packing):
+            rows = self._packed(start)
+        else:
+            rows = _rows("the table of RotaryEmbedding", self.table, "x", x, start)
+            rows = rows if isinstance(start, Tensor) else rows[0]
+        cos, sin = rows.chunk(2, -1)
+        return cos, sin
+
+    def _packed(self, packing: Packing) -> Tensor:
+        if packing.longest > self.max_len:
+            raise ValueError(
+                f"x has a sequence of {packing.longest} tokens; "
+                f"expected at most max_len = {self.max_len}"
+            )
+        sequence = packing.indices // max(1, packing.length)
+        tokens = torch.arange(len(sequence), device=sequence.device)
+        return F.embedding(tokens - packing.cu_seqlens[sequence], self.table)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, max_len={self.max_len}, theta={self.theta}"
 
 
 def require_features(name: str, x: Tensor, features: int) -> None:

@@ -8,7 +8,7 @@ A `Packing` replaces a mask: it tells an attention module which tokens form a se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,18 @@ class Packing:
     def lengths(self) -> Tensor:
         """Return the number of tokens of each sequence, [batch] int32."""
         return self.cu_seqlens.diff()
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the position of each token in its row of the padded batch, [tokens] int64."""
+        return self.indices % max(1, self.length)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Packing:
+        """Return a copy of the packing with its tensors on the device."""
+        cu_seqlens, indices = (
+            x.to(device, non_blocking=non_blocking) for x in (self.cu_seqlens, self.indices)
+        )
+        return replace(self, cu_seqlens=cu_seqlens, indices=indices)
 
 
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
@@ -111,6 +123,14 @@ def packing_of(valid: Tensor, longest: int) -> Packing:
     cu_seqlens[1:] = valid.sum(1).cumsum(0)
     batch, length = valid.shape
     return Packing(cu_seqlens, valid.flatten().nonzero().squeeze(1), batch, length, longest)
+
+
+def without_gaps(packing: Packing) -> Packing:
+    """Return the packing whose sequences begin at position 0 and have no padding inside."""
+    lengths, first = packing.lengths, packing.cu_seqlens[:-1]
+    moved = torch.arange(packing.batch, device=first.device) * packing.length - first
+    tokens = torch.arange(len(packing.indices), device=first.device)
+    return replace(packing, indices=tokens + moved.repeat_interleave(lengths))
 
 
 def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:

@@ -156,8 +156,12 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers by name; what modules share, by the first of its names."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Return the parameters and buffers of the state dict by name; what modules share, by the first
+    of its names.
+    """
+    kept = model.state_dict().keys()
+    buffers = {name: x for name, x in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def _built(path: Path, text: str) -> EncoderDecoder | LanguageModel:
@@ -231,13 +235,17 @@ def _arguments(model: EncoderDecoder | LanguageModel) -> dict[str, Any]:
     arguments = dict(
         N=len(stack.layers),
         d_model=embed.d_model,
-        dropout=position.dropout.p,
         norm_first=not isinstance(norm, nn.Identity),
-        learned_positions=isinstance(position.pe, nn.Parameter),
-        max_len=position.pe.shape[1],
         padding_idx=lut.padding_idx,
         tie_generator=generator.proj.weight is lut.weight,
     )
+    rotary = None if translates else stack.rotary
+    if rotary is None:
+        arguments |= dict(dropout=position.dropout.p, max_len=position.pe.shape[1])
+        arguments["learned_positions"] = isinstance(position.pe, nn.Parameter)
+    else:
+        arguments |= dict(positions="rotary", rope_theta=rotary.theta, max_len=rotary.max_len)
+        arguments["dropout"] = position.p
     for layer in stack.layers[:1]:
         attention, feed_forward = layer.self_attn, layer.feed_forward
         norm = layer.sublayer[0].norm
@@ -247,8 +255,10 @@ def _arguments(model: EncoderDecoder | LanguageModel) -> dict[str, Any]:
             kv_heads=attention.kv_heads,
             activation=feed_forward.activation,
         )
+        if not translates:
+            arguments["qk_norm"] = attention.query_norm is not None
     if not len(stack.layers):  # any head then is as good
-        arguments["h"] = 1
+        arguments["h"] = 1 if rotary is None else embed.d_model // rotary.dim
     arguments["norm"] = "rms" if isinstance(norm, RMSNorm) else "layer"
     if not translates:
         return dict(vocab=lut.num_embeddings, **arguments)

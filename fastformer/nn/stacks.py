@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag
 from fastformer.nn.base import clones
+from fastformer.nn.embeddings import RotaryEmbedding
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream, is_unmodified
@@ -33,20 +34,21 @@ class _Stack(nn.Module):
         x: Tensor,
         *context: Any,
         cache: DecoderCache | None,
+        **options: Any,
     ) -> Tensor:
         """Return norm(layer_N(..layer_1(x)..)) for x [B, S, d] or [tokens, d].
 
         The layers share one residual stream, so that the last sum of a layer and the norm that
         follows are one kernel. context: the other arguments of a layer's forward; with a cache, the
-        `LayerCache` of the layer follows them.
+        `LayerCache` of the layer follows them. options: its keyword arguments.
         """
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
             own = () if cache is None else (cache.layer(i),)
             if type(layer) is kind and is_unmodified(layer):
-                layer._through(stream, *context, *own)
+                layer._through(stream, *context, *own, **options)
             else:  # the layer is of another class or has hooks
-                stream = ResidualStream(layer(stream.value(), *context, *own))
+                stream = ResidualStream(layer(stream.value(), *context, *own, **options))
         return stream.normalize(self.norm)
 
 
@@ -58,18 +60,36 @@ class Encoder(_Stack):
         N: the number of copies.
         norm: "layer", a LayerNorm, "rms", an RMSNorm, or None for no norm after the last layer, as
             in post-norm.
+        rotary: a `RotaryEmbedding`, whose cos and sin of the positions all layers get, or None.
 
     forward(x, mask, cache=None): as in EncoderLayer, but cache is a `DecoderCache`. Raises
     ValueError if N is negative or the norm unknown, TypeError if `layer` is not a module with a
-    `size`.
+    `size`, or rotary is no `RotaryEmbedding`.
     """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        N: int,
+        norm: str | None = "layer",
+        rotary: RotaryEmbedding | None = None,
+    ) -> None:
+        super().__init__(layer, N, norm)
+        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
+            kind = type(rotary).__name__
+            raise TypeError(f"rotary is a {kind}; expected a RotaryEmbedding or None")
+        self.rotary = rotary
 
     def forward(
         self, x: Tensor, mask: Tensor | Packing | None, cache: DecoderCache | None = None
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
         require_cache(cache)
-        return self._run(EncoderLayer, x, mask, cache=cache)
+        options: dict[str, Any] = {}
+        if self.rotary is not None:
+            start = 0 if cache is None else cache.start()
+            options["rotary"] = self.rotary(x, mask if isinstance(mask, Packing) else start)
+        return self._run(EncoderLayer, x, mask, cache=cache, **options)
 
 
 class Decoder(_Stack):
@@ -88,11 +108,12 @@ class Decoder(_Stack):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        src_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | Packing | None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
         require_norm_input("x", x, self.norm)
+        require_packings(src_mask, tgt_mask)
         if memory is not None or cache is None:
             require_norm_input("memory", memory, self.norm)
         require_cache(cache)
@@ -102,6 +123,15 @@ class Decoder(_Stack):
 def require_cache(cache: DecoderCache | None) -> None:
     if cache is not None and not isinstance(cache, DecoderCache):
         raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
+
+
+def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packing | None) -> None:
+    given = dict(src_mask=src_mask, tgt_mask=tgt_mask)
+    packed = [name for name, x in given.items() if isinstance(x, Packing)]
+    if len(packed) == 1:
+        (other,) = given.keys() - packed
+        kind = type(given[other]).__name__
+        raise TypeError(f"{other} is a {kind}; expected a Packing, as {packed[0]} is one")
 
 
 def _require_layer_cache(cache: LayerCache | None) -> None:
@@ -123,6 +153,8 @@ class EncoderLayer(nn.Module):
 
     forward(x, mask): x [B, S, size]; mask [B, 1, S], [B, S, S], [1, S, S] or None -> [B, S, size].
     For a packed batch x is [tokens, size] and mask its `Packing`.
+
+    forward(.., rotary=(cos, sin)): self_attn is called with `rotary`, too.
 
     forward(x, mask, cache), if is_causal: x holds the tokens that follow those in the `LayerCache`,
     and the last dimension of the mask counts both.
@@ -151,16 +183,24 @@ class EncoderLayer(nn.Module):
         self.is_causal = require_flag("is_causal", is_causal)
 
     def forward(
-        self, x: Tensor, mask: Tensor | Packing | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | Packing | None,
+        cache: LayerCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         _require_layer_cache(cache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         stream = ResidualStream(x)
-        self._through(stream, mask, cache)
+        self._through(stream, mask, cache, rotary)
         return stream.value()
 
     def _through(
-        self, stream: ResidualStream, mask: Tensor | Packing | None, cache: LayerCache | None = None
+        self,
+        stream: ResidualStream,
+        mask: Tensor | Packing | None,
+        cache: LayerCache | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         connections = list(self.sublayer)
         options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
@@ -168,6 +208,8 @@ class EncoderLayer(nn.Module):
             if not self.is_causal:
                 raise ValueError("cache is given to a layer with is_causal=False; expected None")
             options["cache"] = cache
+        if rotary is not None:
+            options["rotary"] = rotary
         _add(stream, connections[0], lambda x: self.self_attn(x, x, x, mask, **options))
         _add(stream, connections[1], self.feed_forward)
 
@@ -186,6 +228,10 @@ class DecoderLayer(nn.Module):
     Self-attention is then causal, over the cached tokens and x, and the last dimension of tgt_mask
     counts both; None masks nothing else out. Later steps pass the memory of the first step again,
     or None.
+
+    For a packed batch x is [target tokens, size], memory [source tokens, size], and the masks are
+    their `Packing`s. Self-attention is then causal: self_attn is called with is_causal=True, and
+    src_attn with query_packing=tgt_mask.
 
     Raises ValueError and TypeError as `MultiHeadedAttention` and `layer_norm` do.
 
@@ -214,11 +260,12 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        src_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         _require_layer_cache(cache)
+        require_packings(src_mask, tgt_mask)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:
             require_norm_input("memory", memory, getattr(self.sublayer[0], "norm", None))
@@ -230,11 +277,14 @@ class DecoderLayer(nn.Module):
         self,
         stream: ResidualStream,
         memory: Tensor | None,
-        src_mask: Tensor | None,
-        tgt_mask: Tensor | None,
+        src_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
     ) -> None:
-        own, kept = ({}, {}) if cache is None else ({"cache": cache}, {"cache": cache.memory})
+        own: dict[str, Any] = {} if cache is None else {"cache": cache}
+        kept: dict[str, Any] = {} if cache is None else {"cache": cache.memory}
+        if isinstance(tgt_mask, Packing):
+            own, kept = {**own, "is_causal": True}, {**kept, "query_packing": tgt_mask}
         connections = list(self.sublayer)
         _add(stream, connections[0], lambda x: self.self_attn(x, x, x, tgt_mask, **own))
         _add(stream, connections[1], lambda x: self.src_attn(x, memory, memory, src_mask, **kept))

@@ -23,15 +23,32 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_callable, require_flag, require_size, require_tensor
+from fastformer.checks import (
+    require_callable,
+    require_choice,
+    require_flag,
+    require_size,
+    require_tensor,
+    shape_of,
+)
+from fastformer.dispatch import backends
 from fastformer.nn.attention import MultiHeadedAttention
-from fastformer.nn.base import AliasedModule, require_linear_input
-from fastformer.nn.embeddings import Embeddings, PositionalEncoding
+from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
+from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
 from fastformer.nn.feed_forward import PositionwiseFeedForward
-from fastformer.nn.stacks import Decoder, DecoderLayer, Encoder, EncoderLayer, require_cache
+from fastformer.nn.padding import Packing, require_tokens
+from fastformer.nn.stacks import (
+    Decoder,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+    require_cache,
+    require_packings,
+)
 from fastformer.nn.stream import dropout_probability, is_unmodified
 from fastformer.ops import functional
 
+POSITIONS = ("sinusoidal", "rotary")
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -130,6 +147,9 @@ def make_decoder(
     max_len: int = 5000,
     padding_idx: int | None = None,
     tie_generator: bool = False,
+    positions: str = "sinusoidal",
+    rope_theta: float = 10000.0,
+    qk_norm: bool = False,
 ) -> LanguageModel:
     """Build a decoder-only language model, initialised as in `make_model`.
 
@@ -141,22 +161,49 @@ def make_decoder(
         N: layers.
         d_model, d_ff, h, dropout, norm_first, activation, norm: as in `make_model`.
         kv_heads, learned_positions, max_len, padding_idx, tie_generator: as in `make_model`.
+        positions: "sinusoidal", which are added to the embeddings, or "rotary", which rotate the
+            queries and keys of each layer.
+        rope_theta: the base of rotary positions, as in `rotary_frequencies`.
+        qk_norm: if True, queries and keys have an RMSNorm of each head before the rotation.
 
-    Raises ValueError and TypeError as `make_model` does.
+    Raises ValueError and TypeError as `make_model` does; ValueError for positions="rotary" with an
+    odd head dim or learned_positions=True, and for a rope_theta without rotary positions.
 
-    Source: Liu et al. 2018, "Generating Wikipedia by Summarizing Long Sequences", section 4.2.3.
+    Source: Liu et al. 2018, "Generating Wikipedia by Summarizing Long Sequences", section 4.2.3;
+    rotary: Su et al. 2021, "RoFormer"; qk_norm: Qwen Team 2025, "Qwen3 Technical Report",
+    section 2.
     """
     require_size(vocab=vocab)
     require_size(0, N=N)
-    attn = MultiHeadedAttention(h, d_model, dropout, kv_heads)
+    attn = MultiHeadedAttention(h, d_model, dropout, kv_heads, qk_norm=qk_norm)
+    rotary = _rotary(positions, attn.d_k, max_len, rope_theta, learned_positions)
     ff = PositionwiseFeedForward(d_model, d_ff, dropout, activation)
     layer = EncoderLayer(d_model, attn, ff, dropout, norm_first, norm, is_causal=True)
-    decoder = Encoder(layer, N, norm if norm_first else None)
+    decoder = Encoder(layer, N, norm if norm_first else None, rotary)
     tokens, generator = Embeddings(d_model, vocab, padding_idx), Generator(d_model, vocab)
     if require_flag("tie_generator", tie_generator):
         generator.proj.weight = tokens.lut.weight
-    position = PositionalEncoding(d_model, dropout, max_len, learned_positions)
-    return _initialised(LanguageModel(nn.Sequential(tokens, position), decoder, generator))
+    last: nn.Module = make_dropout(dropout)
+    if rotary is None:
+        last = PositionalEncoding(d_model, dropout, max_len, learned_positions)
+    return _initialised(LanguageModel(nn.Sequential(tokens, last), decoder, generator))
+
+
+def _rotary(
+    positions: str, dim: int, max_len: int, theta: float, learned: bool
+) -> RotaryEmbedding | None:
+    """Return the rotary positions of heads of `dim` features, or None for sinusoidal ones."""
+    if require_choice("positions", positions, POSITIONS) == "sinusoidal":
+        if theta != 10000.0:
+            raise ValueError(
+                f"rope_theta is {theta} with positions 'sinusoidal'; expected 'rotary'"
+            )
+        return None
+    if require_flag("learned_positions", learned):
+        raise ValueError("learned_positions is True with positions 'rotary'; expected False")
+    if dim % 2:
+        raise ValueError(f"d_model / h is {dim} with positions 'rotary'; expected an even number")
+    return RotaryEmbedding(dim, max_len, theta)
 
 
 def _initialised(model: Model) -> Model:
@@ -177,7 +224,8 @@ class EncoderDecoder(nn.Module):
     """An encoder and a decoder with their embeddings, and a generator that the user calls.
 
     forward(src, tgt, src_mask, tgt_mask): token ids src [B, S] and tgt [B, T], masks as in
-    DecoderLayer -> [B, T, d_model], the input of `generator`.
+    DecoderLayer -> [B, T, d_model], the input of `generator`. For a packed batch src and tgt are
+    [tokens] and the masks their `Packing`s -> [tokens, d_model].
 
     Raises ValueError and TypeError as its modules do.
     """
@@ -200,24 +248,30 @@ class EncoderDecoder(nn.Module):
         self.generator = generator
 
     def forward(
-        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | Packing | None,
     ) -> Tensor:
+        require_packings(src_mask, tgt_mask)
         return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
 
-    def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
-        """Return the memory [B, S, d_model] of src [B, S]."""
+    def encode(self, src: Tensor, src_mask: Tensor | Packing | None) -> Tensor:
+        """Return the memory [B, S, d_model] of src [B, S], [tokens, d_model] of a packed batch."""
         require_tensor("src", src)
-        return self.encoder(_embedded(self.src_embed, src), src_mask)
+        return self.encoder(_embedded(self.src_embed, "src", src, src_mask), src_mask)
 
     def decode(
         self,
         memory: Tensor | None,
-        src_mask: Tensor | None,
+        src_mask: Tensor | Packing | None,
         tgt: Tensor,
-        tgt_mask: Tensor | None,
+        tgt_mask: Tensor | Packing | None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """Return the decoder's output [B, T, d_model] for memory [B, S, d_model] and tgt [B, T].
+        """Return the decoder's output [B, T, d_model] for memory [B, S, d_model] and tgt [B, T], or
+        [tokens, d_model] of a packed batch.
 
         With a cache, tgt holds the tokens that follow those in the cache, and self-attention is
         causal: tgt_mask, whose last dimension counts both, may be None. The keys and values of the
@@ -225,7 +279,7 @@ class EncoderDecoder(nn.Module):
         """
         require_tensor("tgt", tgt)
         require_cache(cache)
-        x = _embedded(self.tgt_embed, tgt, cache)
+        x = _embedded(self.tgt_embed, "tgt", tgt, tgt_mask, cache)
         return self.decoder(x, memory, src_mask, tgt_mask, cache)
 
 
@@ -239,7 +293,8 @@ class LanguageModel(nn.Module):
 
     forward(tokens, mask=None, cache=None): tokens [B, T], mask [B, 1, T], [B, T, T], [1, T, T] or
     None -> [B, T, d_model], the input of `generator`. With a `DecoderCache` the tokens follow those
-    in the cache, and the last dimension of the mask counts both.
+    in the cache, and the last dimension of the mask counts both. For a packed batch tokens is
+    [tokens] and mask its `Packing` -> [tokens, d_model].
 
     Raises ValueError and TypeError as its modules do.
     """
@@ -252,36 +307,69 @@ class LanguageModel(nn.Module):
         self.generator = generator
 
     def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, cache: DecoderCache | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor | Packing | None = None,
+        cache: DecoderCache | None = None,
     ) -> Tensor:
         require_tensor("tokens", tokens)
         require_cache(cache)
-        return self.decoder(_embedded(self.embed, tokens, cache), mask, cache)
+        return self.decoder(_embedded(self.embed, "tokens", tokens, mask, cache), mask, cache)
 
 
-def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """Return embed(tokens) for tokens [B, S] after those in the cache, by one kernel if it can."""
+def _embedded(
+    embed: nn.Module,
+    name: str,
+    tokens: Tensor,
+    mask: Tensor | Packing | None,
+    cache: DecoderCache | None = None,
+) -> Tensor:
+    """Return embed(tokens) for tokens [B, S] after those in the cache, or for the [tokens] of a
+    packed batch at their positions, whose `Packing` is the mask.
+    """
+    if not isinstance(mask, Packing):
+        held, start = (0, None) if cache is None else (cache.longest, cache.start())
+        return _embedded_from(embed, tokens, start, held)
+    if cache is not None:
+        raise ValueError("cache is given together with a Packing; expected None")
+    if backends.sequences_are_sharded():
+        raise ValueError("a Packing is given within context_parallel; expected a padded batch")
+    require_tokens(name, tokens, mask)
+    if tokens.dim() != 1:
+        raise ValueError(f"{name} has shape {shape_of(tokens)}; expected [tokens], as it is packed")
+    rows = tokens.unsqueeze(1)  # of one token, which begin at their positions
+    return _embedded_from(embed, rows, mask.positions, max(0, mask.length - 1)).squeeze(1)
+
+
+def _embedded_from(
+    embed: nn.Module, tokens: Tensor, start: int | Tensor | None, held: int
+) -> Tensor:
+    """Return embed(tokens) for tokens [B, S] that begin at the positions `start`, at most `held`,
+    by one kernel if it can.
+    """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
-    if [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
-        return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)
+    rotary = _is_without_positions(embed)
+    if not rotary and [type(part) for part in parts] != [Embeddings, PositionalEncoding]:
+        return embed(tokens) if start is None else _embedded_by_parts(embed, tokens, start)
     embeddings, position = parts
-    lut, dropout = embeddings.lut, position.dropout
+    lut, dropout = embeddings.lut, position if rotary else position.dropout
     plain = type(lut) is nn.Embedding and lut.max_norm is None and not lut.scale_grad_by_freq
     plain = plain and not lut.sparse and type(dropout) is nn.Dropout
-    held = 0 if cache is None else cache.longest
-    fits = tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]  # else it raises
+    fits = rotary or (  # else it raises
+        tokens.dim() == 2 and held + tokens.shape[1] <= position.pe.shape[1]
+    )
     if not (fits and plain and is_unmodified(embed, embeddings, position, lut, dropout)):
-        return embed(tokens) if cache is None else _embedded_from(embed, tokens, cache)
-    pe, shape = position.pe[0], tokens.shape
-    if cache is not None:
-        rows = position.rows("tokens", tokens, cache.start())
+        return embed(tokens) if start is None else _embedded_by_parts(embed, tokens, start)
+    pe, shape = None if rotary else position.pe[0], tokens.shape
+    if start is not None and not rotary:
+        rows = position.rows("tokens", tokens, start)
         pe = rows.flatten(0, 1)
-        if len(rows) > 1:  # each row has its own positions: make it one long row
+        if len(rows) != 1:  # each row has its own positions: make it one long row
             tokens = tokens.reshape(1, -1)
     out = functional.embed(
         tokens,
         lut.weight,
-        pe.to(lut.weight.dtype),
+        None if pe is None else pe.to(lut.weight.dtype),
         dropout_probability(dropout),
         scale=math.sqrt(embeddings.d_model),
         padding_idx=lut.padding_idx,
@@ -291,7 +379,7 @@ def _embedded(embed: nn.Module, tokens: Tensor, cache: DecoderCache | None = Non
 
 def has_positions(embed: nn.Module) -> bool:
     """Return whether `embed` can start at a later position than 0, as with a cache."""
-    return (
+    return _is_without_positions(embed) or (
         type(embed) is nn.Sequential
         and len(embed) > 0
         and type(embed[-1]) is PositionalEncoding
@@ -299,17 +387,25 @@ def has_positions(embed: nn.Module) -> bool:
     )
 
 
-def _embedded_from(embed: nn.Module, tokens: Tensor, cache: DecoderCache) -> Tensor:
-    """Return embed(tokens), module by module, for tokens [B, S] that follow those in the cache."""
+def _is_without_positions(embed: nn.Module) -> bool:
+    """Return whether `embed` has embeddings and dropout alone, as a model with rotary positions."""
+    kinds = [type(part) for part in embed] if type(embed) is nn.Sequential else []
+    return kinds == [Embeddings, nn.Dropout]
+
+
+def _embedded_by_parts(embed: nn.Module, tokens: Tensor, start: int | Tensor) -> Tensor:
+    """Return embed(tokens), module by module, for tokens [B, S] that begin at positions `start`."""
     if not isinstance(embed, nn.Sequential) or not has_positions(embed):
         raise TypeError(
             f"the embedding is a {type(embed).__name__}; expected an nn.Sequential that ends in a "
-            "PositionalEncoding, whose positions a cache can continue"
+            "PositionalEncoding, which takes the positions after a cache, or of a packed batch"
         )
+    if _is_without_positions(embed):
+        return embed(tokens)
     x = tokens
     for part in list(embed)[:-1]:
         x = part(x)
-    return embed[-1](x, cache.start())
+    return embed[-1](x, start)
 
 
 class Generator(AliasedModule):

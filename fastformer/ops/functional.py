@@ -9,7 +9,12 @@ from fastformer.ops.attention.contract import (
     scaled_dot_product_attention,
 )
 from fastformer.ops.embedding.contract import embed
-from fastformer.ops.feed_forward.contract import feed_forward, geglu, swiglu
+from fastformer.ops.feed_forward.contract import (
+    feed_forward,
+    gated_activation,
+    geglu,
+    swiglu,
+)
 from fastformer.ops.loss.contract import cross_entropy, linear_cross_entropy
 from fastformer.ops.norms.contract import (
     dropout_add_layer_norm,
@@ -17,3 +22,4 @@ from fastformer.ops.norms.contract import (
     layer_norm,
     rms_norm,
 )
+from fastformer.ops.rotary.contract import rotary_embedding

@@ -7,3 +7,4 @@ from fastformer.ops.embedding import record as embedding
 from fastformer.ops.feed_forward import record as feed_forward
 from fastformer.ops.loss import record as loss
 from fastformer.ops.norms import record as norms
+from fastformer.ops.rotary import record as rotary

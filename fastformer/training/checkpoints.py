@@ -71,6 +71,7 @@ class Checkpoints:
             try:
                 losses = self._load(path, done)
             except CheckpointException as error:  # raised on all ranks if one cannot read it
+                _raise_interrupt(error)
                 reason = next(iter(error.failures.values()))[0]
                 if _is_first():
                     told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
@@ -102,7 +103,11 @@ class Checkpoints:
         state = self._collected(torch.stack(list(losses)).cpu())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _ALONE)
-            dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
+            try:
+                dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
+            except dcp.CheckpointException as error:
+                _raise_interrupt(error)
+                raise
         if _is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"
@@ -154,6 +159,13 @@ class Checkpoints:
             "losses": losses,
             "settings": self._settings,
         }
+
+
+def _raise_interrupt(error: Any) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C is what a CheckpointException reports."""
+    for reason, _ in error.failures.values():
+        if isinstance(reason, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
 
 
 def _read(state: dict[str, Any], path: Path) -> None:

@@ -30,9 +30,9 @@ from fastformer.decoding.search import greedy_decode
 from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.transformer import EncoderDecoder, make_model
+from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import Checkpoints
 from fastformer.training.training import (
-    Batch,
     LabelSmoothing,
     SimpleLossCompute,
     make_optimizer,

@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from fastformer.checks import require_size
 from fastformer.distributed.context_parallel import context_parallel
 from fastformer.distributed.parallelize import parallelize, require_same_ranks, sequences_from
+from fastformer.nn.padding import Packing
 from fastformer.nn.transformer import EncoderDecoder
+from fastformer.training.batches import Batch
 from fastformer.training.checkpoints import EVERY, Checkpoints
 from fastformer.training.copy_task import (
     COMPARED_STEPS,
@@ -43,7 +45,6 @@ from fastformer.training.copy_task import (
     faults,
     train,
 )
-from fastformer.training.training import Batch
 
 __all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
 
@@ -241,9 +242,13 @@ class _OfShards(EncoderDecoder):
         self._context = context
 
     def forward(
-        self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | Packing | None,
+        tgt_mask: Tensor | Packing | None,
     ) -> Tensor:
-        assert src_mask is not None and tgt_mask is not None
+        assert isinstance(src_mask, Tensor) and isinstance(tgt_mask, Tensor)
         context = self._context
         src_mask, tgt_mask = (context.pad(x, 2, False) for x in (src_mask, tgt_mask))
         with context.of_length(src.shape[1]):

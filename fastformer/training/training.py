@@ -1,6 +1,6 @@
-"""Training as in the tutorials: batches with masks, label smoothing, the schedule, an epoch.
+"""Training as in the tutorials: label smoothing, the schedule, an epoch.
 
-Shapes: B batch, S source length, T target length, V vocabulary.
+Shapes: B batch, T target length, V vocabulary.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", section 5;
 harvardnlp/annotated-transformer, "Model Training".
@@ -8,14 +8,13 @@ harvardnlp/annotated-transformer, "Model Training".
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,112 +25,19 @@ from tqdm.auto import tqdm
 from fastformer import checks
 from fastformer.dispatch import backends
 from fastformer.eager import may_read
+from fastformer.nn.padding import Packing
 from fastformer.nn.stream import is_unmodified
-from fastformer.nn.transformer import Generator, subsequent_mask
+from fastformer.nn.transformer import Generator
 from fastformer.ops import functional
+from fastformer.training.batches import Batch
 
 __all__ = [
-    "Batch",
     "LabelSmoothing",
     "SimpleLossCompute",
     "make_optimizer",
     "rate",
     "run_epoch",
 ]
-
-
-class Batch:
-    """A batch of sources and targets, with their masks.
-
-    Args:
-        src: [B, S] token ids; None for a language model.
-        tgt: [B, T] token ids, T at least 2; None if only the source is needed.
-        pad: the token id of padding.
-
-    Attributes:
-        src: [B, S], and src_mask: [B, 1, S], True where src is not padding.
-        tgt: [B, T-1], the input of the decoder: the targets without their last column.
-        tgt_y: [B, T-1], the tokens to predict: the targets without their first column.
-        tgt_mask: [B, T-1, T-1], True where position i of tgt may see position j: j <= i, and j is
-            not padding.
-        ntokens: the number of tokens in tgt_y that are not padding, as a tensor (reading its value
-            synchronizes with a GPU).
-
-    Without a source, src and src_mask are None and tgt_mask is [B, 1, T-1], True where tgt is not
-    padding, because a language model applies the causal mask itself. Without a target, tgt, tgt_y,
-    tgt_mask and ntokens are None. `to(device)` returns the batch on another device.
-
-    Raises:
-        ValueError: src or tgt does not have two dimensions, their batch sizes or devices differ, or
-            T is less than 2.
-        TypeError: the token ids are not integers, pad is not an int, or src and tgt are both None.
-    """
-
-    src: Tensor | None = None
-    src_mask: Tensor | None = None
-    tgt: Tensor | None = None
-    tgt_y: Tensor | None = None
-    tgt_mask: Tensor | None = None
-    ntokens: Tensor | None = None
-
-    def __init__(self, src: Tensor | None, tgt: Tensor | None = None, pad: int = 0) -> None:
-        checks.require_int("pad", pad)
-        if src is not None:
-            checks.require_token_ids("src", src)
-            self.src, self.src_mask = src, _kept(src, pad)
-        if tgt is None:
-            if src is None:
-                raise TypeError("src and tgt are None; expected token ids in one of them")
-            return
-        checks.require_token_ids("tgt", tgt)
-        if tgt.shape[1] < 2:
-            raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
-        self.tgt = tgt[:, :-1]
-        self.tgt_y = tgt[:, 1:]
-        if src is None:
-            self.tgt_mask = _kept(self.tgt, pad)
-        else:
-            if tgt.shape[0] != src.shape[0]:
-                given, expected = list(tgt.shape), list(src.shape)
-                raise ValueError(f"tgt {given}; expected the batch of src {expected}")
-            checks.require_device("tgt", tgt, "src", src)
-            self.tgt_mask = self.make_std_mask(self.tgt, pad)
-        self.ntokens = (self.tgt_y != pad).sum()
-
-    @staticmethod
-    def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
-        """Return the mask [B, T, T] of targets [B, T]: True where position i may see position j.
-
-        Position i may see position j if j <= i and j is not padding.
-        """
-        checks.require_token_ids("tgt", tgt)
-        checks.require_int("pad", pad)
-        return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
-
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
-        """Return a copy of the batch with its tensors on the device.
-
-        Raises ValueError for an invalid device.
-        """
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device is {device!r}; expected a device: {error}") from error
-        batch = copy.copy(self)
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                setattr(batch, name, x.to(device, non_blocking=non_blocking))
-        return batch
-
-    def __repr__(self) -> str:
-        src, tgt = (None if x is None else list(x.shape) for x in (self.src, self.tgt))
-        device = next(x.device for x in (self.src, self.tgt) if x is not None)
-        return f"Batch(src={src}, tgt={tgt}, device={device})"
-
-
-def _kept(tokens: Tensor, pad: int) -> Tensor:
-    """Return the padding mask [B, 1, T] of tokens [B, T]: True keeps a token."""
-    return torch.ne(tokens, pad).unsqueeze(-2)
 
 
 class LabelSmoothing(nn.Module):
@@ -316,6 +222,8 @@ def make_optimizer(
 ) -> tuple[Adam, LambdaLR]:
     """Return Adam(betas=(0.9, 0.98), eps=1e-9) and a scheduler that gives update n rate(n, ...).
 
+    Adam is torch's fused form where all parameters are plain tensors on a CPU or a CUDA device.
+
     Call `scheduler.step()` after each `optimizer.step()`, as `run_epoch` does. Raises ValueError
     and TypeError as `rate` does, ValueError if parameters is empty, and TypeError if parameters is
     not an iterable of parameters or parameter groups.
@@ -329,9 +237,18 @@ def make_optimizer(
     parameters = list(parameters)
     if not parameters:
         raise ValueError("parameters is empty; expected those of a module")
-    optimizer = Adam(parameters, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+    options: dict[str, Any] = dict(lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+    optimizer = Adam(parameters, **options)
+    groups = optimizer.param_groups
+    if all(_fuses(p) for group in groups for p in group["params"]):
+        optimizer = Adam([dict(group, fused=True) for group in groups], fused=True, **options)
     schedule = LambdaLR(optimizer, lambda updates: rate(updates + 1, model_size, factor, warmup))
     return optimizer, schedule
+
+
+def _fuses(p: Tensor) -> bool:
+    """Return whether torch's fused Adam takes a parameter; a DTensor is left to the other forms."""
+    return type(p.data) is Tensor and p.is_floating_point() and p.device.type in ("cpu", "cuda")
 
 
 class SimpleLossCompute:
@@ -518,7 +435,7 @@ def run_epoch(
     return meter.loss / max(meter.tokens, 1)
 
 
-def _inputs(batch: Batch) -> tuple[Tensor | None, ...]:
+def _inputs(batch: Batch) -> tuple[Tensor | Packing | None, ...]:
     """Return the arguments of the model; a batch without a source is for a language model."""
     if batch.src is None:
         return batch.tgt, batch.tgt_mask

@@ -292,6 +292,7 @@ MODELS = {
         norm_first=False, activation="swiglu", kv_heads=2, learned_positions=True
     ),
     "a language model, rms": dict(norm="rms"),
+    "a language model, rotary": dict(positions="rotary", qk_norm=True),
 }
 
 

@@ -211,13 +211,17 @@ def other_attention(folder):
             query=drawn(48, 8, 8), key=drawn(48, 4, 8, seed=1), value=drawn(48, 4, 8, seed=2)
         )
         letters = dict(query=".hd", key=".hd", value=".he")
+        given = {}
         if sinks:
             tensors["sinks"], letters["sinks"] = drawn(8, seed=3), "h"
+        else:
+            tensors["bias"], letters["bias"] = drawn(48, seed=3), "."
+            given = dict(alibi_slopes=drawn(3, 8, seed=4).abs(), softcap=5.0, return_lse=True)
         packed = Case(
             f"packed {p}",
             functools.partial(
                 ff.packed_attention, cu_seqlens_q=cu, cu_seqlens_k=cu, max_q=20, max_k=20,
-                dropout_p=p, dropout_seed=SEED, is_causal=True,
+                dropout_p=p, dropout_seed=SEED, is_causal=True, **given,
             ),
             tensors, letters, ".he",
         )  # fmt: skip
@@ -306,6 +310,15 @@ def feed_forward(folder):
             case.check("triton", ways)
 
 
+def gated_activation(folder):
+    tensors = {"gate": drawn(4, 6, 64), "value": drawn(4, 6, 64, seed=1)}
+    case = Case("gated", ff.gated_activation, tensors, dict(gate="01f", value="01f"), "01f")
+    for ways in ("f", "0", "1f", "01"):
+        case.check("reference", ways)
+        case.check("reference", ways, {"value": ".."})
+    case.check("triton", "1f")
+
+
 def embedding(folder):
     """Over the vocabulary, the features, and the tokens."""
     tensors = dict(tokens=tokens(11, 4, 6), weight=drawn(11, 16, seed=1))
@@ -319,6 +332,30 @@ def embedding(folder):
         case.check("reference", "v", {"tokens": "0v"})
         for ways in ("1v", "1n"):
             case.check("triton", ways)
+
+
+def rotary(folder):
+    """Over the batch, the heads and the tokens, which split cos and sin, too."""
+    both = functools.partial(ff.rotary_embedding, interleaved=True, eps=0.1)
+    tensors = dict(query=drawn(4, 4, 6, 8), key=drawn(4, 2, 6, 8, seed=1))
+    tensors |= dict(query_norm=drawn(8, seed=2), key_norm=drawn(8, seed=3))
+    letters = dict(query="bhqd", key="bhqd", query_norm="d", key_norm="d", cos="qr", sin="qr")
+    for table in ((6, 4), (4, 6, 4)):
+        given = tensors | dict(cos=drawn(*table, seed=4), sin=drawn(*table, seed=5))
+        own = letters | ({n: "bqr" for n in ("cos", "sin")} if len(table) == 3 else {})
+        case = Case(f"rotary {table}", both, given, own, "bhqd", constant=("cos", "sin"))
+        for ways in ("b", "q", "bh", "qh", "bq", "qq"):
+            case.check("reference", ways)
+        case.check("triton", "bh")
+        plain = {n: x for n, x in own.items() if n not in ("cos", "sin")}
+        case.check("reference", "bq", plain)
+    packed = {n: x.flatten(0, 1) for n, x in tensors.items() if "norm" not in n}
+    packed = {n: x.view(4, 24 // 4 * (x.shape[0] // 4), 8) for n, x in packed.items()}
+    packed |= dict(cos=drawn(4, 4, seed=4), sin=drawn(4, 4, seed=5))
+    letters = dict(query="qhd", key="qhd", cos="qr", sin="qr")
+    Case("rotary, packed", both, packed, letters, "qhd", constant=("cos", "sin")).check(
+        "reference", "qh"
+    )
 
 
 def losses(folder):

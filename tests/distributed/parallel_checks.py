@@ -31,12 +31,14 @@ from dtensor_checks import (  # noqa: F401
     drawn,
     embedding,
     feed_forward,
+    gated_activation,
     losses,
     masks,
     no_targets,
     norms,
     one_device,
     other_attention,
+    rotary,
 )
 from torch import nn
 from torch.distributed._composable import checkpoint
@@ -73,11 +75,14 @@ def all_close(label, ours, whole):
         close(f"{label}: d{name}", g, want_grads[name], size)
 
 
-def a_model(batch=4, decoder=False, dtype=torch.float64, **options):
+def a_model(batch=4, decoder=False, dtype=torch.float64, sinks=False, **options):
     """The same in every process: a model, its loss, and a batch."""
     torch.manual_seed(0)
     sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=P) | options
     model = ff.make_decoder(11, **sizes) if decoder else ff.make_model(11, 11, **sizes)
+    for module in model.modules() if sinks else ():
+        if isinstance(module, ff.MultiHeadedAttention):
+            module.sinks = torch.nn.Parameter(torch.randn(module.h))
     torch.manual_seed(1)
     src, tgt = torch.randint(0, 11, (batch, 6)), torch.randint(0, 11, (batch, 8))
     compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
@@ -107,7 +112,8 @@ def tensor_parallel(folder):
         ),
         "swiglu, grouped": dict(activation="swiglu", kv_heads=2, learned_positions=True, N=1),
         "a batch that does not divide": dict(batch=3, tie_generator=True),
-        "decoder": dict(decoder=True, norm="rms", activation="swiglu"),
+        "rotary": dict(decoder=True, positions="rotary", qk_norm=True, N=1),
+        "decoder, sinks": dict(decoder=True, norm="rms", activation="swiglu", sinks=True),
     }
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]

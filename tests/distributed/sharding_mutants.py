@@ -16,15 +16,17 @@ BROKEN = [
     # ---- which dimensions are sharded
     ("attention", 'dict(lengths=x is not None), "b")', 'dict(lengths=x is not None), ".")'),
     ("attention", '"sinks", "Tensor?", dims="h"', '"sinks", "Tensor?", dims="."'),
-    ("attention", 'dict(alibi=x is not None), "bh")', 'dict(alibi=x is not None), ".h")'),
+    ("attention", 'dict(alibi=x is not None), "bh", p', 'dict(alibi=x is not None), ".h", p'),
     ("attention", '"." if size == 1 else dim for', '"." if dim == "b" else dim for'),
-    ("attention", 'x["query"][:-1]), "hbq")', 'x["query"][:-1]), "bhq")'),
-    ("attention", 'x["query"][:-1]), "hbq")', 'x["query"][:-1]), "hb")'),
+    ("attention", '_output_dims, "hbq")', '_output_dims, "bhq")'),
+    ("attention", '_output_dims, "hbq")', '_output_dims, "hb")'),
     ("other_attention", '"block_table": "b."', '"block_table": ".."'),
     ("other_attention", '{"query": ".hd", "key": ".hd"', '{"query": "bhd", "key": ".hd"'),
     ("feed_forward", 'ROW_DIMS, {"f": ("input",)}', "ROW_DIMS, {}"),
     ("feed_forward", '"f" + operation.ROW_DIMS,', 'operation.ROW_DIMS + "f",'),
     ("embedding", '{"v": ("tokens",), "n": ("tokens",)}', '{"n": ("tokens",)}'),
+    ("rotary", '("bhq.", "bq.")', '("bhq.", "b..")'),
+    ("rotary", "return n * math.prod(sizes)", "return call.sizes[dim]"),
     ("losses", 'gathers={"v": ("input", "target")}', 'gathers={"v": ("input",)}'),
     # ---- the offsets and the global sizes of a shard
     ("masks", "offsets.setdefault(dim, start)", "offsets[dim] = start"),
@@ -43,11 +45,7 @@ BROKEN = [
     ("attention", "if not x.requires_grad and not any(", "if not any("),
     ("norms", "and not any(size % mesh.size(i) for size in sizes)", ""),
     ("feed_forward", "_shards_of_halves(local[name], mesh, sharded_dims)", "local[name]"),
-    (
-        "norms",
-        "shape = [call.sizes[d] if d in call.sharded_dims else",
-        "shape = [n * 4 if d in call.sharded_dims else",
-    ),
+    ("norms", "return call.sizes[dim]", "return n * 4"),
     ("attention", "key=lambda i: (-x.stride()[i], i)", "key=lambda i: (x.stride()[i], i)"),
     (
         "torch_transformer",

@@ -48,7 +48,8 @@ def test_attention_as_dtensors(tmp_path):
 
 def test_ops_as_dtensors(tmp_path):
     """The other ops likewise, and the dropout masks of all."""
-    run(tmp_path, 4, "norms", "feed_forward", "embedding", "losses", "masks")
+    checks = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"
+    run(tmp_path, 4, *checks)
 
 
 def test_a_broken_rule_fails(tmp_path, request):

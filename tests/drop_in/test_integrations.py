@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 
 import hugging_face
+import hugging_face_models
 import pytest
 import torch
 import torch._dynamo.testing
@@ -21,7 +22,7 @@ import fastformer as ff
 from benchmarks import ROOT
 from fastformer import numerics
 from fastformer.drop_in import hugging_face as drop_in_hugging_face
-from fastformer.drop_in import masks
+from fastformer.drop_in import masks, patch
 from fastformer.ops import functional
 
 transformers = pytest.importorskip("transformers")
@@ -327,15 +328,13 @@ def padded_calls(monkeypatch):
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens", "seq_idx"])
 @pytest.mark.parametrize("make", [llama, mistral, gemma2, gpt_oss], ids=lambda make: make.__name__)
 def test_packed_sequences(make, told_by, use_cache, padded_calls, device):
-    """Each document is computed as if it were alone, by packed_attention where that takes the call:
-    it has no softcap.
-    """
+    """Each document is computed as if it were alone, by packed_attention."""
     options = {"cu_seq_lens": "return_flash_attn_kwargs", "seq_idx": "return_seq_idx"}
     given = flattened(device, **{name: True for k, name in options.items() if k == told_by})
     model = make().to(device).eval()
     use(model, "fastformer")
     have = model(**given, use_cache=use_cache)
-    assert (padded_calls == []) == (make is not gemma2)
+    assert padded_calls == []
     gradients = torch.autograd.grad(have.logits.square().sum(), list(model.parameters()))
     alone = copy.deepcopy(model).double()
     use(alone, "eager")
@@ -347,8 +346,10 @@ def test_packed_sequences(make, told_by, use_cache, padded_calls, device):
         assert (x - y).norm() <= 10 * numerics.RELATIVE[torch.float32] * max(y.norm(), 1e-2)
 
 
-def test_head_dims_beyond_the_kernels(device):
-    check(llama(head_dim=264).to(device), inputs(llama, "left", device))
+@pytest.mark.parametrize("head_dim", [128, 512, 520])
+def test_head_dims_that_the_docs_name(head_dim, device):
+    """Above 512 the reference computes the layers."""
+    check(llama(head_dim=head_dim).to(device), inputs(llama, "left", device))
 
 
 def test_what_is_no_packed_batch(padded_calls, device):
@@ -1101,7 +1102,7 @@ def test_models_with_a_class_for_sdpa(name, device, calls):
 @pytest.mark.parametrize("kind", ["falcon", "gptj", "gpt_neo", "git"])
 def test_models_without_a_class_for_it_are_refused(kind):
     """Not by a bare KeyError."""
-    config, cls = hugging_face.build(kind)
+    config, cls = hugging_face_models.build(kind)
     message = r"Attention computes its attention by itself: attn_implementation='fastformer' is not"
     with pytest.raises(ValueError, match=message + ".*; take one of 'eager'"):
         cls._from_config(config, attn_implementation="fastformer")
@@ -1115,7 +1116,7 @@ def test_falcon_within_the_override(device, calls):
     """As the error says."""
     models = []
     for name in ("sdpa", "eager"):
-        config, cls = hugging_face.build("falcon")
+        config, cls = hugging_face_models.build("falcon")
         models.append(cls._from_config(config, attn_implementation=name).eval())
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(4, V, (B, S))
@@ -1128,9 +1129,9 @@ def test_falcon_within_the_override(device, calls):
 @pytest.mark.skipif(OLD, reason="before 5.20 it denies nothing")
 def test_parts_that_deny_every_implementation(device):
     """Run eager, as under transformers' default: what asks for a mask there reads it by itself."""
-    config = hugging_face.build("gemma4")[0]
+    config = hugging_face_models.build("gemma4")[0]
     assert isinstance(config, transformers.Gemma4Config)
-    audio = {**hugging_face.small(transformers.Gemma4AudioConfig), "output_proj_dims": 64}
+    audio = {**hugging_face_models.small(transformers.Gemma4AudioConfig), "output_proj_dims": 64}
     config.audio_config = transformers.Gemma4AudioConfig(**audio)
     model = transformers.Gemma4Model._from_config(config, attn_implementation="fastformer").eval()
     assert model.audio_tower.config._attn_implementation == "eager"
@@ -1223,8 +1224,9 @@ SAMPLE = [
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_no_worse_than_the_table(kind):
     """`--slow` runs all of them."""
-    status, note = hugging_face.check(kind)
-    assert not hugging_face.worse(status, hugging_face.committed()[kind]), f"{status}: {note}"
+    status, note, whole = hugging_face.check(kind)
+    reason = f"{status}: {note}; {whole}"
+    assert not hugging_face.worse(status, hugging_face.committed()[kind]), reason
 
 
 def test_the_sweep_sees_what_is_wrong(monkeypatch):
@@ -1243,7 +1245,26 @@ def test_the_sweep_sees_what_is_wrong(monkeypatch):
     assert hugging_face.check("bert")[0] == "differs"
     assert hugging_face.check("llama")[0] == "differs"
     monkeypatch.setattr(drop_in_hugging_face, "attention", broken)
-    assert hugging_face.check("bert") == ("fails", "RuntimeError: somewhere else")
+    assert hugging_face.check("bert") == ("fails", "RuntimeError: somewhere else", "")
+
+
+def test_the_sweep_sees_what_is_wrong_in_accelerated_models(monkeypatch):
+    """A norm that forgets its weight, and one that crashes."""
+    norm = functional.rms_norm
+
+    def forgetful(x, shape, weight, eps):
+        return norm(x, shape, None, eps)
+
+    monkeypatch.setattr(functional, "rms_norm", forgetful)
+    monkeypatch.setattr(patch, "disagreement", lambda module, kind: None)
+    status, note, whole = hugging_face.check("llama")
+    assert (status, note.split(",")[0]) == ("differs", "none") and whole.startswith("whole, none")
+
+    def broken(*args):
+        raise RuntimeError("somewhere else")
+
+    monkeypatch.setattr(functional, "rms_norm", broken)
+    assert hugging_face.check("llama")[::2] == ("fails", "whole, RuntimeError: somewhere else")
 
 
 def test_the_table_is_that_of_the_types():

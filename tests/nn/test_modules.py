@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fastformer as ff
 from fastformer import (
     Embeddings,
     Generator,
@@ -57,9 +58,8 @@ def check(module, oracle, inputs, *rest):
     ours = torch.autograd.grad(actual, [*inputs, *module.parameters()], upstream)
     theirs = torch.autograd.grad(expected, [*wide, *double.parameters()], upstream.double())
     for name, a, e in zip([*map(str, range(len(inputs))), *names], ours, theirs, strict=True):
-        if (
-            name == "linears.1.bias"
-        ):  # softmax ignores what is added to all scores: zero but for rounding
+        if name == "linears.1.bias" and getattr(module, "sinks", None) is None:
+            # softmax ignores what is added to all scores: zero but for rounding
             assert a.abs().max() < 1e-4
         else:
             assert_close(a, e, 2e-5)
@@ -247,7 +247,8 @@ def tutorial_heads(m, query, key, value, mask=None):
         scores = torch.einsum("btd,bsd->bts", q[..., own], k[..., part]) / math.sqrt(width)
         visible = torch.ones_like(scores) if mask is None else (mask != 0) + 0 * scores
         weights = scores.exp() * visible
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+        total = weights.sum(-1, keepdim=True) + (0.0 if m.sinks is None else m.sinks[i].exp())
+        weights = weights / total.clamp_min(1e-300)
         heads.append(torch.einsum("bts,bsd->btd", weights, v[..., part]))
     return m.linears[3](torch.cat(heads, -1))
 
@@ -281,6 +282,44 @@ def test_grouped_heads(kv_heads, backend, device):
     assert [x.out_features for x in m.linears] == [D, kv_heads * 4, kv_heads * 4, D]
     query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
     check(m, tutorial_heads, [query, key, value], padding().to(device))
+
+
+def test_sinks_of_a_module(backend, device):
+    """A parameter with a gradient; the weights of the keys leave a share to it."""
+    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, sinks=True), device)
+    assert m.sinks.shape == (4,) and m.sinks.requires_grad
+    query, key, value = (torch.randn(B, n, D, device=device) for n in (T, S, S))
+    check(m, tutorial_heads, [query, key, value], padding().to(device))
+    m.keep_attention = True
+    m(query, key, value)
+    assert (m.attn.sum(-1) < 0.99).any()
+
+
+def test_sinks_are_a_part_of_the_state(device):
+    m = randomised(MultiHeadedAttention(4, D, 0.0, sinks=True), device)
+    twin = MultiHeadedAttention(4, D, 0.0, sinks=True).to(device)
+    assert twin.sinks.eq(0).all() and twin.load_state_dict(m.state_dict()) is not None
+    assert torch.equal(twin.sinks, m.sinks)
+    plain = MultiHeadedAttention(4, D, 0.0).to(device)
+    assert plain.sinks is None and "sinks" not in plain.state_dict()
+    with pytest.raises(RuntimeError, match=r"Unexpected.*sinks"):
+        plain.load_state_dict(m.state_dict())
+    with pytest.raises(TypeError, match="sinks is"):
+        MultiHeadedAttention(4, D, sinks=torch.zeros(4))
+
+
+def test_sinks_without_padding_and_with_a_cache(backend, device):
+    m = randomised(MultiHeadedAttention(4, D, 0.0, 2, sinks=True), device).eval()
+    x, lengths = torch.randn(B, S, D, device=device), torch.tensor([S, 3], device=device)
+    want = m(x, x, x, key_lengths=lengths, is_causal=True)
+    tokens, packing = ff.unpad(x, lengths)
+    out = m(tokens, tokens, tokens, packing, is_causal=True)
+    torch.testing.assert_close(out, ff.unpad(want, packing)[0])
+    with torch.no_grad():
+        cache = ff.KVCache(B, 2, S, D // 4)
+        steps = [m(x[:, n : n + 1], *[x[:, n : n + 1]] * 2, cache=cache) for n in range(S)]
+    want = m(x, x, x, is_causal=True)
+    torch.testing.assert_close(torch.cat(steps, 1), want)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

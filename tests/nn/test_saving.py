@@ -22,6 +22,10 @@ MODELS = {
     "make_model, tied": lambda: ff.make_model(7, 7, **SMALL, **OPTIONS, tie_source=True),
     "make_model without layers": lambda: ff.make_model(7, 9, 0, 8, norm="rms"),
     "make_decoder": lambda: ff.make_decoder(7, **SMALL, **OPTIONS),
+    "make_decoder, rotary": lambda: ff.make_decoder(
+        7, **SMALL, positions="rotary", rope_theta=50.0, qk_norm=True, max_len=9
+    ),
+    "make_decoder without layers": lambda: ff.make_decoder(7, 0, 8, h=2, positions="rotary"),
     "LanguageModel": lambda: ff.LanguageModel(**dict(ff.make_decoder(7, **SMALL).named_children())),
     "EncoderDecoder": lambda: ff.EncoderDecoder(
         **dict(ff.make_model(7, 9, **SMALL, activation="gelu").named_children())

@@ -165,27 +165,31 @@ def attention(
 def packed_attention(
     query, key, value, cu_seqlens_q, cu_seqlens_k, *, is_causal=False, window=None,
     causal_alignment="top_left", sinks=None, dropout_p=0.0, dropout_seed=0, scale=None, max_q=0,
-    max_k=0,
+    max_k=0, bias=None, alibi_slopes=None, softcap=None, return_lse=True,
 ):  # fmt: skip
-    """[Tq, H, Dv]"""
-    heads, groups = query.shape[1], key.shape[1]
+    """(output [Tq, H, Dv], lse [H, Tq])"""
+    heads, groups, batch = query.shape[1], key.shape[1], len(cu_seqlens_q) - 1
     sinks = np.full(heads, -np.inf) if sinks is None else sinks
-    kind = np.result_type(query, key, value, sinks)
+    bias = np.zeros(len(key)) if bias is None else bias
+    slopes = np.broadcast_to(0.0 if alibi_slopes is None else alibi_slopes, (batch, heads))
+    kind = np.result_type(query, key, value, sinks, bias)
     output = np.zeros((len(query), heads, value.shape[2]), kind)
-    for b in range(len(cu_seqlens_q) - 1):
+    lse = np.zeros((heads, len(query)), kind)
+    for b in range(batch):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         columns = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
         shape = rows.stop - rows.start, columns.stop - columns.start
         for h in range(heads):
             g = h * groups // heads
-            output[rows, h], _, _ = one_head(
+            output[rows, h], lse[h, rows], _ = one_head(
                 query[rows, h], key[columns, g], value[columns, g], np.ones(shape, bool),
-                np.zeros(shape), scale=query.shape[2] ** -0.5 if scale is None else scale,
+                np.broadcast_to(bias[columns], shape),
+                scale=query.shape[2] ** -0.5 if scale is None else scale,
                 causal=is_causal, window=window, bottom=causal_alignment == "bottom_right",
-                keys=shape[1], slope=0.0, softcap=None, sink=sinks[h],
+                keys=shape[1], slope=slopes[b, h], softcap=softcap, sink=sinks[h],
                 factors=tile_factors(shape, b * heads + h, dropout_p, dropout_seed),
             )  # fmt: skip
-    return [output]
+    return [output, lse]
 
 
 def paged_attention(query, key_pages, value_pages, block_table, return_lse=False, **rest):
@@ -273,6 +277,10 @@ def gated(kind):
     return function
 
 
+def gated_activation(gate, value, *, activation="silu"):
+    return [ACTIVATIONS[activation](gate) * value]
+
+
 # ------------------------------------------------------------------------------- embedding, losses
 
 
@@ -287,6 +295,28 @@ def embed(
     if positional is not None:
         y = y + positional[: tokens.shape[-1]]
     return [row_factors(y.shape, dropout_p, dropout_seed, shard) * y]
+
+
+def rotary_embedding(
+    query, key, cos, sin, *, interleaved=False, query_norm=None, key_norm=None, eps=1e-6
+):
+    """Each pair as a complex number would be turned, but with cos and sin of its own for each of
+    both features. Tokens come before heads here.
+    """
+    dim, width = query.shape[-1], cos.shape[-1]
+    first = np.arange(0, width, 2) if interleaved else np.arange(width // 2)
+    second = first + (1 if interleaved else width // 2)
+    found = []
+    for x, weight in ((query, query_norm), (key, key_norm)):
+        y = x.swapaxes(1, 2) if x.ndim == 4 else x
+        if weight is not None:
+            y = weight * y / np.sqrt((y * y).sum(-1, keepdims=True) / dim + eps)
+        c, s = cos[..., None, :], sin[..., None, :]
+        out = y.copy()
+        out[..., first] = y[..., first] * c[..., first] - y[..., second] * s[..., first]
+        out[..., second] = y[..., second] * c[..., second] + y[..., first] * s[..., second]
+        found.append(out.swapaxes(1, 2) if x.ndim == 4 else out)
+    return found
 
 
 def cross_entropy(

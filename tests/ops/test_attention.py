@@ -549,85 +549,6 @@ def test_tiles(device, against_oracle, tiles, blocks, case):
         )
 
 
-PLAIN = {
-    "whole tiles": (64, 128, {}),
-    "a remainder": (150, 90, {}),
-    "causal": (150, 90, dict(is_causal=True)),
-    "no key": (90, 40, dict(is_causal=True, causal_alignment="bottom_right")),
-    "lengths": (70, 130, dict(key_lengths=torch.tensor([0, 67]))),
-    "lengths, whole tiles": (70, 128, dict(key_lengths=torch.tensor([0, 67]))),
-    "a bound to the right": (40, 200, dict(window=(None, 70))),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", list(PLAIN))
-def test_specialised_forward(device, against_oracle, case, dtype):
-    """With the output in both orders of memory."""
-    tuned = pytest.importorskip("fastformer.kernels.tuned")
-    sq, sk, options = PLAIN[case]
-    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
-    x = qkv(h=4, g=2, sq=sq, sk=sk, dv=24, dtype=dtype, device=device)
-    x["query"] = x["query"].transpose(1, 2).contiguous().transpose(1, 2)
-    sinks = torch.tensor([0.5, float("-inf"), 3.0, -2.0], device=device)
-
-    def call(**given):
-        out, lse = functional.scaled_dot_product_attention(
-            **given, sinks=sinks, enable_gqa=True, return_lse=True, **options
-        )
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        return torch.cat([out, lse.to(out.dtype)[..., None]], -1)
-
-    with (
-        tuned.forced({"attention forward": "warp-specialised 128 64"}) as asked,
-        use_backend("triton"),
-    ):
-        against_oracle(call, x)
-        assert all(q.case.endswith("TMA") for q in asked if q.kernel == "attention forward")
-        x["value"][:, :, -1] = float("nan")  # past the length it is not read
-        if "key_lengths" in options:
-            assert call(**x).isfinite().all()
-
-
-def test_calls_that_may_specialise():
-    """Those that the kernel computes, and whose addresses and strides are multiples of 16 bytes."""
-    plan = pytest.importorskip("fastformer.kernels.attention.plan")
-
-    def may(d=64, shift=0, stride=0, **options):
-        flat = torch.empty(4, 2, 8, d + stride, dtype=torch.bfloat16).flatten()[shift:]
-        x = flat[: 3 * 2 * 8 * (d + stride)].view(3, 2, 8, d + stride)[..., :d]
-        given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
-        return plan.ForwardPlan(x, x, x, Attention(**given)).warp_specialises
-
-    mask, row = torch.ones(3, 1, 8, 8, dtype=torch.bool), torch.zeros(3, 1, 8, 8)
-    for allowed in (
-        {},
-        dict(is_causal=True),
-        dict(window=(-1, 3)),
-        dict(key_lengths=torch.ones(3)),
-        dict(sinks=torch.ones(2)),
-        dict(d=128),
-        dict(shift=8),
-        dict(stride=8),
-    ):
-        assert may(**allowed), allowed
-    for refused in (
-        dict(attn_mask=mask),
-        dict(bias=row),
-        dict(alibi_slopes=torch.ones(2)),
-        dict(softcap=1.0),
-        dict(window=(3, -1)),
-        dict(dropout_p=0.1),
-        dict(scale=-0.1),
-        dict(d=20),
-        dict(d=136),
-        dict(shift=4),
-        dict(stride=4),
-    ):
-        assert not may(**refused), refused
-    assert not plan.DecodePlan.warp_specialises and not plan.BackwardPlan.warp_specialises
-
-
 @pytest.mark.parametrize("shape", [(1, H, 1, SK), (B, 1, 1, SK), (1, 1, SQ, 1), (1, H, SQ, SK)])
 def test_the_gradient_of_a_bias_is_like_it(device, shape):
     """In shape and dtype, as dynamo is told beforehand."""
@@ -800,6 +721,7 @@ def test_every_field_of_a_key(monkeypatch):
     padded |= {"window": (3, 3)}
     offsets = {name: at(0, 3, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     packed = base | offsets | {"max_q": 16, "max_k": 16}
+    terms = {"bias": at(0, 16), "alibi_slopes": at(0, 2, 2)}
     changes = [
         *((padded, {name: at(4, 1, 2, 16, 8)}, False) for name in names),  # aligned alike
         *((padded, {name: at(1, 1, 2, 16, 8)}, True) for name in names),
@@ -824,6 +746,9 @@ def test_every_field_of_a_key(monkeypatch):
         (packed, {"is_causal": True}, True),
         (packed, {"scale": 2.0}, True),
         (packed, {"softcap": 3.0}, True),
+        (packed | terms, {"bias": at(1, 16)}, True),
+        (packed | terms, {"bias": at(0, 16, 2)[:, 0]}, True),
+        (packed | terms, {"alibi_slopes": at(0, 2)}, True),
         (packed, {"max_q": 15}, True),
         (packed, {"max_k": 15}, True),
         (packed, {"sinks": at(4, 2)}, False),
@@ -1715,6 +1640,9 @@ def every_feature(device):
     options = {"is_causal": True, "causal_alignment": "bottom_right"}
     x = {n: t.squeeze(0).transpose(0, 1) for n, t in x.items()}
     yield functional.packed_attention, x, {**offsets, **options}
+    options["alibi_slopes"] = torch.tensor([[0.3, 0.1], [0.2, 0.7]], device=device)
+    x["bias"] = torch.randn(63, device=device)
+    yield functional.packed_attention, x, {**offsets, **options}
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])
@@ -1841,7 +1769,45 @@ def test_bad_input(backend, change, error, words):
         ff.scaled_dot_product_attention(**{**good, **change})
 
 
-@pytest.mark.parametrize("dims", [(264, 16), (16, 300)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((512, 16), torch.bfloat16), ((257, 512), torch.float32)], ids=str
+)
+def test_wide_heads(dims, dtype, backend, device, against_oracle, tiles):
+    """Head dims from 257 to 512, with all terms, and with few queries."""
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("no GPU has tiles for these in float32")
+    tiles(16, 32)
+    x = qkv(1, 2, 20, 50, dims[0], g=1, device=device)
+    x["value"] = torch.randn(1, 1, 50, dims[1], device=device)
+    x["bias"] = torch.randn(2, 20, 50, device=device)
+    x = {name: t.to(dtype) for name, t in x.items()}
+    given = dict(is_causal=True, causal_alignment="bottom_right", softcap=5.0, enable_gqa=True)
+    against_oracle(with_lse, x, **given, dropout_p=0.2, dropout_seed=1)
+    few = {name: t.to(dtype) for name, t in qkv(1, 2, 2, 300, dims[0], device=device).items()}
+    against_oracle(functional.scaled_dot_product_attention, few, is_causal=True)
+    packed = {name: t[0].transpose(0, 1) for name, t in x.items() if name != "bias"}
+    offsets = {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in (
+        ("cu_seqlens_q", (0, 17, 20)), ("cu_seqlens_k", (0, 30, 50)))}  # fmt: skip
+    against_oracle(functional.packed_attention, packed, **offsets, max_q=17, max_k=30)
+
+
+def test_which_heads_a_gpu_takes():
+    """All kernels of an architecture have tiles for the widest head that it is said to take."""
+    table = pytest.importorskip("fastformer.kernels.attention.configurations")
+    archs = {arch for _, _, arch in table.CONFIGURATIONS} | {"gfx90a"}
+    found = {(arch, dtype): table.widest_head(arch, dtype) for arch in archs for dtype in FLOATS}
+    wide = {key for key, dim in found.items() if dim == 512}
+    assert wide == {(a, d) for a in ("sm_80", "sm_90") for d in (torch.float16, torch.bfloat16)}
+    assert {dim for key, dim in found.items() if key not in wide} == {256}
+    for (arch, dtype), dim in found.items():
+        for kernel in table.KERNELS:
+            for full in (False, True):
+                tiles = table.configuration(kernel, arch, dtype, dim, 4096, 4096, full)
+                assert tiles.BM >= 16 and tiles.BN >= 16
+                assert tiles in table.rows(kernel, dtype, dim)
+
+
+@pytest.mark.parametrize("dims", [(520, 16), (16, 600)], ids=str)
 def test_head_dims_beyond_the_kernels(dims, backend, against_oracle):
     """The reference computes them; the kernels, asked by name, say what they take."""
     tensors = dict(

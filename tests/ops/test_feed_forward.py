@@ -293,6 +293,29 @@ def test_gated_by_its_parts(backend, device, op):
     torch.testing.assert_close(GATED[op](**x), F.linear(hidden, x["w_2"], x["b_2"]))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_gated_activation(backend, device, against_oracle, dtype, activation):
+    """The halves of a product, and a transposed value, are read where they lie or copied."""
+    halves = torch.randn(3, 17, 140, device=device).to(dtype)
+    value = torch.randn(17, 3, 70, device=device).to(dtype).transpose(0, 1)
+    for gate, v in (halves.chunk(2, -1), (halves[..., 70:], value), (halves[0, 0], halves[0, 1])):
+        against_oracle(functional.gated_activation, dict(gate=gate, value=v), activation=activation)
+
+
+def test_gated_activation_at_zero(backend, device):
+    """The derivative of relu is 0 at 0, and 1 at NaN, as in torch."""
+    gate = torch.tensor([0.0, -1.0, 2.0, float("nan")], device=device).requires_grad_()
+    value = torch.ones(4, device=device).requires_grad_()
+    out = functional.gated_activation(gate, value, "relu")
+    grads = torch.autograd.grad(out.sum(), (gate, value))
+    wants = [0, 0, 2, float("nan")], [0, 0, 1, 1], [0, 0, 2, float("nan")]
+    for x, want in zip((out, *grads), wants):
+        torch.testing.assert_close(x.cpu(), torch.tensor(want, dtype=x.dtype), equal_nan=True)
+    none = torch.zeros(2, 0, device=device)
+    assert functional.gated_activation(none, none).shape == (2, 0)
+
+
 @pytest.mark.parametrize("op", GATED)
 def test_gated_empty(backend, device, op):
     x = {n: t.requires_grad_() for n, t in gated(0, 3, device=device).items()}

@@ -43,6 +43,7 @@ MATHEMATICS = {
     "attention_weights": lambda **x: independent.attention(
         **x, value=np.zeros((*x["key"].shape[:3], 1))
     )[2:],
+    "packed_attention": lambda **x: independent.packed_attention(**x)[: 1 + x["return_lse"]],
     "paged_attention": lambda **x: independent.paged_attention(**x)[: 1 + x["return_lse"]],
     "geglu": independent.gated("gelu"),
     "swiglu": independent.gated("silu"),

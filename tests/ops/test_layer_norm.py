@@ -117,6 +117,15 @@ def test_offsets_past_int32_of_a_sum(device, spread, far):
         assert torch.equal(near, spread_out)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_are_contiguous(backend, device, dtype):
+    """As torch's are, for models that call .view() on the output for a transposed input."""
+    x = torch.randn(2, 4, 3, 8, device=device, dtype=dtype).transpose(1, 2)
+    weight = torch.ones(8, device=device, dtype=dtype)
+    assert ff.layer_norm(x, (8,), weight, weight).is_contiguous()
+    assert ff.rms_norm(x, (8,), weight).is_contiguous()
+
+
 def test_strided_weights(backend, device, against_oracle):
     wide = inputs(3, 80, device=device)
     x = {"input": wide["input"][:, :40], "weight": wide["weight"][::2], "bias": wide["bias"][::2]}

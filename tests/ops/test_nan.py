@@ -96,6 +96,9 @@ OPS = {
     "linear_cross_entropy": (*loss(), [X, (CLASSES, WIDTH), (CLASSES,)]),
     "linear_cross_entropy smoothed": (*loss(**SMOOTHED), [X, (CLASSES, WIDTH), (CLASSES,)]),
 }  # fmt: skip
+OPS["gated_activation"] = (
+    ff.gated_activation, lambda gate, value: F.silu(gate) * value, [X, X],
+)  # fmt: skip
 FED = {name: feed_forward(name) for name in reference.ACTIVATIONS}
 FED |= {"geglu": gated(ff.geglu, F.gelu), "swiglu": gated(ff.swiglu, F.silu)}
 for _name, (_ours, _theirs, (_halves, _)) in FED.items():

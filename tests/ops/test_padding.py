@@ -2,6 +2,8 @@
 masks, whose padding the kernels skip.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,106 @@ def test_packed_sinks_equal_padded(backend, device):
         torch.testing.assert_close(a, b)
 
 
+TERMS = {
+    "softcap": {"softcap": 5.0},
+    "softcap, dropout": {"softcap": 5.0, **OPTIONS["dropout"]},
+    "alibi": {"is_causal": True},
+    "alibi of each sequence": OPTIONS["bottom-right window"],
+    "key bias": {},
+    "key bias, causal, dropout": OPTIONS["dropout"],
+    "everything": {"softcap": 5.0, **OPTIONS["bottom-right"]},
+}
+
+
+def with_lse(**inputs):
+    out, lse = functional.packed_attention(**inputs, return_lse=True)
+    return torch.cat([out.flatten(), lse.transpose(0, 1)[lse[0] > -1e30].flatten()])
+
+
+def terms(device, case, dtype=torch.float32):
+    """(inputs, constants) of a case of TERMS, with a hidden key that holds NaN."""
+    x, constants = packed(device, **TERMS[case])
+    heads, sequences = x["query"].shape[1], constants["cu_seqlens_q"].shape[0] - 1
+    x = {n: t.to(dtype) for n, t in x.items()}
+    slopes = torch.rand(sequences, heads, device=device)
+    if case in ("alibi", "everything"):
+        constants["alibi_slopes"] = slopes[0]
+    elif "alibi" in case:
+        constants["alibi_slopes"] = slopes.T.contiguous().T
+    if "key bias" in case or case == "everything":
+        x["bias"] = torch.randn(x["key"].shape[0], device=device) * 3
+        for hidden in (3, 20, 52):
+            x["bias"][hidden] = -torch.inf
+            x["key"][hidden] = x["value"][hidden] = torch.nan
+    if case == "everything":
+        x["sinks"] = torch.randn(heads, device=device)
+    return x, constants
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("case", list(TERMS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_packed_terms(backend, device, against_oracle, case, dtype):
+    """Softcap, ALiBi and a bias of the keys, with lse and its gradient."""
+    x, constants = terms(device, case, dtype)
+    against_oracle(with_lse, x, **constants)
+
+
+@pytest.mark.parametrize("case", list(TERMS))
+def test_packed_terms_in_tiles(device, against_oracle, tiles, case):
+    tiles(16, 32)
+    x, constants = terms(device, case)
+    with use_backend("triton"):
+        against_oracle(with_lse, x, **constants)
+
+
+@pytest.mark.parametrize("case", list(TERMS))
+def test_packed_terms_of_each_sequence_alone(backend, device, case):
+    """Each sequence is what scaled_dot_product_attention makes of it: this does not share the
+    reference's way to pad, and it sees whose slopes and positions ALiBi takes.
+    """
+    x, constants = terms(device, case)
+    options = {n: t for n, t in constants.items() if n in ("is_causal", "window", "softcap")}
+    options["causal_alignment"] = constants.get("causal_alignment", "top_left")
+    slopes = constants.get("alibi_slopes")
+    if constants.pop("dropout_p", 0.0):  # a mask of its own for each sequence
+        constants.pop("dropout_seed"), constants.pop("scale")
+    leaves = {n: t.requires_grad_() for n, t in x.items()}
+    have = functional.packed_attention(**leaves, **constants, return_lse=True)
+    parts = []
+    offsets = (constants[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    for b, (q0, q1, k0, k1) in enumerate(
+        (q0, q1, k0, k1) for (q0, q1), (k0, k1) in zip(*map(itertools.pairwise, offsets))
+    ):
+        at = dict(query=slice(q0, q1), key=slice(k0, k1), value=slice(k0, k1))
+        heads = {n: leaves[n][own].transpose(0, 1).unsqueeze(0) for n, own in at.items()}
+        if "bias" in leaves:
+            heads["bias"] = leaves["bias"][k0:k1]
+        if slopes is not None:
+            heads["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[b]
+        out, lse = functional.scaled_dot_product_attention(
+            **heads, **options, enable_gqa=True, return_lse=True, sinks=leaves.get("sinks")
+        )
+        parts.append((out[0].transpose(0, 1), lse[0].T))
+    want = [torch.cat(part) for part in zip(*parts)]
+    torch.testing.assert_close(have, (want[0], want[1].T))
+    seen = have[1].isfinite()
+    cotangents = torch.randn_like(have[0]), torch.randn_like(have[1])
+    sums = [
+        (out * cotangents[0]).sum() + (lse * cotangents[1])[seen].sum()
+        for out, lse in (have, (want[0], want[1].T))
+    ]
+    for a, b in zip(*(torch.autograd.grad(y, list(leaves.values())) for y in sums)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_bias_of_a_single_key(backend, device, against_oracle):
+    """Its gradient is dlse, beside a max_k that says that there may be more keys."""
+    x, constants = packed(device, (3,), (1,))
+    x["bias"] = torch.randn(1, device=device)
+    against_oracle(with_lse, x, **{**constants, "max_k": 5})
+
+
 def test_packed_strided_views_and_some_gradients(backend, device, against_oracle):
     x, constants = packed(device, (5, 20), (5, 20), g=2)
     joined = torch.randn(25, 3, 2, 16, device=device)  # one projection for q, k and v
@@ -151,10 +253,12 @@ def test_bad_offsets_stay_inside(device, in_bounds):
     x, constants = packed(device, (5, 20), (5, 20), g=2)
     bad = torch.tensor([-3, 40, 10_000_000], dtype=torch.int32, device=device)
     offsets = {**constants, "cu_seqlens_q": bad, "cu_seqlens_k": bad}
-    arguments = pack([*x.values(), Attention(None, 0.0, False, 1.0, **offsets)])
-    out, lse = attention.packed_forward(*arguments)
-    assert out.shape == (25, 2, 24) and lse.shape == (2, 25)
-    attention.packed_backward(torch.ones_like(out), *arguments, out, lse, [True] * 3 + [False])
+    bias = torch.zeros(25, device=device)
+    arguments = pack([*x.values(), Attention(None, 0.0, False, 1.0, bias, **offsets)])
+    out, lse, statistics = attention.packed_forward(*arguments, True)
+    assert out.shape == (25, 2, 24) and lse.shape == (2, 25) and statistics.shape == (2, 25, 2)
+    grads, needs = (torch.ones_like(out), torch.ones_like(lse)), [True] * 4 + [False]
+    attention.packed_backward(*grads, *arguments, out, lse, statistics, needs)
 
 
 # ------------------------------------------------------------------------------------ unpad and pad
@@ -223,6 +327,22 @@ def test_keep_attention_of_a_packed_batch(kv_heads, backend, device):
     assert (m.attn[1, :, 3:] == 0).all()
 
 
+def test_attention_of_a_packed_batch_with_terms(backend, device):
+    """The module hands them on, and keeps the weights that belong to them."""
+    m = ff.MultiHeadedAttention(2, 16, 0.0).to(device)
+    m.keep_attention = True
+    x, lengths = torch.randn(2, 5, 16, device=device), torch.tensor([5, 3], device=device)
+    bias = torch.randn(2, 5, device=device)
+    given = dict(is_causal=True, alibi_slopes=torch.rand(2, 2, device=device), softcap=2.0)
+    padded = m(x, x, x, key_lengths=lengths, bias=bias[:, None, None], **given)
+    want, (tokens, packing) = m.attn, ff.unpad(x, lengths)
+    given |= dict(causal_alignment="bottom_right", bias=ff.unpad(bias, packing)[0])
+    packed = m(tokens, tokens, tokens, packing, **given)
+    torch.testing.assert_close(packed, ff.unpad(padded, packing)[0])
+    torch.testing.assert_close(m.attn[0], want[0])
+    torch.testing.assert_close(m.attn[1, :, :3], want[1, :, :3])
+
+
 # ------------------------------------------------------------------------------------ padding masks
 
 
@@ -277,6 +397,18 @@ def test_padding_is_skipped(make, device):
         ({"window": (-1, None)}, ValueError, "window is"),
         ({"causal_alignment": "left"}, ValueError, "causal_alignment is 'left'"),
         ({"dropout_p": 2.0}, ValueError, "dropout_p is 2.0"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+        ({"bias": torch.zeros(24)}, ValueError, r"bias has shape \[24\]; expected \[Tk\] = \[25\]"),
+        ({"bias": torch.zeros(2, 25)}, ValueError, r"bias has shape \[2, 25\]; expected \[Tk\]"),
+        ({"bias": torch.zeros(25, dtype=torch.bool)}, TypeError, "bias has dtype torch.bool"),
+        ({"bias": torch.zeros(25, device="meta")}, ValueError, "bias is on meta"),
+        (
+            {"alibi_slopes": torch.ones(3)},
+            ValueError,
+            r"expected \[H\] = \[2\] or \[B, H\] = \[2, 2\]",
+        ),
+        ({"alibi_slopes": torch.ones(2, 2, device="meta")}, ValueError, "alibi_slopes is on meta"),
+        ({"return_lse": 1}, TypeError, "return_lse is"),
     ],
 )
 def test_bad_packed_input(backend, change, error, words):
@@ -340,7 +472,9 @@ def test_bad_padding(call, error, words):
 def test_bad_packed_modules():
     m = ff.MultiHeadedAttention(2, 16)
     tokens, packing = ff.unpad(torch.zeros(2, 4, 16), torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match="bias is given together with a Packing"):
+    with pytest.raises(ValueError, match="key_lengths is given together with a Packing"):
+        m(tokens, tokens, tokens, packing, key_lengths=packing.lengths)
+    with pytest.raises(ValueError, match=r"bias has shape \[4, 4\]; expected \[Tk\] = \[6\]"):
         m(tokens, tokens, tokens, packing, bias=torch.zeros(4, 4))
     with pytest.raises(ValueError, match="expected the 6 tokens of the packing"):
         m(tokens, tokens[1:], tokens, packing)

@@ -205,8 +205,11 @@ def test_packed_batches_of_shards(backend, device):
     cu = torch.tensor([0, 20, 20, 37, 60], dtype=torch.int32, device=device)
     tensors = [torch.randn(60, HEADS, 16, device=device, requires_grad=True) for _ in range(3)]
     options = dict(dropout_p=0.4, dropout_seed=3, is_causal=True)
+    bias, slopes = torch.randn(60, device=device), torch.rand(4, HEADS, device=device)
     with use_backend(backend):
-        want = ff.packed_attention(*tensors, cu, cu, 23, 23, **options)
+        want = ff.packed_attention(
+            *tensors, cu, cu, 23, 23, **options, bias=bias, alibi_slopes=slopes
+        )
         parts = []
         for b0, b1 in ((0, 1), (1, 4)):
             of = slice(int(cu[b0]), int(cu[b1]))
@@ -214,6 +217,7 @@ def test_packed_batches_of_shards(backend, device):
             heads = [
                 ff.packed_attention(
                     *(x[of, h0 : h0 + 2] for x in tensors), own, own, 23, 23, **options,
+                    bias=bias[of], alibi_slopes=slopes[b0:b1, h0 : h0 + 2],
                     shard=ff.Shard(batch=b0, head=h0, heads=HEADS),
                 )
                 for h0 in (0, 2)

@@ -114,6 +114,21 @@ def _both(**given):
     return torch.cat(ff.dropout_add_layer_norm(**given))
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary(against_oracle, random, norm):
+    heads, length, dim = (32, 4096, 128) if GPU else (4, 300, 64)
+    tensors = {"query": random(2, length, heads, dim).transpose(1, 2)}
+    tensors["key"] = random(2, length, heads // 4, dim).transpose(1, 2)
+    if norm:
+        tensors |= {"query_norm": random(dim), "key_norm": random(dim)}
+    tables = zip(("cos", "sin"), ff.rotary_frequencies(dim, length, device=tensors["key"].device))
+    against_oracle(_both_turned, tensors, **dict(tables))
+
+
+def _both_turned(**given):
+    return torch.cat(ff.rotary_embedding(**given), 1)
+
+
 @pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH] if GPU else [WIDTH])
 def test_feed_forward(against_oracle, random, width):
     tensors = {"input": random(ROWS, width), "b_1": random(4 * width), "b_2": random(width)}
@@ -131,6 +146,11 @@ def test_gated(against_oracle, random, op):
         return op(x, w, None, w_2, None, **options)
 
     against_oracle(gated, tensors, dropout_p=0.1, dropout_seed=SEED)
+
+
+def test_gated_activation(against_oracle, random):
+    tensors = {"gate": random(ROWS, 3 * WIDTH), "value": random(ROWS, 3 * WIDTH)}
+    against_oracle(ff.gated_activation, tensors, activation="gelu")
 
 
 def test_embed(against_oracle, random, device):
@@ -250,13 +270,17 @@ def test_feed_forward_past_int32(last_program, in_bounds, random):
     def run(rows):
         hidden = fed.forward(x.expand(rows, 4), w, b, nothing, None, "relu", 0.0, None, None)[1]
         results, size, dropout = [hidden], fed.Size(rows, FEATURES), (0.0, None, None)
-        for kernel, halves in ((fed._hidden_backward, 1), (fed._gated_backward, 2)):
-            dh, saved = in_the_end(rows), in_the_end(rows, halves * FEATURES)
-            dz, h = torch.empty_like(saved), torch.empty_like(dh)
-            fed._elementwise(kernel, size, (dh, saved, dz, h), "silu", dropout)
-            results += [dz, h]
+        dh, saved = in_the_end(rows), in_the_end(rows)
+        dz, h = torch.empty_like(saved), torch.empty_like(dh)
+        fed._elementwise(fed._hidden_backward, size, (dh, saved, dz, h), "silu", dropout)
+        results += [dz, h]
+        saved, strides = in_the_end(rows, 2 * FEATURES), fed.GateStrides(*[2 * FEATURES] * 3)
+        dz, h = torch.empty_like(saved), torch.empty_like(dh)
+        tensors = dh, *saved.chunk(2, 1), *dz.chunk(2, 1), h
+        fed._elementwise(fed._gated_backward, size, tensors, "silu", dropout, strides)
+        results += [dz, h]
         z, h = in_the_end(rows, 2 * FEATURES), torch.empty_like(hidden)
-        fed._elementwise(fed._gated, size, (z, h), "silu", dropout)
+        fed._elementwise(fed._gated, size, (*z.chunk(2, 1), h), "silu", dropout, strides)
         return *results, h
 
     same_in_the_end(run)

@@ -83,7 +83,8 @@ OPS = {
         cu_seqlens_q=torch.tensor([0, T, B * T], dtype=torch.int32),
         cu_seqlens_k=torch.tensor([0, S, B * S], dtype=torch.int32),
         max_q=T, max_k=S, is_causal=True, scale=0.5, causal_alignment="bottom_right",
-        window=(2, 2), sinks=floats(H), **DROPOUT, shard=(1, 1, 0, 0, 2 * H, 0, 0),
+        window=(2, 2), bias=floats(B * S), alibi_slopes=torch.ones(B, H), softcap=20.0,
+        sinks=floats(H), return_lse=True, **DROPOUT, shard=(1, 1, 0, 0, 2 * H, 0, 0),
     ),
     "paged_attention": lambda: dict(
         query=floats(B, H, T, D), key_pages=floats(P, PAGE, H, D),
@@ -110,9 +111,16 @@ OPS = {
     ),
     "geglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
     "swiglu": lambda: dict(**gated(), b_2=floats(D), **DROPOUT, shard=(32, 16, 2 * 16)),
+    "gated_activation": lambda: dict(
+        gate=floats(B, F), value=floats(B, F), activation="gelu",
+    ),
     "embed": lambda: dict(
         tokens=ids(B, S), weight=floats(V, D), positional=floats(S, D), scale=2.0, padding_idx=0,
         **DROPOUT, shard=(10, 4, 2 * D),
+    ),
+    "rotary_embedding": lambda: dict(
+        query=floats(B, H, T, D), key=floats(B, H, T, D), cos=floats(T, D), sin=floats(T, D),
+        interleaved=True, query_norm=floats(D), key_norm=floats(D), eps=1e-6,
     ),
     "cross_entropy": lambda: dict(logits=floats(B, T, V), target=ids(B, T), **LOSS),
     "linear_cross_entropy": lambda: dict(
@@ -200,7 +208,8 @@ CALLS = {
         src_vocab=V, tgt_vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, tie_source=True,
         **model_options())),
     "make_decoder": lambda: (ff.make_decoder, lambda: dict(
-        vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, **model_options())),
+        vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, positions="sinusoidal",
+        rope_theta=10000.0, qk_norm=True, **model_options())),
     "LanguageModel": lambda: (ff.LanguageModel, lambda: dict(language_model().named_children())),
     "LanguageModel.forward": lambda: (language_model().forward, lambda: dict(
         tokens=ids(B, T), mask=torch.ones(B, 1, T, dtype=torch.bool), cache=None)),
@@ -210,19 +219,29 @@ CALLS = {
         d_model=D, dropout=0.1, max_len=S, learned=True)),
     "PositionalEncoding.forward": lambda: (
         ff.PositionalEncoding(D, 0.1, 9).forward, lambda: dict(x=floats(B, S, D), start=4)),
+    "RotaryEmbedding": lambda: (ff.RotaryEmbedding, lambda: dict(
+        dim=D, max_len=S, theta=50.0, scaling={"rope_type": "linear", "factor": 2.0})),
+    "RotaryEmbedding.forward": lambda: (
+        ff.RotaryEmbedding(D, 9).forward, lambda: dict(x=floats(B, S, D), start=4)),
+    "rotary_frequencies": lambda: (ff.rotary_frequencies, lambda: dict(
+        dim=D, length=S, theta=50.0, scaling={"rope_type": "linear", "factor": 2.0},
+        interleaved=True, dtype=torch.float32, device="cpu")),
     "MultiHeadedAttention": lambda: (
-        ff.MultiHeadedAttention, lambda: dict(h=H, d_model=D, dropout=0.1, kv_heads=1)),
+        ff.MultiHeadedAttention, lambda: dict(
+            h=H, d_model=D, dropout=0.1, kv_heads=1, qk_norm=True, sinks=True)),
     "MultiHeadedAttention.forward": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
         query=floats(B, T, D), key=floats(B, S, D), value=floats(B, S, D),
         mask=torch.ones(B, 1, S, dtype=torch.long), bias=floats(H, T, S),
         key_lengths=torch.tensor([S, 4]), is_causal=True, window=(2, 2),
-        causal_alignment="bottom_right", alibi_slopes=torch.ones(H), softcap=20.0, cache=None)),
+        causal_alignment="bottom_right", alibi_slopes=torch.ones(H), softcap=20.0, cache=None,
+        rotary=None, query_packing=None)),
     "MultiHeadedAttention.cached": lambda: (without_gradient().forward, lambda: dict(
         query=floats(B, T, D), key=floats(B, T, D), value=floats(B, T, D),
         mask=torch.ones(B, 1, T, dtype=torch.long), bias=floats(H, T, T), window=(2, 2),
         alibi_slopes=torch.ones(H), softcap=20.0, cache=ff.KVCache(B, H, S, D // H))),
     "MultiHeadedAttention.packed": lambda: (ff.MultiHeadedAttention(H, D).forward, lambda: dict(
-        query=floats(8, D), key=floats(8, D), value=floats(8, D), mask=packing())),
+        query=floats(8, D), key=floats(8, D), value=floats(8, D), mask=packing(), bias=floats(8),
+        alibi_slopes=torch.ones(H), softcap=20.0)),
     "PositionwiseFeedForward": lambda: (
         ff.PositionwiseFeedForward,
         lambda: dict(d_model=D, d_ff=F, dropout=0.1, activation="geglu")),
@@ -240,12 +259,14 @@ CALLS = {
         size=D, self_attn=ff.MultiHeadedAttention(H, D),
         feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms",
         is_causal=True)),
-    "EncoderLayer.forward": lambda: (encoder_layer().forward, stream),
+    "EncoderLayer.forward": lambda: (
+        encoder_layer().forward, lambda: dict(stream(), rotary=None)),
     "DecoderLayer": lambda: (ff.DecoderLayer, lambda: dict(
         size=D, self_attn=ff.MultiHeadedAttention(H, D), src_attn=ff.MultiHeadedAttention(H, D),
         feed_forward=ff.PositionwiseFeedForward(D, F), dropout=0.1, norm_first=True, norm="rms")),
     "DecoderLayer.forward": lambda: (decoder_layer().forward, decoded),
-    "Encoder": lambda: (ff.Encoder, lambda: dict(layer=encoder_layer(), N=1, norm="rms")),
+    "Encoder": lambda: (ff.Encoder, lambda: dict(
+        layer=encoder_layer(), N=1, norm="rms", rotary=None)),
     "Encoder.forward": lambda: (model().encoder.forward, stream),
     "Decoder": lambda: (ff.Decoder, lambda: dict(layer=decoder_layer(), N=1, norm="rms")),
     "Decoder.forward": lambda: (model().decoder.forward, decoded),
@@ -272,8 +293,10 @@ CALLS = {
     "sample": lambda: (ff.sample, lambda: dict(**search(), **DRAWS)),
     "stream_tokens": lambda: (ff.stream_tokens, lambda: dict(**search(), **DRAWS)),
     "beam_search": lambda: (
-        ff.beam_search, lambda: dict(**search(), num_beams=3, length_penalty=0.5, n_best=2)),
-    "Batch": lambda: (ff.Batch, lambda: dict(src=ids(B, S), tgt=ids(B, T), pad=0)),
+        ff.beam_search, lambda: dict(**search(), num_beams=3, length_penalty=0.5, n_best=2,
+            repetition_penalty=1.5)),
+    "Batch": lambda: (ff.Batch, lambda: dict(
+        src=ids(B, S), tgt=ids(B, T), pad=0, packed=False)),
     "Batch.make_std_mask": lambda: (ff.Batch.make_std_mask, lambda: dict(tgt=ids(B, T), pad=0)),
     "Batch.to": lambda: (batch().to, lambda: dict(device="cpu", non_blocking=True)),
     "LabelSmoothing": lambda: (
@@ -432,8 +455,9 @@ LEGITIMATE = {
     ],
     "a learning rate may be as large": ["rate.factor too large", "make_optimizer.factor too large"],
     "the 64 bits of a seed are read as a signed number": ["*.dropout_seed negative"],
-    "it broadcasts": ["*.attn_mask scalar", "*att*.bias scalar", "*Attention.[fc]*.bias scalar",
-        "attention.mask scalar", "attention.mask wrong rank"],
+    "it broadcasts": ["*.attn_mask scalar", "scaled*.bias scalar", "attention_w*.bias scalar",
+        "paged*.bias scalar", "*Attention.[fc]*.bias scalar", "attention.mask scalar",
+        "attention.mask wrong rank"],
     "any leading dimensions": [f"{of} wrong rank" for of in (
         "layer_norm.input", "rms_norm.input", "feed_forward.input", "geglu.input", "swiglu.input",
         "embed.tokens", "attention.query", "attention.key", "attention.value",
@@ -450,10 +474,15 @@ LEGITIMATE = {
         "*Norm.forward.x half", "SublayerConnection.forward.x half",
         "PositionalEncoding.forward.x half"],
     "any floating dtype": ["cross_entropy.logits half"],
+    "only the sizes of x matter": [
+        f"RotaryEmbedding.forward.x {kind}" for kind in ("wrong dtype", "half", "wrong rank")],
+    "a huge theta hardly turns": [
+        "rotary_frequencies.theta too large", "RotaryEmbedding.theta too large"],
     "positions in float32": ["embed.weight half"],
     "slopes are of any floating dtype": ["*.alibi_slopes half"],
     "log-probabilities are of any floating dtype": ["LabelSmoothing.forward.x half"],
-    "a huge eps only makes the output small": ["*norm.eps too large", "*Norm.eps too large"],
+    "a huge eps only makes the output small": [
+        "*norm.eps too large", "*Norm.eps too large", "rotary_embedding.eps too large"],
     "torch adds a mask of any floats": [
         "decode_step.memory_mask half", "decode_step.memory_key_padding_mask wrong dtype"],
     "a huge temperature only flattens": ["s*.temperature too large"],
@@ -576,7 +605,7 @@ def test_modules_on_meta(name):
         arguments["mask"] = ff.Packing(**moved)
     if name == "SublayerConnection.forward":
         arguments["sublayer"] = nn.Tanh()
-    assert function(**arguments).is_meta
+    assert all(x.is_meta for x in tensors(function(**arguments)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 import fastformer as ff
+from fastformer.dispatch import backends
 
 SEED = 20170612
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -259,30 +260,45 @@ case(SDPA, "attention, everything",
       "key_lengths", "dropout_seed"))), dropout_p=0.1, is_causal=True)  # fmt: skip
 
 
-class Specialised(dict):
-    """Measurements that chose the specialised forward for every class of calls."""
+class InGluon(dict):
+    """Measurements that chose the forward for Hopper for every class of calls."""
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        return "warp-specialised 128 64" if key[0] == "attention forward" else default
+        from fastformer.kernels import tuned
+        from fastformer.kernels.attention import plan
+
+        if key[0] != "attention forward":
+            return default
+        first, *_ = tuned.gluon_options(plan.HOPPER, plan.hopper_forward_kernel)
+        return tuned.label(first)
 
 
-def specialised(**given: Any) -> Tensor:
+def by_gluon(**given: Any) -> Tensor:
+    """Output and lse; in 16 bits, of the forward for Hopper."""
     from fastformer.kernels import launch, tuned
 
-    before, tuned.source = tuned.source, lambda device: Specialised()
+    backends._load(SDPA)  # which sets the source
+    before, tuned.source = tuned.source, lambda device: InGluon()
     try:
-        output = ff.scaled_dot_product_attention(**given)
+        output = with_lse(**given)
     finally:
         tuned.source = before
-    if torch.is_grad_enabled() and output.dtype == BF16:
+    if torch.is_grad_enabled() and output.dtype == BF16 and ff.current_backend() == "triton":
         plans = [getattr(plan, "forward", None) for plan in launch.plans.values()]
         assert any(isinstance(plan, launch.TMALaunch) for plan in plans)
     return output
 
 
-case(SDPA, "attention, specialised", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
-     call=specialised, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",
+HOPPER_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, 130) > 0.2}
+case(SDPA, "attention, Gluon", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
+     call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",
      sampled=True)  # fmt: skip
+case(SDPA, "attention, Gluon, key mask",
+     qkv(2, 2, 71, 64, sk=130, dv=24, sinks=lambda: normal(2), **HOPPER_MASK), ("dense", "swapped"),
+     call=by_gluon)  # fmt: skip
+case(SDPA, "attention, Gluon, lengths and dropout",
+     qkv(2, 2, 71, 128, sk=130, key_lengths=lambda: torch.tensor([33, 77])), ("dense", "swapped"),
+     call=by_gluon, **DROPOUT)  # fmt: skip
 OFFSETS = torch.tensor([0, 17, 17, S], dtype=torch.int32)
 
 
@@ -312,6 +328,9 @@ case("packed_attention", "packed", tokens(), ("dense", "shifted", "only cu_seqle
      call=packed, is_causal=True, sampled=True, **DROPOUT)  # fmt: skip
 case("packed_attention", "packed, window", tokens(), ("padded", "strided"), call=packed,
      window=(9, 0), causal_alignment="bottom_right")  # fmt: skip
+case("packed_attention", "packed, terms", lambda: {**tokens()(), "bias": normal(S)},
+     ("dense", "only bias"), call=packed, softcap=9.0, is_causal=True,
+     alibi_slopes=torch.tensor([0.3, 0.1]))  # fmt: skip
 case("packed_attention", "unpad, packed, pad", lambda: {"x": normal(2, 40, 2, 64)}, call=unpadded)
 case("paged_attention", "paged", lambda: {
     "query": normal(2, 4, 3, 64), **{n: normal(6, 32, 2, 64) for n in ("key", "value")},
@@ -397,6 +416,11 @@ for op in ("geglu", "swiglu"):
          call=gate(getattr(ff, op)), sampled=True, **DROPOUT)  # fmt: skip
 
 
+case("gated_activation", "gated_activation",
+     lambda: {"gate": normal(70, 144), "value": normal(70, 144)},
+     activation="gelu", sampled=True)  # fmt: skip
+
+
 def vocabulary(dtype: torch.dtype = torch.int64) -> Callable[[], Tensors]:
     return lambda: {
         "tokens": torch.randint(0, 50, (2, 35)).to(dtype), "weight": normal(50, 64),
@@ -441,6 +465,25 @@ for v, dtype in ((64, BF16), (5000, BF16), (33, FP32)):
         case("linear_cross_entropy", f"linear_cross_entropy, {v}, {reduction}",
              classes(v, dtype, 32), reduction=reduction, sampled=chosen, **LOSS)  # fmt: skip
 case("cross_entropy", "cross_entropy, kl", classes(64, BF16), smoothing="kl", **LOSS)
+
+
+def turned(**given: Any) -> Tensor:
+    return torch.cat(ff.rotary_embedding(**given), 1)
+
+
+def tables(length: int, width: int) -> Callable[[], Tensors]:
+    return lambda: dict(zip(("cos", "sin"), ff.rotary_frequencies(width, length)))
+
+
+for norm in (False, True):
+    norms = ("query_norm", "key_norm") if norm else ()
+    case("rotary_embedding", f"rotary_embedding{', norms' * norm}", lambda norms=norms: {
+        "query": normal(2, 4, 40, 64), "key": normal(2, 2, 40, 64),
+        **{n: normal(64) for n in norms}}, ("dense", "shifted", "padded", "swapped", "strided"),
+         call=turned, fixed=tables(40, 64), sampled=norm)  # fmt: skip
+case("rotary_embedding", "rotary_embedding, packed, part",
+     lambda: {"query": normal(70, 4, 64), "key": normal(70, 2, 64)}, DENSE, call=turned,
+     fixed=tables(70, 16), interleaved=True)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ model
 

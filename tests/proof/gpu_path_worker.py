@@ -118,6 +118,18 @@ class Launches:
         self.stream = 0  # what the launches are to go to
         self.failing = False  # whether launches are to fail
         self.kernels: dict[int, str] = {}  # by function: the hash of what was compiled
+        self.allocated: Any = None  # the last scratch memory, its size and its stream
+        set_allocator = triton.set_allocator
+
+        def watched(allocate: Callable[..., Tensor]) -> None:
+            def allocated(size: int, alignment: int, stream: int) -> Tensor:
+                assert alignment <= 512, "torch aligns memory of a GPU to 512 bytes"
+                self.allocated = allocate(size, alignment, stream), size, stream
+                return self.allocated[0]
+
+            set_allocator(allocated)
+
+        triton.set_allocator = watched
 
     def load(self, module: int, function: int, name: str, files: Any, hash: str) -> None:
         self.kernels[function] = hash
@@ -176,7 +188,24 @@ class Launches:
         scratch = [any(pointer) for pointer in rest]
         expected = [metadata.global_scratch_size > 0, False]
         check(scratch == expected, f"scratch memory is given: {scratch}, expected {expected}")
+        if any(scratch):
+            self.check_scratch(launch, int.from_bytes(rest[0], "little"), check)
         return values
+
+    def check_scratch(self, launch: stand_in.Launch, address: int, check: Any) -> None:
+        """The memory where the programs make their descriptors is there until the launch, has room
+        for all, and is a stream's own.
+        """
+        given, size, stream = self.allocated
+        programs = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        needed = programs * launch.metadata.global_scratch_size
+        check(address == given.data_ptr(), "scratch memory that nobody has allocated")
+        check(
+            size == needed == given.nbytes,
+            f"{given.nbytes} bytes of scratch memory, {needed} needed",
+        )
+        check(stream == launch.stream, f"scratch memory of stream {stream}")
+        self.allocated = None
 
     def run(self, launch: stand_in.Launch, values: dict[tuple[int, ...], Any]) -> None:
         """Has it computed, from the values that the driver got."""

@@ -147,7 +147,7 @@ def test_the_readme_says_what_is_measured_and_what_is_not(benchmarks, results, t
     source.write_text(json.dumps({"rows": results.rows}))
     report.main([str(source), "--readme", str(readme)])
     assert "Speed on a GPU is **not measured** yet" in readme.read_text()
-    assert "| attention" not in readme.read_text()
+    assert "| attention causal" not in readme.read_text()
     with pytest.raises(ValueError, match="has no block"):
         report.with_figures("no marks", "block")
 
@@ -156,6 +156,45 @@ def test_the_readme_is_up_to_date(benchmarks):
     text = (ROOT / "README.md").read_text()
     results = benchmarks.report.load(*sorted(benchmarks.report.RESULTS.glob("gpu*.json")))
     assert benchmarks.report.with_figures(text, benchmarks.report.readme_block(results)) == text
+
+
+def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):
+    """The peer's time over ours; of the processor, and after a look whether both agree."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import cpu
+
+    now = [0.0]
+    monkeypatch.setattr(cpu.time, "process_time", lambda: now[0])
+
+    def call(seconds, result):
+        def run():
+            now[0] += seconds
+            return torch.tensor(result)
+
+        return run
+
+    made = cpu.Case("a", "b", lambda: (call(1e-3, 1.0), call(2e-3, 1.0)))
+    other = cpu.Case("c", "d", lambda: (call(4e-3, 1.0), call(3e-3, 2.0)), agree=False)
+    row = cpu.measure(made, 5)
+    assert row["ratio"] == 2.0 and row["us"] == 1000.0 and row["peer_us"] == 2000.0
+    with pytest.raises(AssertionError, match="not close"):
+        cpu.measure(other._replace(agree=True), 1)
+    monkeypatch.setattr(cpu, "CASES", [made, other])
+    (cpu.ROOT / ".cache").mkdir(exist_ok=True)
+    monkeypatch.setattr(cpu, "RESULT", cpu.ROOT / ".cache" / f"{tmp_path.name}.json")
+    try:
+        cpu.main(["-r", "3", "--write"])
+        data = cpu.load()
+    finally:
+        cpu.RESULT.unlink(missing_ok=True)
+    assert list(cpu.lines(data))[2:] == [
+        "| a | b | 1 ms | 2 ms | 2.00 (2.00 to 2.00) |",
+        "| c | d | 4 ms | 3 ms | 0.75 (0.75 to 0.75) |",
+    ]
+    assert len(cpu.draw(data).axes[0].patches) == 2
+    with pytest.raises(SystemExit):
+        cpu.main(["no such case"])
+    assert "no case has this word" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- gpu
@@ -567,7 +606,7 @@ def test_the_parts_for_a_gpu_are_in_order(benchmarks):
     assert [[part.name for part in parts] for parts in groups.values()] == [
         ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "decode", "loss",
          "norms", "model"],
-        ["tune"],
+        ["gluon", "tune"],
         ["kernel-tests"],
         ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",
          "more-flex", "more-decode", "flex-decode", "generation", "compiled-model", "embedding"],

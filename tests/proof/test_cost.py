@@ -287,6 +287,20 @@ def test_the_backward_of_a_norm_keeps_the_memory_busy(op):
     assert entry.part == "loop" and entry.in_flight > 26
 
 
+@pytest.mark.parametrize("form", ["", " norm", " interleaved", " partial, norm"])
+def test_rotary_positions_are_one_read_and_one_write(form):
+    """Of the query and the key forward, and of their gradients backward, where a norm reads the
+    query and the key once more; and the memory is the busiest unit.
+    """
+    found = KNOWN[f"sm_90 rotary_embedding bf16 D=128{form}"]
+    assert len(found) == 4  # the loops over the heads of query and key, forward and backward
+    for e in found:
+        passes = 3 if e.kernel == "backward" and "norm" in form else 2
+        clocks = 128 * 2 * passes / cost.CHIPS["sm_90"].bandwidth
+        assert abs(e.memory - clocks) < 0.01 * clocks and e.bound == "memory, 1.00"
+        assert e.in_flight > 26
+
+
 @pytest.mark.parametrize("kind", ["one query, lengths", "pages of 16"])
 def test_few_queries_keep_the_memory_busy(compiled, kind):
     """Two programs for each multiprocessor at batch 1 and 4096 keys, and the loads of both."""
@@ -344,24 +358,67 @@ def test_the_bounds_of_a_mask_pay(dropout):
     assert taken <= 0.1 * saved * 64 * 8
 
 
-# Issue slots of the forward for Hopper in whole tiles, at most, for D = 64 and 128.
+# Issue slots of the forward for Hopper in whole tiles, at most: by call for D = 64 and 128, and of
+# other rows. Inside of the bounds of a mask, no tile reads it.
 OF_HOPPER = {
     "plain": (430, 470),
     "causal": (430, 470),
-    "key mask": (520, 561),
+    "packed, causal": (430, 470),
+    "window, bottom-right, lengths": (430, 470),
+    "key mask": (432, 470),
     "plain, dropout": (910, 960),
     "causal, dropout": (910, 961),
+    "key mask, dropout": (910, 970),
+    "softcap, causal": (940, 985),
+    "key bias": (500, 540),
+}
+OF_ROWS = {
+    "D=64 2-D bias, Gluon": 685,
+    "D=128 2-D bias, dropout, Gluon": 1210,
+    "D=64 alibi, causal, Gluon": 690,
+    "D=64 2-D mask, dropout, Gluon": 915,
+    "D=128 2-D mask, Gluon": 470,
+    "D=256 plain, Gluon 128 64": 820,
+    "D=256 causal, dropout, Gluon 128 64": 1335,
+    "D=256 key mask, Gluon 128 64": 945,
+    "D=128 plain, Gluon 128 128, no turns": 465,
+    "D=128 causal, Gluon 128 128, packed": 470,
+    "D=128 2-D mask, causal, lengths, Gluon 128 128, packed": 470,
+    "D=64 causal, Gluon 192 128, packed": 432,
+}
+OF_ROWS |= {
+    f"D={d} {kind}, Gluon": n for kind, most in OF_HOPPER.items() for d, n in zip((64, 128), most)
 }
 
 
-@pytest.mark.parametrize("kind", list(OF_HOPPER))
-def test_the_forward_for_hopper_computes_exponentials_beside_products(kind):
-    for d, most in zip((64, 128), OF_HOPPER[kind]):
-        known = KNOWN[f"sm_90 attention bf16 D={d} {kind}, Gluon"]
-        found = {e.part: e for e in known if e.kernel == "hopper_forward"}
-        assert found.keys() == {"full", "edge"}
-        assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in found.values())
-        assert found["full"].issue <= most and found["full"].outstanding == 1
+@pytest.mark.parametrize("case", list(OF_ROWS))
+def test_the_forward_for_hopper_computes_exponentials_beside_products(case):
+    found = {
+        e.part: e for e in KNOWN[f"sm_90 attention bf16 {case}"] if e.kernel == "hopper_forward"
+    }
+    assert found.keys() == {"full", "edge"}
+    assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in found.values())
+    assert found["full"].issue <= OF_ROWS[case] and found["full"].outstanding == 1
+
+
+# The same of its backward: dQ, and dK and dV.
+OF_HOPPER_BACKWARD = {
+    "plain": ((370, 410), (510, 590)),
+    "causal": ((370, 410), (510, 590)),
+    "key mask": ((450, 490), (510, 590)),
+    "plain, dropout": ((930, 1070), (1160, 1290)),
+    "causal, dropout": ((930, 1100), (1160, 1420)),
+}
+
+
+@pytest.mark.parametrize("kind", list(OF_HOPPER_BACKWARD))
+def test_the_backward_for_hopper_computes_exponentials_beside_products(kind):
+    for kernel, bounds in zip(("hopper_dq", "hopper_dkdv"), OF_HOPPER_BACKWARD[kind]):
+        for d, most in zip((64, 128), bounds):
+            known = KNOWN[f"sm_90 attention bf16 D={d} {kind}, Gluon backward"]
+            found = {e.part: e for e in known if e.kernel == kernel}
+            assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in found.values())
+            assert found.get("full", found.get("loop")).issue <= most
 
 
 def test_no_loop_of_the_data_misuses_registers():
@@ -402,7 +459,48 @@ def test_the_ledger_of_peers():
     table = cases.Table.read(cost.PEERS)
     assert table.triton == cases.Table.read().triton
     found = cost.read(table)
-    assert {re.match(r"sm_90 (\w+) ", name)[1] for name in found} == {"FlexAttention", "Liger"}
+    packages = {re.match(r"sm_90 (\S+) ", name)[1] for name in found}
+    assert packages == {"FlashAttention-4", "FlexAttention", "Liger"}
     kernels = {entry.kernel for entries in found.values() for entry in entries}
     halves = {"flex_backwards, dkdv", "flex_backwards, dq"}
     assert halves | {"flex_attention", "liger_cross_entropy"} <= kernels
+    assert {"forward", "backward", "backward_deterministic"} <= kernels
+
+
+def test_the_loops_of_flash_attention():
+    """Products of a tile are 2 in the forward and 5 in the backward; 128 exponentials a thread are
+    528 clocks with those of the maxima. So the tiles and the warps that were assumed are right.
+    """
+    known = cost.read(cases.Table.read(cost.PEERS))
+    flash = {n: found for n, found in known.items() if "FlashAttention-4" in n}
+    assert len(flash) == 4
+    for name, found in flash.items():
+        d = 128 if "D=128" in name else 64
+        for entry in found:
+            products = 2 if entry.kernel == "forward" else 5
+            assert entry.tensor == products * d * 128 * 64 / 2048, (name, entry)
+            assert entry.special == (528 if entry.kernel == "forward" else 512), (name, entry)
+            assert entry.hazards == 0 and entry.blocks == 1
+
+
+def test_the_table_of_loops_is_that_of_the_data():
+    """Else `python -m benchmarks.proof.cost --docs`."""
+    page = cost.PAGE.read_text()
+    assert cost.with_table(page) == page
+
+
+def test_the_table_of_loops_adds_up():
+    """The kernels of a backward are added, and a kernel's one loop is both tiles."""
+    table = cases.Table.read(cost.PEERS)
+    own, peers = cost.read(cases.Table.read()), cost.read(table)
+    lines = cost.beside(own, peers).splitlines()[2:]
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines}
+    assert len(lines) == len(cells) == len(cost.BESIDE)
+    whole, edge, *_ = cells["backward"]
+    for cell, part in ((whole, "full"), (edge, "edge")):
+        for n, d in zip(cell.split(" / "), (64, 128)):
+            case = own[f"sm_90 attention bf16 D={d} causal"]
+            issued = {e.kernel: e.issue for e in case if e.part == part}
+            assert int(n) == round(issued["backward_dkdv"] + issued["backward_dq"])
+    assert cells["the same, deterministic"][0] == cells["the same, deterministic"][1]
+    assert cells["forward in Gluon"][2] == "100% / 100%"

@@ -84,6 +84,7 @@ for parts in groups.values():
         silence = 60.0 if part.name == "kernel-tests" else 600.0
         less = {
             "copy-task": ["--steps", "2"],
+            "gluon": ["--only", "^scaled.* bfloat16 .*Sq=4096 .* Dv=64 causal .*forward$"],
             "tune": ["--only", "^layer_norm bfloat16 M=4096 N=512 .*forward$"],
         }
         parts[i] = replace(
@@ -173,7 +174,9 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     )
     assert done.returncode == 1, done.stderr  # as tests have failed
     out = tmp_path / "second"
-    files = {"results.json", "report.md", "run.zip"} | ({"tuning.json"} if everything else set())
+    files = {"results.json", "report.md", "run.zip"} | (
+        {"gluon.json", "tuning.json"} if everything else set()
+    )
     assert {path.name for path in out.iterdir()} == files
     data = json.loads((out / "results.json").read_text())
     assert data["failed"].pop(HANGS) == "did not finish"
@@ -227,7 +230,10 @@ def test_the_part_that_tunes(environment, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert statuses(data) == {"tune": "done"}
+    assert statuses(data) == {"gluon": "done", "tune": "done"}
+    (machine,) = json.loads((tmp_path / "out" / "gluon.json").read_text())["machines"]
+    ((_, found),) = machine["classes"]["attention forward"].items()
+    assert len(found["us"]) > 1 and any("Gluon" in name for name in found["us"])
     (machine,) = json.loads((tmp_path / "out" / "tuning.json").read_text())["machines"]
     assert machine["gpu"] == device.STAND_IN
     ((name, found),) = machine["classes"]["layer_norm forward"].items()

@@ -287,6 +287,24 @@ def test_rate_names_a_bad_number(arguments, message):
         rate(*arguments)
 
 
+def test_make_optimizer_takes_the_fused_form_where_it_can():
+    weights = [nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2)]
+    fused, _ = make_optimizer([dict(params=[weights[0]], weight_decay=0.1)], 16, warmup=2)
+    plain = torch.optim.Adam([weights[1]], 1.0, (0.9, 0.98), 1e-9, weight_decay=0.1, fused=False)
+    plain.param_groups[0]["lr"] = fused.param_groups[0]["lr"]
+    assert fused.defaults["fused"] and fused.param_groups[0]["fused"]
+    for n in range(1, 4):
+        for weight, optimizer in zip(weights, (fused, plain)):
+            weight.grad = torch.linspace(-2, 3, 7) * n
+            optimizer.step()
+    torch.testing.assert_close(*weights)
+    for other in (
+        nn.Parameter(torch.zeros(1, device="meta")),
+        nn.Parameter(torch.ones(1).cfloat()),
+    ):
+        assert not make_optimizer([weights[0], other], 16)[0].defaults["fused"]
+
+
 def test_make_optimizer_names_a_bad_number():
     with pytest.raises(ValueError, match="warmup is 0"):
         make_optimizer([nn.Parameter(torch.zeros(1))], 16, 1.0, 0)

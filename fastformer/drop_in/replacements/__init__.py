@@ -1,4 +1,5 @@
-"""The forwards that `accelerate` gives to the modules of torch and of the Annotated Transformer.
+"""The forwards that `accelerate` gives to the modules of torch, of the Annotated Transformer and of
+Hugging Face.
 
 `accelerate` replaces a module by changing its class: the new class derives from the original one
 and from a class of this package, a kind, which overrides `forward` with the original signature and
@@ -10,8 +11,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastformer.drop_in.replacements import annotated, attention, layers, norms, stacks
-from fastformer.drop_in.replacements.base import Accelerated
+from fastformer.drop_in.replacements import (
+    annotated,
+    attention,
+    hugging_face,
+    layers,
+    norms,
+    stacks,
+)
+from fastformer.drop_in.replacements.base import Accelerated, Recognized
 
 KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.MultiheadAttention: attention.FusedMultiheadAttention,
@@ -23,8 +31,11 @@ KINDS: dict[type[nn.Module], type[Accelerated]] = {
     nn.LayerNorm: norms.FusedLayerNorm,
     nn.RMSNorm: norms.FusedRMSNorm,
 }  # by the class that a kind replaces, with its subclasses
-ANNOTATED: tuple[type[annotated.AnnotatedModule], ...] = (
+RECOGNIZED: tuple[type[Recognized], ...] = (
     annotated.FusedAnnotatedAttention,
     annotated.FusedAnnotatedNorm,
     annotated.FusedAnnotatedFeedForward,
-)
+    hugging_face.FusedRootMeanSquareNorm,
+    hugging_face.FusedCenteredRootMeanSquareNorm,
+    hugging_face.FusedGatedFeedForward,
+)  # by their structure, and a trial run

@@ -10,38 +10,24 @@ Source: Huang et al. 2018, "The Annotated Transformer" (harvardnlp).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.description import MAX_HEAD_DIM
-from fastformer.drop_in.replacements.base import Accelerated, ops_of, unsupported_tensor
+from fastformer.drop_in.replacements.base import Recognized, has_only, ops_of, unsupported_tensor
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.stream import is_unmodified
 from fastformer.ops import functional
 
 
-class AnnotatedModule(Accelerated):
-    """A kind that recognizes the classes it replaces by their attributes, not by their name."""
-
-    _arguments: ClassVar[tuple[str, ...]]  # the parameter names of its forward
-
-    @staticmethod
-    def _matches(module: nn.Module) -> bool:
-        """Return whether a module has the submodules and parameters of this kind, and no others."""
-        raise NotImplementedError
-
-    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
-        """Yield the arguments of each trial run; random(*shape) returns a random tensor."""
-        raise NotImplementedError
-
-
-class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
+class FusedAnnotatedAttention(Recognized, MultiHeadedAttention):
     _arguments = ("query", "key", "value", "mask")
     keep_attention = False
+    sinks = None
     attn = None  # for an original class that does not set it
+    query_norm = key_norm = None
 
     @property
     def kv_heads(self) -> int:  # type: ignore[override]
@@ -58,7 +44,7 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
         if reason is None and mask is not None and mask.dim() != 3:
             reason = f"the mask has {mask.dim()} dimensions, not three"
         if reason is not None:
-            return self._original_forward(reason, query, key, value, mask)
+            return self._run_original(reason, query, key, value, mask)
         if mask is not None and mask.is_floating_point():
             mask = mask != 0  # the original masks out exactly the zeros
         with ops_of(self):
@@ -71,7 +57,7 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
             return False
         if not (isinstance(h, int) and isinstance(d_k, int)):
             return False
-        if not _has_only(module, "linears", "dropout"):
+        if not has_only(module, "linears", "dropout"):
             return False
         sizes = {(x.in_features, x.out_features) for x in linears if isinstance(x, nn.Linear)}
         dropout = getattr(module, "dropout", None)
@@ -87,7 +73,7 @@ class FusedAnnotatedAttention(AnnotatedModule, MultiHeadedAttention):
         yield query, query, query, causal
 
 
-class FusedAnnotatedNorm(AnnotatedModule):
+class FusedAnnotatedNorm(Recognized):
     _arguments = ("x",)
     a_2: nn.Parameter
     b_2: nn.Parameter
@@ -98,7 +84,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
         if x.dtype != self.a_2.dtype:  # the original returns the promoted dtype
             reason = f"the input is {x.dtype}, the weight {self.a_2.dtype}"
         if reason is not None:
-            return self._original_forward(reason, x)
+            return self._run_original(reason, x)
         with ops_of(self):
             shape = self.a_2.shape
             return functional.layer_norm(x, shape, self.a_2, self.b_2, self.eps, unbiased=True)
@@ -108,7 +94,7 @@ class FusedAnnotatedNorm(AnnotatedModule):
         a, b, eps = (getattr(module, name, None) for name in ("a_2", "b_2", "eps"))
         if not (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
             return False
-        if not _has_only(module, "a_2", "b_2"):
+        if not has_only(module, "a_2", "b_2"):
             return False
         return a.dim() == 1 and a.shape == b.shape and len(a) > 1 and isinstance(eps, float)
 
@@ -118,14 +104,14 @@ class FusedAnnotatedNorm(AnnotatedModule):
         yield (x,)
 
 
-class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
+class FusedAnnotatedFeedForward(Recognized, PositionwiseFeedForward):
     _arguments = ("x",)
     activation = "relu"  # for an original class that does not set it
 
     def forward(self, x: Tensor) -> Tensor:
         reason = unsupported_tensor(x)
         if reason is not None:
-            return self._original_forward(reason, x)
+            return self._run_original(reason, x)
         with ops_of(self):
             return PositionwiseFeedForward.forward(self, x)
 
@@ -134,14 +120,9 @@ class FusedAnnotatedFeedForward(AnnotatedModule, PositionwiseFeedForward):
         w_1, w_2, dropout = (getattr(module, name, None) for name in ("w_1", "w_2", "dropout"))
         if not (isinstance(w_1, nn.Linear) and isinstance(w_2, nn.Linear)):
             return False
-        if not _has_only(module, "w_1", "w_2", "dropout"):
+        if not has_only(module, "w_1", "w_2", "dropout"):
             return False
         return isinstance(dropout, nn.Dropout) and w_1.out_features == w_2.in_features
 
     def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
         yield (random(2, 3, self.w_1.in_features),)
-
-
-def _has_only(module: nn.Module, *names: str) -> bool:
-    """Return whether the parameters, buffers and submodules of the module are exactly `names`."""
-    return {*module._parameters, *module._buffers, *module._modules} == set(names)

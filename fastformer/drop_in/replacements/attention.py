@@ -53,12 +53,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         reason = reason or self._unsupported_reason()
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if reason is not None:
-            return self._original_forward(reason, query, key, value, *options)
+            return self._run_original(reason, query, key, value, *options)
         try:
             self._require_inputs(query, key, value)
             visibility = self._visibility(query, key, attn_mask, key_padding_mask, is_causal)
         except (TypeError, ValueError) as refusal:
-            return self._original_forward_or(refusal, query, key, value, *options)
+            return self._run_original_or(refusal, query, key, value, *options)
         with ops_of(self):
             if not need_weights:
                 return self._attend(query, key, value, visibility), None

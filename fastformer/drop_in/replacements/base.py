@@ -5,8 +5,10 @@ Functions named `unsupported_..` return why the ops cannot run a call, or None i
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -29,18 +31,18 @@ class Accelerated(nn.Module):
     _internal: ClassVar[tuple[str, ...]] = ("forward",)  # the original's methods that are bypassed
     _fallbacks: Counter[str]  # set on the instance at its first fallback
 
-    def _original_forward(self, reason: str, *args: Any) -> Any:
+    def _run_original(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Count a fallback with this reason, and call the forward of the original class."""
         record_fallback(self, type(self).__name__, reason)
-        return self._original.forward(self, *args)
+        return self._original.forward(self, *args, **kwargs)
 
-    def _original_forward_or(self, refusal: Exception, *args: Any) -> Any:
+    def _run_original_or(self, refusal: Exception, *args: Any) -> Any:
         """Call the original forward with arguments that the replacement rejected by `refusal`. If
         the original raises too, raise `refusal`, whose message names the argument.
         """
         name = str(refusal).split(" ", 1)[0]
         try:
-            return self._original_forward(f"{name}: torch takes what the op does not", *args)
+            return self._run_original(f"{name}: torch takes what the op does not", *args)
         except Exception:
             raise refusal from None
 
@@ -50,6 +52,45 @@ class Accelerated(nn.Module):
         if not isinstance(made, tuple) or made[1] != (type(self),):
             return made
         return _new_instance, (self._kind, self._original), *made[2:]
+
+
+class AnySignature(Accelerated):
+    """A kind that replaces classes whose forwards have different signatures, and keeps these."""
+
+    @classmethod
+    def _forward_for(cls, original: type[nn.Module]) -> Callable[..., Any]:
+        """Return the forward of the class that replaces `original`."""
+
+        @functools.wraps(original.forward)  # which `inspect.signature` and tools like Trainer read
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return cls.forward(self, *args, **kwargs)
+
+        return forward
+
+
+class Recognized(Accelerated):
+    """A kind that recognizes the classes it replaces by their attributes, not by their name."""
+
+    _arguments: ClassVar[tuple[str, ...]] = ()  # of its forward, by name; empty: one, of any name
+    _tolerance: ClassVar[float] = 1e-7  # relative and absolute, of the trial runs in float64
+
+    @staticmethod
+    def _matches(module: nn.Module) -> bool:
+        """Return whether a module has the submodules and parameters of this kind, and no others."""
+        raise NotImplementedError
+
+    def _probes(self, random: Callable[..., Tensor]) -> Iterator[tuple[Tensor | None, ...]]:
+        """Yield the arguments of each trial run; random(*shape) returns a random tensor."""
+        raise NotImplementedError
+
+    def _trial_parts(self) -> dict[str, nn.Module]:
+        """Return small submodules that stand for the module's own in the trial runs, by name."""
+        return {}
+
+
+def has_only(module: nn.Module, *names: str) -> bool:
+    """Return whether the parameters, buffers and submodules of the module are exactly `names`."""
+    return {*module._parameters, *module._buffers, *module._modules} == set(names)
 
 
 _classes: dict[tuple[type[Accelerated], type[nn.Module]], type[Accelerated]] = {}
@@ -63,6 +104,8 @@ def class_for(kind: type[Accelerated], original: type[nn.Module]) -> type[Accele
     names: dict[str, Any] = dict(_kind=kind, _original=original, __module__=original.__module__)
     if hasattr(kind, "after_sum"):  # the residual stream looks it up in vars(type(norm))
         names["after_sum"] = kind.after_sum
+    if issubclass(kind, AnySignature):
+        names["forward"] = kind._forward_for(original)
     made = type(original.__name__, (kind, original), names)
     return _classes.setdefault((kind, original), made)
 

@@ -56,11 +56,11 @@ class OnStream(Accelerated):
         """
         reason = unsupported_tensor(*tensors) or self._unsupported_reason()
         if reason is not None:
-            return self._original_forward(reason, *tensors, *hints)
+            return self._run_original(reason, *tensors, *hints)
         try:
             context = read_masks()
         except (TypeError, ValueError) as refusal:
-            return self._original_forward_or(refusal, *tensors, *hints)
+            return self._run_original_or(refusal, *tensors, *hints)
         assert tensors[0] is not None
         stream = ResidualStream(tensors[0])
         self._through(stream, *context)

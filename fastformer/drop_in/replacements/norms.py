@@ -15,7 +15,7 @@ class FusedLayerNorm(Accelerated, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         reason = _unsupported_norm(input, self.weight, self.bias, self.eps)
         if reason is not None:
-            return self._original_forward(reason, input)
+            return self._run_original(reason, input)
         with ops_of(self):
             return functional.layer_norm(
                 _autocast_input(input), self.normalized_shape, self.weight, self.bias, self.eps
@@ -37,7 +37,7 @@ class FusedRMSNorm(Accelerated, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         reason = _unsupported_norm(x, self.weight, None, self.eps)
         if reason is not None:
-            return self._original_forward(reason, x)
+            return self._run_original(reason, x)
         with ops_of(self):
             shape = self.normalized_shape
             return functional.rms_norm(_autocast_input(x), shape, self.weight, self.eps)

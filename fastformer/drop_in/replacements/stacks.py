@@ -125,14 +125,14 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
         hidden = self._padding_to_zero(src, padding)
         if reason is not None:
-            out = self._original_forward(reason, src, mask, padding, is_causal)
+            out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
         first, names = self._layers()[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
             seen = encoder_visibility(first, src, (mask, padding), causal, names)
         except (TypeError, ValueError) as refusal:
-            return self._original_forward_or(refusal, src, mask, padding, is_causal)
+            return self._run_original_or(refusal, src, mask, padding, is_causal)
         if hidden is None and padding is not None:
             masked = padding if padding.dtype == torch.bool else padding != 0
             if _unseen or self._converts_to_nested(src, mask, masked):

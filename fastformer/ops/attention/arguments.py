@@ -172,6 +172,19 @@ def _require_bias(name: str, bias: Tensor, query: Tensor) -> None:
         )
 
 
+def checked_key_bias(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return the bias [Tk] of the keys of a packed batch, in float32 or the dtype of query."""
+    if bias is None:
+        return None
+    _require_bias("bias", bias, query)
+    if bias.shape != key.shape[:1]:
+        raise ValueError(f"bias has shape {shape_of(bias)}; expected [Tk] = [{key.shape[0]}]")
+    require_device("bias", bias, "query", query)
+    if bias.dtype not in (torch.float32, query.dtype):  # under autocast
+        bias = bias.to(query.dtype)
+    return bias
+
+
 def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool) -> Tensor:
     if x.device != query.device:
         require_device(name, x, "query", query)
@@ -278,13 +291,14 @@ def checked_window(window: Sequence[int | None] | None) -> tuple[int, int] | Non
     return None if left == right == -1 else (left, right)
 
 
-def checked_slopes(alibi_slopes: Tensor | None, query: Tensor) -> Tensor | None:
+def checked_slopes(alibi_slopes: Tensor | None, query: Tensor, batch: int) -> Tensor | None:
+    """Return the slopes of the heads of query [.., H, S, D] in a batch of `batch` sequences."""
     if alibi_slopes is None:
         return None
     require_tensor("alibi_slopes", alibi_slopes)
     if not alibi_slopes.is_floating_point():
         raise TypeError(f"alibi_slopes has dtype {alibi_slopes.dtype}; expected a floating dtype")
-    batch, heads = query.shape[:2]
+    heads = query.shape[1]
     if alibi_slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes has shape {shape_of(alibi_slopes)}; "

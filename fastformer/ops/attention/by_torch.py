@@ -29,6 +29,98 @@ def torch_computes(query: Tensor, value: Tensor, attention: Attention, others: l
     return query.numel() > 0 and value.numel() > 0
 
 
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def usual_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    key_lengths: Tensor | None,
+) -> Tensor | None:
+    """Compute a usual call by torch's own op: tensors [B, H, S, D] of one dtype on a CPU, with the
+    default scale, causality from the top left, a mask, a bias or one length of all rows, and no
+    other option.
+
+    Return None if the call may be another one, or wrong: this looks at little, so that a small call
+    is fast. `by_torch` computes the same.
+    """
+    if not _are_alike(query, key, value):
+        return None
+    try:
+        return _usual_call(query, key, value, mask, is_causal, key_lengths)
+    except (RuntimeError, ValueError, IndexError):  # no such shapes, or no dense tensors
+        return None
+
+
+def _usual_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    key_lengths: Tensor | None,
+) -> Tensor | None:
+    sizes, (batch, heads, columns, dim) = query.shape, key.shape
+    rows = sizes[2]
+    if sizes != (batch, heads, rows, dim) or value.shape[:3] != (batch, heads, columns):
+        return None
+    if key_lengths is not None:
+        length = _one_length(key_lengths, batch, columns)
+        if length is None or mask is not None:
+            return None
+        if length < columns:
+            columns, key, value = length, key[:, :, :length], value[:, :, :length]
+    if 0 in sizes or not columns or not value.shape[3]:
+        return None
+    if mask is None:
+        if columns < 16 or (is_causal and rows < 16):
+            return None
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
+    if is_causal or not _fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
+        return None
+    if mask.dtype is torch.bool:
+        return _masked_attention(query, key, value, mask)
+    return _biased_attention(query, key, value, mask) if mask.dtype is query.dtype else None
+
+
+def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether these are tensors of one dtype on a CPU, which torch's op computes."""
+    return (
+        type(query) is type(key) is type(value) is Tensor
+        and query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype in _DTYPES
+        and forward_ad._current_level < 0
+    )
+
+
+def _fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
+    """Return whether a mask is [Sq, Sk], or of four dimensions that broadcast to the scores."""
+    if not (type(mask) is Tensor and mask.is_cpu) or _is_wrapped(mask):
+        return False
+    shape = mask.shape
+    if shape == scores[2:]:
+        return True
+    return len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, scores))
+
+
+def _one_length(key_lengths: Tensor, batch: int, columns: int) -> int | None:
+    """Return the length of all rows, or None if they differ, or if something is wrong."""
+    if not (type(key_lengths) is Tensor and key_lengths.is_cpu) or _is_wrapped(key_lengths):
+        return None
+    if key_lengths.dtype not in (torch.int32, torch.int64) or key_lengths.shape != (batch,):
+        return None
+    known = key_lengths.tolist()
+    length = known[0]
+    return length if 0 < length <= columns and known.count(length) == batch else None
+
+
 def by_torch(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, others: list[str]
 ) -> Tensor | None:
@@ -46,6 +138,10 @@ def by_torch(
         return None
     mask, bias = attention.attn_mask, attention.bias
     if mask is not None:
+        return _masked_attention(query, key, value, mask, scale)
+    if attention.key_lengths is not None and attention.shard is None:
+        lengths = attention.key_lengths.view(-1, 1, 1, 1)
+        mask = torch.arange(key.shape[2], device=key.device) < lengths
         return _masked_attention(query, key, value, mask, scale)
     return None if bias is None else _biased_attention(query, key, value, bias, scale)
 
@@ -100,7 +196,7 @@ def _holds_nan(x: Tensor) -> bool:
 
 
 def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor | None:
     """Call torch's op with a mask, boolean or of -inf; return None if the result holds NaN.
 
@@ -116,7 +212,7 @@ def _masked_attention(
 
 
 def _biased_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float | None = None
 ) -> Tensor | None:
     """Call torch's op with a bias. Return None if the bias masks out all keys of a query, or if the
     gradient of torch's op would lose too many digits.

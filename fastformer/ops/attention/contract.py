@@ -27,6 +27,7 @@ from fastformer.ops.attention import reference
 from fastformer.ops.attention.arguments import (
     ALIGNMENTS,
     Scores,
+    checked_key_bias,
     checked_packed_shard,
     checked_shard,
     checked_sinks,
@@ -44,6 +45,7 @@ from fastformer.ops.attention.arguments import (
     require_pages,
     require_table,
 )
+from fastformer.ops.attention.by_torch import usual_call
 
 
 def scaled_dot_product_attention(
@@ -71,7 +73,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: [B, H, Sq, D], float32, float16, bfloat16 or float64. Any strides. The kernels take
-            D and Dv up to 256; beyond, the reference computes the call.
+            D and Dv up to 256, or 512 in 16 bits on compute capability 8.0 and 9.0; beyond, the
+            reference computes the call.
         key: [B, G, Sk, D], of the same dtype. G is H; with `enable_gqa`, H is a multiple of G, and
             query head h reads key-value head h // (H / G).
         value: [B, G, Sk, Dv]. All three may be given without heads, as [B, S, D].
@@ -154,6 +157,20 @@ def scaled_dot_product_attention(
     architecture, after Xiao et al. 2023, "Efficient Streaming Language Models with Attention
     Sinks".
     """
+    if (
+        scale is bias is window is alibi_slopes is softcap is sinks is None
+        and dropout_seed is shard is None
+        and type(dropout_p) is float
+        and not dropout_p
+        and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
+        and return_lse is False
+        and causal_alignment in ALIGNMENTS
+        and (enable_gqa is False or enable_gqa is True)
+        and backends.runs_directly()
+    ):
+        out = usual_call(query, key, value, attn_mask, is_causal, key_lengths)
+        if out is not None:
+            return out
     three = False
     if not _are_heads(query, key, value):
         query, key, value = autocast(query, key, value)
@@ -181,7 +198,7 @@ def scaled_dot_product_attention(
         key_lengths,
         None if window is None else checked_window(window),
         require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
-        None if alibi_slopes is None else checked_slopes(alibi_slopes, query),
+        None if alibi_slopes is None else checked_slopes(alibi_slopes, query, query.shape[0]),
         None if softcap is None else checked_softcap(softcap),
         None if sinks is None else checked_sinks(sinks, query),
         None if p == 0 and dropout_seed is None else seed_tensor(dropout_seed, p, query.device),
@@ -213,11 +230,15 @@ def packed_attention(
     is_causal: bool = False,
     scale: float | None = None,
     causal_alignment: str = "top_left",
+    bias: Tensor | None = None,
     window: Sequence[int | None] | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
     shard: Sequence[int] | None = None,
-) -> Tensor:
+) -> Any:
     """Compute `scaled_dot_product_attention` of each sequence of a batch without padding.
 
     The tokens of all sequences are concatenated; sequence b has the queries
@@ -234,20 +255,26 @@ def packed_attention(
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32: the cumulative lengths of the sequences, from 0,
             not decreasing, to Tq and to Tk.
         max_q, max_k: the length of the longest sequence, or more.
-        dropout_p, scale, sinks: as in `scaled_dot_product_attention`.
-        is_causal, causal_alignment, window: as in `scaled_dot_product_attention`, with i and j
-            counted within the sequence, and "bottom_right" aligned for each sequence.
+        dropout_p, scale, softcap, sinks: as in `scaled_dot_product_attention`.
+        is_causal, causal_alignment, window, alibi_slopes: as in `scaled_dot_product_attention`,
+            with i and j counted within the sequence, and "bottom_right" aligned for each sequence.
+        bias: [Tk], float32 or the dtype of the query: added to the scores of each key, for all
+            queries and heads. It has a gradient. -inf masks the key out, as in
+            `scaled_dot_product_attention`; the key may then hold anything, NaN included.
         dropout_seed: as in `scaled_dot_product_attention`; the mask is that of the padded batch.
+        return_lse: also returns the log-sum-exp of each query, as in
+            `scaled_dot_product_attention`.
         shard: as in `scaled_dot_product_attention`, but each sequence is complete: only batch, head
             and heads are given, the others are 0.
 
     Returns:
-        [Tq, H, Dv] in the dtype of the query; zeros for the queries of a sequence without keys.
+        [Tq, H, Dv] in the dtype of the query; zeros for a query that sees no key. With `return_lse`
+        also lse [H, Tq], in float32 (float64 for float64). It has a gradient.
 
     Raises:
         ValueError: shapes that do not fit; offsets that do not begin at 0, that decrease, or that
             do not end at the number of tokens; a sequence longer than max_q or max_k; a shard of
-            queries or keys.
+            queries or keys; a bias of another shape than [Tk].
         TypeError: dtypes that differ or are not floating, offsets that are not int32.
 
     Source: Dao 2023, "FlashAttention-2"; the packing: Krell et al. 2021, "Efficient Sequence
@@ -270,13 +297,17 @@ def packed_attention(
     p = require_dropout("dropout_p", dropout_p)
     if shard is None:
         refuse_context("packed_attention")
+    sequences = cu_seqlens_q.shape[0] - 1
     attention = Attention(
         None,
         p,
         require_flag("is_causal", is_causal),
         scale,
+        checked_key_bias(bias, query, key),
         window=checked_window(window),
         causal_alignment=require_choice("causal_alignment", causal_alignment, ALIGNMENTS),
+        alibi_slopes=checked_slopes(alibi_slopes, q, sequences),
+        softcap=checked_softcap(softcap),
         sinks=checked_sinks(sinks, q),
         dropout_seed=seed_tensor(dropout_seed, p, query.device),
         shard=None if shard is None else checked_packed_shard(shard, query.shape[1], p),
@@ -285,7 +316,14 @@ def packed_attention(
         max_q=max_q,
         max_k=max_k,
     )
-    return backends.run("packed_attention", query=query, key=key, value=value, attention=attention)
+    return backends.run(
+        "packed_attention",
+        query=query,
+        key=key,
+        value=value,
+        attention=attention,
+        return_lse=require_flag("return_lse", return_lse),
+    )
 
 
 def paged_attention(
@@ -447,7 +485,7 @@ def _described(
         None if key_lengths is None else key_lengths.contiguous(),
         checked_window(window),
         require_choice("causal_alignment", alignment, ALIGNMENTS),
-        checked_slopes(alibi_slopes, query),
+        checked_slopes(alibi_slopes, query, query.shape[0]),
         checked_softcap(softcap),
         checked_sinks(sinks, query),
     )

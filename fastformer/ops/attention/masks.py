@@ -38,7 +38,7 @@ def visible_keys(
     if key_lengths is not None:
         first = 0 if attention.shard is None else attention.shard.key
         visible = keys = j < key_lengths.view(-1, 1, 1, 1) - first
-    for mask in (attention.attn_mask, None if bias is None else _left_by(bias)):
+    for mask in (attention.attn_mask, None if bias is None else left_by(bias)):
         if mask is None:
             continue
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
@@ -58,18 +58,21 @@ def band_as_mask(
     key: Tensor, length: int, queries: Tensor, keys: Tensor, attention: Attention
 ) -> Attention:
     """Return the description of a packed batch, padded to `length` queries, with causality and
-    window as a mask, because each sequence has its own diagonal.
+    window as a mask, and ALiBi as a part of the bias, because each sequence has its own diagonal.
 
     queries, keys: [B], the number of queries and keys of each sequence.
     """
-    if not attention.is_causal and attention.window is None:
+    if not attention.is_causal and attention.window is None and attention.alibi_slopes is None:
         return attention
     shift: int | Tensor = 0
     if attention.causal_alignment == "bottom_right":
         shift = (keys - queries).long().view(-1, 1, 1, 1)
     i = torch.arange(length, device=key.device).view(-1, 1)
     mask, _ = visible_keys(key, i, shift, attention)
-    return attention._replace(attn_mask=mask, is_causal=False, window=None)
+    added = added_to_scores(attention, i, shift, key)
+    return attention._replace(
+        attn_mask=mask, is_causal=False, window=None, bias=added, alibi_slopes=None
+    )
 
 
 # The smallest bias of each dtype that does not mask its key out.
@@ -79,7 +82,7 @@ LEAST = {
 }
 
 
-def _left_by(bias: Tensor) -> Tensor | None:
+def left_by(bias: Tensor) -> Tensor | None:
     """Return the keys that a bias does not mask out, or None if it is known to mask out none."""
     bias, least = bias.detach() if bias.requires_grad else bias, LEAST[bias.dtype]
     if may_read(bias) and (bias.numel() == 0 or float(bias.min()) >= least):

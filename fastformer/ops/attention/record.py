@@ -12,7 +12,7 @@ from fastformer.description import OPTIONS, Attention, beyond_torch, dims, unpac
 from fastformer.dispatch import backends, operation, workloads
 from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
-from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention import by_peers, contract, reference
 
 _aten = torch.ops.aten
 
@@ -23,12 +23,20 @@ def _dims(arguments: Arguments) -> dict[str, str]:
     elif arguments["cu_seqlens_q"] is not None:
         given = {"query": ".hd", "key": ".hd", "value": ".he"}
         given |= {"cu_seqlens_q": ".", "cu_seqlens_k": "."}
+        own = dims(arguments).items()  # sequences, queries and keys are complete
+        return given | {n: "".join(x if x == "h" else "." for x in letters) for n, letters in own}
     else:
         given = {"query": "bhqd", "key": "bhkd", "value": "bhke"}
     return given | dims(arguments)
 
 
-_SHARDING = operation.ShardingRule(_dims, lambda x: (x["query"][:-1] + "e", x["query"][:-1]), "hbq")
+def _output_dims(dims: dict[str, str]) -> tuple[str, str]:
+    """Return the dimensions of output and lse, which is [H, Tq] in a packed batch."""
+    rows = dims["query"][:-1]
+    return rows + "e", "h." if "cu_seqlens_q" in dims else rows
+
+
+_SHARDING = operation.ShardingRule(_dims, _output_dims, "hbq")
 
 
 def _describe(
@@ -70,6 +78,12 @@ def _scored(make: Maker, scores: tuple[int, int, int, int], options: Options) ->
         given["bias"] = make.normal(1, H, *shapes[options["bias"]], gradient=wanted)
     if "lengths" in options:
         given["key_lengths"] = make.integers(-(-Sk // 2), Sk + 1, B)
+    return given | _of_heads(make, H, options)
+
+
+def _of_heads(make: Maker, H: int, options: Options) -> Arguments:
+    """Return ALiBi's slopes, the softcap and the sinks, which depend on no length."""
+    given: Arguments = {}
     if "alibi" in options:
         given["alibi_slopes"] = 0.5 ** torch.arange(1.0, H + 1, device=make.device)
     if "softcap" in options:
@@ -97,7 +111,7 @@ def _band(options: Options) -> Arguments:
 
 
 def _describe_packed(
-    query: Tensor, key: Tensor, value: Tensor, attention: Attention
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool
 ) -> tuple[Sizes, Options]:
     assert attention.cu_seqlens_q is not None
     sizes = dict(B=attention.cu_seqlens_q.shape[0] - 1, H=query.shape[1], G=key.shape[1])
@@ -111,9 +125,9 @@ def _packed_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
     given |= dict(key=make.normal(B * Sk, G, D, scale=1.5), value=make.normal(B * Sk, G, Dv))
     for name, n in (("cu_seqlens_q", Sq), ("cu_seqlens_k", Sk)):
         given[name] = n * torch.arange(B + 1, dtype=torch.int32, device=make.device)
-    if "sinks" in options:
-        given["sinks"] = make.normal(H)
-    return given | _band(options)
+    if "bias" in options:
+        given["bias"] = make.normal(B * Sk, gradient="bias_gradient" in options)
+    return given | _band(options) | _of_heads(make, H, options)
 
 
 def _describe_paged(
@@ -198,8 +212,11 @@ _PAGED_LIMITS = dict(B=2, Sq=16, Sk=768)  # a multiple of every page size
 _EXAMPLE = dict(B=1, H=1, G=1, Sq=16, Sk=16, D=16, Dv=16)
 _TUNED = (
     "attention forward",
+    "attention forward bounds",
     "attention decode",
-    "attention few queries",
+    "attention decode bounds",
+    "attention split-KV",
+    "attention backward bounds",
     "attention dkdv",
     "attention dq",
     "attention dbias",
@@ -219,6 +236,7 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
+        peers=by_peers.PEERS,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
     ),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastformer.description import Attention, beyond_torch
-from fastformer.eager import may_read
+from fastformer.eager import eager, may_read
 from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
 from fastformer.ops.attention.masks import (
     added_to_scores,
@@ -19,6 +19,7 @@ from fastformer.ops.attention.masks import (
     finite,
     hidden_rows,
     is_causal_as_torch,
+    left_by,
     score_terms,
     visible_keys,
 )
@@ -94,6 +95,8 @@ def attention_block(
     the output alone.
     """
     heads = query.shape[1]
+    if attention.key_lengths is not None:
+        key, value, attention = _within_lengths(key, value, attention)
     if key.shape[1] != heads:
         key, value = _grouped(key, heads), _grouped(value, heads)
     others = beyond_torch(attention)
@@ -130,6 +133,30 @@ def attention_block(
         nothing = float("-inf") if sinks is None else sinks.view(-1, 1) - peak
         log_sum = torch.where(empty.squeeze(-1), nothing, log_sum)
     return out, peak, log_sum
+
+
+def _within_lengths(
+    key: Tensor, value: Tensor, attention: Attention
+) -> tuple[Tensor, Tensor, Attention]:
+    """Leave out the keys past the longest row, and the lengths if all rows have the same."""
+    lengths, columns = attention.key_lengths, key.shape[2]
+    assert lengths is not None
+    if attention.shard is not None or not may_read(lengths) or not eager(key):
+        return key, value, attention
+    known = lengths.tolist()
+    longest = max(known, default=0)
+    if not longest:
+        return key, value, attention
+    mask, bias = attention.attn_mask, attention.bias
+    if longest < columns:
+        key, value = key[:, :, :longest], value[:, :, :longest]
+        mask, bias = (
+            x if x is None or x.dim() == 0 or x.shape[-1] == 1 else x[..., :longest]
+            for x in (mask, bias)
+        )
+    same = min(known) == longest
+    attention = attention._replace(key_lengths=None if same else lengths, attn_mask=mask, bias=bias)
+    return key, value, attention
 
 
 def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
@@ -203,25 +230,36 @@ def attention_gradients(
     return [None if x is None else next(results) for x in leaves]
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = False
+) -> Any:
     cu_seqlens_q, cu_seqlens_k = attention.cu_seqlens_q, attention.cu_seqlens_k
     assert cu_seqlens_q is not None and cu_seqlens_k is not None
     max_q, max_k = attention.max_q, attention.max_k
     rows, columns = (_places(cu, x) for cu, x in ((cu_seqlens_q, query), (cu_seqlens_k, key)))
     queries, keys = _lengths(cu_seqlens_q), _lengths(cu_seqlens_k)
     batch = queries.shape[0]
+    bias = attention.bias
+    seen = None if bias is None else left_by(bias)
+    if seen is not None:  # a masked key may hold NaN, and 0 times NaN is NaN
+        key, value = (x.masked_fill(~seen.view(-1, 1, 1), 0.0) for x in (key, value))
     q, k, v = (
         x.new_zeros(batch, length, *x.shape[1:]).index_put(at, x).transpose(1, 2)
         for x, at, length in ((query, rows, max_q), (key, columns, max_k), (value, columns, max_k))
     )
+    if bias is not None:
+        padded_bias = bias.new_zeros(batch, max_k).index_put(columns, bias)
+        attention = attention._replace(bias=padded_bias.view(batch, 1, 1, max_k))
     attention = band_as_mask(k, max_q, queries, keys, attention)
     shard = attention.shard
     if shard is not None:  # sequences are complete: the padded sizes are global
         shard = shard._replace(queries=max_q, keys=max_k)
     padded = attention._replace(shard=shard, key_lengths=keys)
-    out = scaled_dot_product_attention(q, k, v, padded)
-    assert isinstance(out, Tensor)
-    return out.transpose(1, 2)[rows]
+    found = scaled_dot_product_attention(q, k, v, padded, return_lse)
+    if not return_lse:
+        return found.transpose(1, 2)[rows]
+    out, lse = (x.transpose(1, 2)[rows] for x in found)
+    return out, lse.transpose(0, 1)
 
 
 def _lengths(cu_seqlens: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fastformer.checks import (
 )
 from fastformer.description import RowShard
 from fastformer.dispatch import backends
-from fastformer.ops.feed_forward.reference import ACTIVATIONS
+from fastformer.ops.feed_forward.reference import ACTIVATIONS, usual_feed_forward
 from fastformer.ops.row_shards import row_shard
 
 
@@ -63,6 +63,11 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017.
     """
+    plain = type(dropout_p) is float and not dropout_p and dropout_seed is shard is None
+    if plain and backends.runs_directly():
+        out = usual_feed_forward(input, w_1, b_1, w_2, b_2, activation)
+        if out is not None:
+            return out
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
     _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
     require_choice("activation", activation, ACTIVATIONS)
@@ -143,6 +148,36 @@ def swiglu(
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
     return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+
+
+def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
+    """Compute f(gate) * value, elementwise: what lies between the GEMMs of a gated feed-forward
+    layer whose weights are not joined, or are no plain weights (adapters, quantized weights).
+
+    One kernel computes it and one kernel both gradients, from gate and value, which are saved.
+
+    Args:
+        gate, value: [..., d_ff], float32, float16, bfloat16 or float64, of one shape and dtype, any
+            strides: the halves of a joined product are read where they lie.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Returns:
+        [..., d_ff] in the dtype of gate, computed in float32 (float64 for float64).
+
+    Raises:
+        ValueError: scalars, shapes that differ, an unknown activation, tensors on several devices.
+        TypeError: dtypes that differ or are not floating.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    """
+    gate, value = autocast(gate, value)
+    require_floating(gate=gate, value=value)
+    if gate.dim() < 1 or gate.shape != value.shape:
+        raise ValueError(
+            f"value has shape {shape_of(value)}; expected [..., d_ff] as gate {shape_of(gate)}"
+        )
+    require_choice("activation", activation, ACTIVATIONS)
+    return backends.run("gated_activation", gate=gate, value=value, activation=activation)
 
 
 def _gated(

@@ -75,3 +75,34 @@ for _contract, _reference in (
             tuned=("feed_forward gated", "feed_forward gated_backward"),
         )
     )
+
+
+def _gate_dims(arguments: Arguments) -> dict[str, str]:
+    dims = operation.ROW_DIMS[: arguments["gate"].dim() - 1] + "f"
+    return {"gate": dims, "value": dims}
+
+
+def _describe_gate(gate: Tensor, activation: str, **_: Any) -> tuple[Sizes, Options]:
+    F = gate.shape[-1]
+    return dict(M=gate.numel() // max(1, F), F=F), dict(activation=activation)
+
+
+def _gate_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
+    M, F = sizes.values()
+    return dict(gate=make.normal(M, F), value=make.normal(M, F), **options)
+
+
+backends.register(
+    Operation(
+        kernel="feed_forward",
+        contract=contract.gated_activation,
+        reference=reference.gated_activation,
+        sharding=operation.ShardingRule(
+            _gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS
+        ),
+        workloads=operation.WorkloadFamily(
+            _describe_gate, _gate_arguments, {}, (dict(M=1, F=16), dict(activation="silu"))
+        ),
+        tuned=("feed_forward gated", "feed_forward gated_backward"),
+    )
+)

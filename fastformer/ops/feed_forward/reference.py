@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from fastformer.description import RowShard
 from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs
@@ -53,6 +54,41 @@ def feed_forward(
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_PARAMETERS = frozenset({Tensor, Parameter})
+
+
+def usual_feed_forward(
+    input: Tensor,
+    w_1: Tensor,
+    b_1: Tensor | None,
+    w_2: Tensor,
+    b_2: Tensor | None,
+    activation: str,
+) -> Tensor | None:
+    """Compute a usual call without dropout: tensors of one dtype on a CPU, both biases given.
+
+    Return None if the call may be another one, or wrong: this looks at little, so that a small call
+    is fast. `feed_forward` computes the same.
+    """
+    if type(input) is not Tensor or not input.is_cpu or input.dtype not in _DTYPES:
+        return None
+    dtype, function = input.dtype, ACTIVATIONS.get(activation) if type(activation) is str else None
+    if function is None or b_1 is None or b_2 is None:
+        return None
+    for x in (w_1, b_1, w_2, b_2):
+        if type(x) not in _PARAMETERS or x.dtype is not dtype or not x.is_cpu:
+            return None
+    if w_1.dim() != 2 or w_2.dim() != 2:
+        return None
+    if b_1.shape != w_1.shape[:1] or b_2.shape != w_2.shape[:1]:
+        return None
+    try:
+        return F.linear(function(F.linear(input, w_1, b_1)), w_2, b_2)
+    except RuntimeError:  # a wrong shape, or no dense tensors
+        return None
+
+
 def _gated(
     activation: str,
     input: Tensor,
@@ -76,3 +112,7 @@ def _gated(
 
 
 geglu, swiglu = (functools.partial(_gated, activation) for activation in ("gelu", "silu"))
+
+
+def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
+    return ACTIVATIONS[activation](gate) * value

@@ -22,6 +22,7 @@ from fastformer.checks import (
 )
 from fastformer.description import RowShard
 from fastformer.dispatch import backends
+from fastformer.ops.norms.reference import usual_layer_norm, usual_sum_and_layer_norm
 from fastformer.ops.row_shards import row_shard
 
 
@@ -59,6 +60,10 @@ def layer_norm(
     Source: Ba, Kiros, Hinton 2016, "Layer Normalization", section 3; the unbiased form:
     harvardnlp/annotated-transformer.
     """
+    if unbiased is False and type(eps) is float and backends.runs_directly():
+        out = usual_layer_norm(input, normalized_shape, weight, bias, eps)
+        if out is not None:
+            return out
     require_floating(input=input)
     shape = _require_rows(input, normalized_shape, weight, bias)
     return backends.run(
@@ -146,6 +151,16 @@ def dropout_add_layer_norm(
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", sections 3.1 and 5.4.
     """
+    if (
+        unbiased is False
+        and dropout_seed is shard is None
+        and type(dropout_p) is type(eps) is float
+        and not dropout_p
+        and backends.runs_directly()
+    ):
+        found = usual_sum_and_layer_norm(input, residual, weight, bias, eps)
+        if found is not None:
+            return found
     input, residual, shape = _require_sum(input, residual, weight, bias)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from fastformer.description import RowShard
 from fastformer.eager import formula, use_formula
@@ -40,7 +41,43 @@ def layer_norm(
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(input.dtype)
+    return y.to(input.dtype).contiguous()  # as F.layer_norm returns it, whatever the strides
+
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_TENSORS = frozenset({Tensor, Parameter, type(None)})
+
+
+def usual_layer_norm(
+    input: Tensor,
+    normalized_shape: object,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor | None:
+    """Compute a usual call by torch's own op: tensors of one dtype on a CPU.
+
+    Return None if the call may be another one, or wrong: this looks at little, so that a small call
+    is fast. `layer_norm` computes the same.
+    """
+    if type(normalized_shape) is int:
+        normalized_shape = (normalized_shape,)
+    if not (type(input) is Tensor and type(weight) in _TENSORS and type(bias) in _TENSORS):
+        return None
+    dtype = input.dtype
+    if not (
+        eps >= 0.0
+        and input.is_cpu
+        and not input.is_nested
+        and dtype in _DTYPES
+        and (weight is None or (weight.is_cpu and weight.dtype is dtype))
+        and (bias is None or (bias.is_cpu and bias.dtype is dtype))
+    ):
+        return None
+    try:
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # a wrong shape, or no dense tensors
+        return None
 
 
 def rms_norm(
@@ -56,7 +93,7 @@ def rms_norm(
     features = tuple(range(-len(normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     y = x * (x.square().mean(features, keepdim=True) + eps).rsqrt()
-    return (y if weight is None else y * weight).to(input.dtype)
+    return (y if weight is None else y * weight).to(input.dtype).contiguous()
 
 
 def dropout_add_layer_norm(
@@ -73,6 +110,21 @@ def dropout_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     total = _dropout_add(input, residual, list(weight.shape), dropout_p, dropout_seed, shard)
     return layer_norm(total, list(weight.shape), weight, bias, eps, unbiased=unbiased), total
+
+
+def usual_sum_and_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor] | None:
+    """Compute `dropout_add_layer_norm` without dropout, as `usual_layer_norm` does."""
+    if not (type(input) is type(residual) is Tensor and type(weight) in _TENSORS):
+        return None
+    if weight is None or not residual.is_cpu or residual.dtype is not input.dtype:
+        return None
+    if residual.layout is not torch.strided or residual.shape != input.shape:
+        return None
+    total = residual + input
+    normalized = usual_layer_norm(total, weight.shape, weight, bias, eps)
+    return None if normalized is None else (normalized, total)
 
 
 def dropout_add_rms_norm(

@@ -1,0 +1,91 @@
+"""Compare a module of a known structure with its replacement, by trial runs of both forwards."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.dispatch import backends
+from fastformer.drop_in.replacements.base import Recognized, class_for
+
+
+def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
+    """Return why the kind's forward cannot replace the module's, or None.
+
+    Both forwards run in float64 with random parameters, in evaluation mode and in training mode. In
+    training, a dropout probability of 1 makes them comparable. Large submodules that a forward only
+    calls are replaced by small ones meanwhile (`Recognized._trial_parts`).
+    """
+    given = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    expected = kind._arguments
+    if given != expected if expected else len(given) != 1:
+        wanted = ", ".join(expected) or "one argument"
+        return f"its forward takes ({', '.join(given)}); expected ({wanted})"
+    generator = torch.Generator("cpu").manual_seed(0)
+    device = next(module.parameters()).device
+
+    def random(*shape: int) -> Tensor:
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+        return x.to(device)
+
+    fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with fork, torch.no_grad(), _state_kept(module), backends.use_backend("reference"):
+        try:
+            module.__dict__["_modules"] = {**module._modules, **kind._trial_parts(module)}  # type: ignore[arg-type]
+            classes = (type(module), class_for(kind, type(module)))
+            weights = {name: random(*p.shape) * 0.5 for name, p in module.named_parameters()}
+            for training in (False, True):
+                for args in kind._probes(module, random):  # type: ignore[arg-type]
+                    theirs, ours = (
+                        _trial_run(module, cls, training, weights, args) for cls in classes
+                    )
+                    if not (isinstance(theirs, Tensor) and theirs.shape == ours.shape):
+                        return "it does not return a tensor of the shape of its first argument"
+                    if not torch.allclose(theirs, ours, rtol=kind._tolerance, atol=kind._tolerance):
+                        mode = "training" if training else "evaluation"
+                        return f"it computes something else, by a trial run in {mode}"
+        except Exception as error:  # whatever the user's code raises is a reason
+            return f"a trial run raised {type(error).__name__}: {error}"
+    return None
+
+
+def _trial_run(
+    module: nn.Module,
+    cls: type[nn.Module],
+    training: bool,
+    weights: Mapping[str, Tensor],
+    args: tuple[Tensor | None, ...],
+) -> Any:
+    """Call the module as an instance of `cls`, with these weights and dropout probability 1."""
+    original = type(module)
+    for m in module.modules():  # before each run: a forward may change them
+        m.training = training
+        if isinstance(m, nn.Dropout):
+            m.p = 1.0
+    module.__class__ = cls
+    try:
+        return torch.func.functional_call(module, dict(weights), args)
+    finally:
+        module.__class__ = original
+
+
+@contextmanager
+def _state_kept(module: nn.Module) -> Iterator[None]:
+    """A context that disables the module's hooks and restores all its attributes at the end."""
+    modules = list(module.modules())
+    before = [dict(m.__dict__) for m in modules]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    try:
+        for m in modules:
+            m.__dict__.update({name: OrderedDict() for name in hooks})
+        yield
+    finally:
+        for m, attributes in zip(modules, before):
+            m.__dict__.clear()
+            m.__dict__.update(attributes)

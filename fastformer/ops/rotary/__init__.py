@@ -1,0 +1,1 @@
+"""Rotary positions, with the norms of queries and keys."""

@@ -1,0 +1,163 @@
+"""Batches of sources and targets with their masks, padded or packed.
+
+Shapes: B batch, S source length, T target length.
+
+Source: harvardnlp/annotated-transformer, "Model Training"; packing: Krell et al. 2021, "Efficient
+Sequence Packing without Cross-contamination".
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from fastformer import checks
+from fastformer.nn.padding import Packing, packing_of, unpad
+from fastformer.nn.transformer import subsequent_mask
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """A batch of sources and targets, with their masks.
+
+    Args:
+        src: [B, S] token ids; None for a language model.
+        tgt: [B, T] token ids, T at least 2; None if only the source is needed.
+        pad: the token id of padding.
+        packed: if True, the batch holds no padding: the tokens of all sequences, one after the
+            other.
+
+    Attributes:
+        src: [B, S], and src_mask: [B, 1, S], True where src is not padding.
+        tgt: [B, T-1], the input of the decoder: the targets without their last column.
+        tgt_y: [B, T-1], the tokens to predict: the targets without their first column.
+        tgt_mask: [B, T-1, T-1], True where position i of tgt may see position j: j <= i, and j is
+            not padding.
+        ntokens: the number of tokens in tgt_y that are not padding, as a tensor (reading its value
+            synchronizes with a GPU).
+
+    Without a source, src and src_mask are None and tgt_mask is [B, 1, T-1], True where tgt is not
+    padding, because a language model applies the causal mask itself. Without a target, tgt, tgt_y,
+    tgt_mask and ntokens are None.
+
+    If packed, src [tokens] holds what is not padding, and src_mask is its `Packing`; tgt and tgt_y
+    [ntokens] hold the positions whose token to predict is not padding, and tgt_mask is the
+    `Packing` of tgt. The models take these in place of the padded ones, and the losses are the
+    same. On a GPU, packing waits for the device.
+
+    `to(device)` returns the batch on another device.
+
+    Raises:
+        ValueError: src or tgt does not have two dimensions, their batch sizes or devices differ, or
+            T is less than 2; packed is True, and a row of tgt has padding before a token, or the
+            token ids are on meta.
+        TypeError: the token ids are not integers, pad is not an int, packed is not a bool, or src
+            and tgt are both None.
+    """
+
+    src: Tensor | None = None
+    src_mask: Tensor | Packing | None = None
+    tgt: Tensor | None = None
+    tgt_y: Tensor | None = None
+    tgt_mask: Tensor | Packing | None = None
+    ntokens: Tensor | None = None
+
+    def __init__(
+        self,
+        src: Tensor | None,
+        tgt: Tensor | None = None,
+        pad: int = 0,
+        *,
+        packed: bool = False,
+    ) -> None:
+        checks.require_int("pad", pad)
+        checks.require_flag("packed", packed)
+        if src is not None:
+            checks.require_token_ids("src", src)
+            self.src = src
+            if packed:
+                self.src_mask = _packing("src", src != pad)
+                self.src, _ = unpad(src, self.src_mask)
+            else:
+                self.src_mask = _kept(src, pad)
+        if tgt is None:
+            if src is None:
+                raise TypeError("src and tgt are None; expected token ids in one of them")
+            return
+        checks.require_token_ids("tgt", tgt)
+        if tgt.shape[1] < 2:
+            raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
+        self.tgt = tgt[:, :-1]
+        self.tgt_y = tgt[:, 1:]
+        if src is not None:
+            if tgt.shape[0] != src.shape[0]:
+                given, expected = list(tgt.shape), list(src.shape)
+                raise ValueError(f"tgt {given}; expected the batch of src {expected}")
+            checks.require_device("tgt", tgt, "src", src)
+        self.ntokens = (self.tgt_y != pad).sum()
+        if packed:
+            _require_padding_last(tgt, pad)
+            self.tgt_mask = _packing("tgt", self.tgt_y != pad)
+            self.tgt, self.tgt_y = (unpad(x, self.tgt_mask)[0] for x in (self.tgt, self.tgt_y))
+        elif src is None:
+            self.tgt_mask = _kept(self.tgt, pad)
+        else:
+            self.tgt_mask = self.make_std_mask(self.tgt, pad)
+
+    @staticmethod
+    def make_std_mask(tgt: Tensor, pad: int) -> Tensor:
+        """Return the mask [B, T, T] of targets [B, T]: True where position i may see position j.
+
+        Position i may see position j if j <= i and j is not padding.
+        """
+        checks.require_token_ids("tgt", tgt)
+        checks.require_int("pad", pad)
+        return _kept(tgt, pad) & subsequent_mask(tgt.shape[-1]).to(tgt.device)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Batch:
+        """Return a copy of the batch with its tensors on the device.
+
+        Raises ValueError for an invalid device.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+        batch = copy.copy(self)
+        for name, x in vars(self).items():
+            if isinstance(x, (Tensor, Packing)):
+                setattr(batch, name, x.to(device, non_blocking=non_blocking))
+        return batch
+
+    def __repr__(self) -> str:
+        src, tgt = (None if x is None else list(x.shape) for x in (self.src, self.tgt))
+        device = next(x.device for x in (self.src, self.tgt) if x is not None)
+        return f"Batch(src={src}, tgt={tgt}, device={device})"
+
+
+def _kept(tokens: Tensor, pad: int) -> Tensor:
+    """Return the padding mask [B, 1, T] of tokens [B, T]: True keeps a token."""
+    return torch.ne(tokens, pad).unsqueeze(-2)
+
+
+def _packing(name: str, kept: Tensor) -> Packing:
+    """Return the `Packing` of the tokens that are True in `kept` [B, T]."""
+    if kept.is_meta:
+        raise ValueError(f"{name} is on meta; expected token ids that are known, as packed is True")
+    return packing_of(kept, int(kept.sum(1).max()) if kept.numel() else 0)
+
+
+def _require_padding_last(tgt: Tensor, pad: int) -> None:
+    """Require that no token of tgt [B, T] follows padding: it would be predicted from padding,
+    which a packed batch leaves out.
+    """
+    kept = tgt != pad
+    wrong = (kept[:, 1:] & ~kept[:, :-1]).any(1)
+    if not wrong.is_meta and wrong.any():
+        raise ValueError(
+            f"tgt has padding before a token in row {int(wrong.nonzero()[0])}; expected padding at "
+            "the end of each row, as packed is True"
+        )

@@ -1,0 +1,379 @@
+"""`accelerate` on whole models of Hugging Face: norms, gated feed-forwards, attention and loss."""
+
+import copy
+import importlib
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastformer as ff
+from fastformer.drop_in.deferred import DeferredLogits
+from fastformer.drop_in.replacements import rotary
+
+transformers = pytest.importorskip("transformers", "5.17")
+transformers.logging.set_verbosity_error()
+
+VOCABULARY, LENGTH = 40, 9
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    intermediate_size=48, max_position_embeddings=64,
+)  # fmt: skip
+GROUPED = dict(num_key_value_heads=2, head_dim=8)
+
+
+def causal(name, **more):
+    """A language model; its pad token is no token of the vocabulary that is drawn."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, pad_token_id=0, **more)
+    kind = "Gemma3" if name == "Gemma3Text" else name
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(config)
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration._from_config(
+        transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
+            feed_forward_proj="gated-gelu", dropout_rate=0.0, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bert():
+    config = transformers.BertConfig(
+        **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return transformers.BertForMaskedLM._from_config(config)
+
+
+def vit():
+    return transformers.ViTForImageClassification._from_config(
+        transformers.ViTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+            image_size=8, patch_size=4, num_labels=5, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+# By name: the model, and the classes that are replaced in it.
+MODELS = {
+    "Llama": (lambda: causal("Llama"), {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "Linear"}),
+    "Qwen3": (
+        lambda: causal("Qwen3", **GROUPED),
+        {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention", "Linear"},
+    ),
+    "Gemma 3": (
+        lambda: causal("Gemma3Text", **GROUPED, query_pre_attn_scalar=8),
+        {"Gemma3RMSNorm", "Gemma3MLP", "Gemma3Attention", "Linear"},
+    ),
+    "Mistral": (
+        lambda: causal("Mistral", **GROUPED),
+        {"MistralRMSNorm", "MistralMLP", "MistralAttention", "Linear"},
+    ),
+    "Phi 3": (lambda: causal("Phi3"), {"Phi3RMSNorm", "Phi3MLP", "Phi3Attention", "Linear"}),
+    "T5": (t5, {"T5LayerNorm", "T5DenseGatedActDense", "Linear"}),
+    "BERT": (bert, {"LayerNorm", "Linear"}),
+    "ViT": (vit, {"LayerNorm"}),
+}
+
+
+def made(name, seed=0):
+    torch.manual_seed(seed)
+    model = MODELS[name][0]()
+    with torch.no_grad():
+        for x in model.parameters():  # also the norms' weights, which begin at 1 or at 0
+            x += 0.05 * torch.randn_like(x)
+    return model
+
+
+def batch(model, seed):
+    g = torch.Generator().manual_seed(seed)
+    if model.config.model_type == "vit":
+        pixels = torch.randn(3, 3, 8, 8, generator=g)
+        return dict(pixel_values=pixels, labels=torch.randint(0, 5, (3,), generator=g))
+    tokens = torch.randint(1, VOCABULARY, (3, LENGTH), generator=g)
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    return dict(input_ids=tokens, labels=labels)
+
+
+def losses(model, steps):
+    """Train, and return the losses."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    found = []
+    for step in range(steps):
+        loss = model(**batch(model, step)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("backend, steps", [("reference", 20), ("triton", 1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_eager(name, backend, steps):
+    ff.register_transformers()
+    model = made(name)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    model.set_attn_implementation("fastformer")
+    report = ff.accelerate(model)
+    assert set(report.replaced.values()) - {type(model).__name__} == MODELS[name][1]
+    with ff.use_backend(backend):
+        have = losses(model, steps)
+    torch.testing.assert_close(have, losses(eager, steps), rtol=0, atol=1e-5)
+    assert not report.fallbacks
+    ff.restore(model)
+    assert type(model) is type(eager)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5", "BERT"])
+def test_the_loss_reads_no_logits(name):
+    model = made(name)
+    plain = copy.deepcopy(model)
+    ff.accelerate(model)
+    given = batch(model, 0)
+    have, want = model(**given), plain(**given)
+    torch.testing.assert_close(have.loss, want.loss)
+    have.loss.backward()
+    assert type(have.logits) is DeferredLogits and have.logits._value is None
+    assert have.logits.shape == want.logits.shape and have.logits.dtype == want.logits.dtype
+    torch.testing.assert_close(have.logits.argmax(-1), want.logits.argmax(-1))
+    torch.testing.assert_close(have.logits + 0.0, want.logits)
+    assert have.logits.requires_grad
+
+
+def test_logits_that_are_read_before_the_loss():
+    """A model's own scale, softcap or loss gets the logits, and their gradient."""
+    model = made("Llama")
+    plain = copy.deepcopy(model)
+    ff.accelerate(model)
+    given = batch(model, 0)
+    wanted, found = [], []
+    for one, out in ((plain, wanted), (model, found)):
+        logits = one(**given).logits
+        (30.0 * torch.tanh(logits / 30.0)).square().mean().backward()
+        out += [x.grad for x in one.parameters()]
+    for have, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(have, want)
+
+
+@pytest.mark.parametrize("way", ["in place", "optimizer", "fused optimizer", "another's optimizer"])
+def test_logits_after_a_change_of_the_weight(way):
+    """They are not those of the forward any more. A fused optimizer leaves no mark on a weight."""
+    model = made("Llama")
+    ff.accelerate(model)
+    parameters = list((made("T5") if way == "another's optimizer" else model).parameters())
+    optimizer = torch.optim.AdamW(parameters, fused=way == "fused optimizer")
+    out = model(**batch(model, 0))
+    out.loss.backward()
+    if way == "in place":
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+    else:
+        optimizer.step()
+    if way == "another's optimizer":
+        assert out.logits.isfinite().all()
+        return
+    with pytest.raises(RuntimeError, match="read them before the optimizer's step"):
+        out.logits.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_of_deferred_logits(dtype):
+    """Casts, reshapes and chosen rows stay deferred; any other function gets the logits."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 5, 8).to(dtype), torch.randn(11, 8).to(dtype)
+    bias, target = torch.randn(11).to(dtype), torch.randint(0, 11, (2, 4))
+    exact = F.linear(hidden, weight, bias)
+
+    def deferred():
+        return DeferredLogits(hidden, weight, bias, dtype, dtype)
+
+    calls = {
+        "shifted": lambda x: F.cross_entropy(
+            x[..., :-1, :].contiguous().float().view(-1, 11), target.view(-1), reduction="sum"
+        ),
+        "by a module": lambda x: nn.CrossEntropyLoss(label_smoothing=0.1)(
+            x.to(torch.float32)[:, 1:].reshape(8, 11), target.flatten()
+        ),
+        "class weights": lambda x: F.cross_entropy(
+            x[0, :4].float(), target[0], weight=torch.arange(11.0)
+        ),
+    }
+    for name, call in calls.items():
+        reads: list[object] = []
+        x = deferred()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeferredLogits, "_read", lambda x, reads=reads: reads.append(x))
+            have = call(x)
+        assert not reads, name
+        torch.testing.assert_close(
+            have, call(exact), rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=0
+        )
+    for read in (
+        torch.Tensor.exp,
+        lambda x: x[..., 0],
+        lambda x: torch.cat([x, x]),
+        lambda x: x.view(110),
+    ):
+        torch.testing.assert_close(read(deferred()), read(exact))
+    soft = exact.float().softmax(-1)
+    have = F.cross_entropy(deferred().float().view(-1, 11), soft.view(-1, 11))
+    torch.testing.assert_close(have, F.cross_entropy(exact.float().view(-1, 11), soft.view(-1, 11)))
+
+
+def test_autocast():
+    """Under autocast the projection is computed in its dtype, and the loss is float32."""
+    model = made("Llama")
+    plain = copy.deepcopy(model)
+    ff.accelerate(model)
+    given = batch(model, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        have, want = model(**given), plain(**given)
+    assert have.loss.dtype == want.loss.dtype == torch.float32
+    assert have.logits.dtype == want.logits.dtype
+    exact = plain.double()(**given).logits
+    errors = [(x.logits.double() - exact).abs().max() for x in (have, want)]
+    assert errors[0] <= 2 * errors[1], errors  # the policy: twice that of eager
+    loss = F.cross_entropy(
+        have.logits[:, :-1].float().flatten(0, 1), given["labels"][:, 1:].flatten()
+    )
+    torch.testing.assert_close(have.loss, loss, rtol=1e-4, atol=0)
+
+
+def test_signatures_and_names_stay():
+    """Trainer reads the names of a model's arguments to choose the columns of a dataset."""
+    model = made("Llama")
+
+    def names():
+        forwards = {name: m.forward for name, m in model.named_modules()}
+        return {name: [*inspect.signature(f).parameters] for name, f in forwards.items()}
+
+    before = names()
+    ff.accelerate(model)
+    assert names() == before
+    x = torch.randn(2, 3, 32)
+    mlp, norm = model.model.layers[0].mlp, model.model.norm
+    torch.testing.assert_close(mlp(x=x), mlp(x))
+    torch.testing.assert_close(norm(hidden_states=x), norm(x))
+
+
+def rotations(kind):
+    """The rotary function of a model's attention."""
+    name = {"GptOss": "gpt_oss"}.get(kind, kind.lower())
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    (found,) = rotary.rotations(getattr(modeling, f"{kind}Attention")).values()
+    return found
+
+
+# By model: the columns of cos and sin that its function takes, and whether the op ran.
+TABLES = {
+    "Llama": {(8, 1)},
+    "Glm": {(8, 1), (4, 1), (2, 0)},
+    "Cohere": {(8, 1)},
+    "Phi3": {(8, 1), (4, 1), (2, 0)},
+    "GptOss": {(4, 1)},
+}
+
+
+@pytest.mark.parametrize("kind, widths", TABLES.items(), ids=list(TABLES))
+def test_rotary_functions(kind, widths):
+    """Halves, neighbours, and both layouts, as the models call them; anything else as before."""
+    rotation = rotations(kind)
+    torch.manual_seed(0)
+    counts = []
+    for heads in (1, 2):
+        q = torch.randn(2, 5, 3, 8).transpose(1, heads)
+        k = torch.randn(2, 5, 1, 8).transpose(1, heads)
+        for rows, width in (((2, 5), 8), ((1, 5), 8), ((2, 5), 4), ((2, 5), 2)):
+            table = torch.randn(*rows, width // 2).repeat(1, 1, 2)
+            given = q, k, table.cos(), table.sin()
+            named = {} if heads == 2 else {"unsqueeze_dim": 2}
+            try:
+                want = rotation.function(*given, **named)
+            except RuntimeError:  # a function that takes tables of another width
+                continue
+            calls = []
+            with ff.dispatch.backends.observe(on_choice=calls.append):
+                have = rotation(*given, **named)
+            torch.testing.assert_close(have, want)
+            counts.append((width, len(calls)))
+    assert set(counts) == widths
+
+
+class Clamped(nn.Module):
+    """Has the parts of a gated feed-forward layer, and computes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.down_proj, self.act_fn = nn.Linear(48, 32), nn.SiLU()
+
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=0.5)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+class Shifted(nn.Module):
+    """Has the parts of an RMSNorm, and adds eps to the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps)
+
+
+@pytest.mark.parametrize("make", [Clamped, Shifted])
+def test_another_formula_is_found_by_the_trial_run(make):
+    report = ff.accelerate(nn.Sequential(make()))
+    assert "computes something else" in report.skipped["0"]
+    assert not report.replaced
+
+
+def test_the_report_names_what_stays():
+    config = transformers.MixtralConfig(**SIZES, **GROUPED, num_local_experts=2)
+    model = transformers.MixtralForCausalLM._from_config(config)
+    report = ff.accelerate(model)
+    stayed = report.skipped["model.layers.0.mlp.experts"]
+    assert stayed.startswith("MixtralExperts: no replacement has its structure (gate_up_proj")
+    assert "MixtralRMSNorm" in report.replaced.values()
+
+
+def test_adapters_and_hooks_still_run():
+    """A projection that another library replaces is called as a module."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.calls = base, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.base(x) + 1.0
+
+    model = made("Llama")
+    ff.accelerate(model)
+    layers = [layer.mlp for layer in model.model.layers]
+    for mlp in layers:
+        mlp.up_proj = Adapter(mlp.up_proj)
+    seen = []
+    model.lm_head.register_forward_hook(lambda m, x, y: seen.append(type(y)))
+    model(**batch(model, 0))
+    assert [mlp.up_proj.calls for mlp in layers] == [1, 1]
+    assert seen == [torch.Tensor]
+
+
+def test_generation_is_the_same():
+    model = made("Llama").eval()
+    plain = copy.deepcopy(model)
+    ff.accelerate(model)
+    tokens = batch(model, 0)["input_ids"]
+    options = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))

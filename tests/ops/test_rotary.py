@@ -1,0 +1,395 @@
+"""rotary_embedding on both backends, against the formula in float64 and against transformers."""
+
+import pytest
+import torch
+from mutants import PLANTED
+
+import fastformer as ff
+from fastformer import use_backend
+from fastformer.ops import functional
+
+B, H, G, S = 2, 3, 2, 5
+
+
+def angles(*shape, device="cpu", interleaved=False):
+    """cos and sin of random angles, each for both features of a pair."""
+    x = torch.rand((*shape[:-1], shape[-1] // 2), device=device) * 6
+    x = x.repeat_interleave(2, -1) if interleaved else torch.cat((x, x), -1)
+    return {"cos": x.cos(), "sin": x.sin()}
+
+
+def heads(dim, norm, dtype=torch.float32, device="cpu", packed=False):
+    def normal(*shape):
+        return torch.randn(shape, device=device).to(dtype)
+
+    x = {"query": normal(B, S, H, dim), "key": normal(B, S, G, dim)}
+    x = {n: t.flatten(0, 1) if packed else t.transpose(1, 2) for n, t in x.items()}
+    return x | ({"query_norm": normal(dim), "key_norm": normal(dim)} if norm else {})
+
+
+def rotated(**given):
+    """One tensor of both outputs, for `against_oracle`."""
+    return torch.cat(functional.rotary_embedding(**given), 1)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim, rotary", [(2, 2), (16, 16), (24, 24), (80, 80), (20, 12), (64, 16)])
+def test_shapes(backend, device, against_oracle, dim, rotary, dtype, interleaved, norm):
+    table = angles(S, rotary, device=device, interleaved=interleaved)
+    x = heads(dim, norm, dtype, device)
+    against_oracle(rotated, x, **table, interleaved=interleaved, eps=1e-3)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_packed_and_a_table_for_each_sequence(backend, device, against_oracle, norm):
+    table = angles(B, S, 12, device=device)
+    against_oracle(rotated, heads(16, norm, device=device), **table)
+    flat = {n: x.flatten(0, 1) for n, x in table.items()}
+    packed = heads(16, norm, device=device, packed=True)
+    against_oracle(rotated, packed, **flat)
+    q, k = functional.rotary_embedding(**packed, **flat)
+    padded = {n: x.unflatten(0, (B, S)).transpose(1, 2) for n, x in packed.items() if x.dim() == 3}
+    norms = {n: x for n, x in packed.items() if x.dim() == 1}
+    for one, other in zip((q, k), functional.rotary_embedding(**padded, **norms, **table)):
+        assert torch.equal(one, other.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("form", ["heads outside", "steps", "one table row", "one side's norm"])
+def test_strides(backend, device, against_oracle, form):
+    x, table = heads(16, True, device=device), angles(S, 8, device=device)
+    if form == "heads outside":
+        x = {n: t.contiguous() for n, t in x.items()}
+    elif form == "steps":
+        x = {n: t.repeat_interleave(2, -1)[..., ::2] for n, t in x.items()}
+        table = {n: t.repeat_interleave(3, -1)[..., ::3] for n, t in table.items()}
+    elif form == "one table row":
+        table = {n: t[:1].expand(S, -1) for n, t in table.items()}
+    else:
+        del x["query_norm"]
+        against_oracle(rotated, x, **table)
+        x = heads(16, True, device=device)
+        del x["key_norm"]
+    against_oracle(rotated, x, **table)
+
+
+def test_outputs_keep_the_order_of_memory(backend, device):
+    x, table = heads(16, False, device=device), angles(S, 16, device=device)
+    q, _ = ff.rotary_embedding(**x, **table)
+    assert q.transpose(1, 2).is_contiguous()
+    q, _ = ff.rotary_embedding(**{n: t.contiguous() for n, t in x.items()}, **table)
+    assert q.is_contiguous()
+
+
+def test_rotations_depend_on_distances_alone(backend, device):
+    """q at position m and k at position n have the score of m + 7 and n + 7."""
+    table = ff.rotary_frequencies(32, 40)
+    q, k = (torch.randn(1, 1, 1, 32, device=device, dtype=torch.float64) for _ in range(2))
+
+    def score(m, n):
+        at = [{name: t[i : i + 1].to(device) for name, t in zip(("cos", "sin"), table)}
+              for i in (m, n)]  # fmt: skip
+        one = ff.rotary_embedding(q, q, **at[0])[0]
+        other = ff.rotary_embedding(k, k, **at[1])[1]
+        return (one * other).sum()
+
+    torch.testing.assert_close(score(3, 1), score(10, 8), rtol=1e-5, atol=1e-5)
+    assert abs(score(3, 1) - score(3, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_rounded_once(device, norm):
+    """Output and gradients of 16 bits are rounded at their end alone."""
+    pytest.importorskip("triton")
+    table, x = angles(S, 32, device=device), heads(32, norm, torch.bfloat16, device)
+    results = []
+    for backend, dtype in (("triton", torch.bfloat16), ("reference", torch.float64)):
+        leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in x.items()}
+        with use_backend(backend):
+            out = rotated(**leaves, **table)
+        grads = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+        results.append((out, *grads))
+    for a, b in zip(*results):
+        assert (a != b.bfloat16()).double().mean() < 0.05  # those between two
+
+
+def test_what_is_saved(device):
+    """Without a norm the query and the key are not kept for the backward, which is linear."""
+    pytest.importorskip("triton")
+    for norm in (False, True):
+        x, table = heads(16, norm, device=device), angles(S, 16, device=device)
+        leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+        with use_backend("triton"):
+            q, _ = functional.rotary_embedding(**leaves, **table)
+        saved = {t.data_ptr() for t in q.grad_fn.saved_tensors}
+        assert (leaves["query"].data_ptr() in saved) == norm
+        assert table["cos"].data_ptr() in saved
+
+
+@pytest.mark.parametrize("wanted", [["query"], ["key"], ["query_norm"], ["key_norm", "query"]])
+def test_some_gradients(backend, device, wanted):
+    x, table = heads(16, True, device=device), angles(S, 8, device=device)
+    grads = []
+    for names in (list(x), wanted):
+        leaves = {n: t.clone().requires_grad_(n in names) for n, t in x.items()}
+        rotated(**leaves, **table).square().sum().backward()
+        grads.append({n: leaves[n].grad for n in wanted})
+        assert all((t.grad is None) == (n not in names) for n, t in leaves.items())
+    for name in wanted:
+        torch.testing.assert_close(grads[0][name], grads[1][name])
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_second_derivatives(backend, device, norm):
+    x = {n: t.double().requires_grad_() for n, t in heads(4, norm, device=device).items()}
+    table = angles(S, 4, device=device)
+
+    def function(*given):
+        return rotated(**dict(zip(x, given)), **table)
+
+    small = [t[..., :1, :] if t.dim() > 1 else t for t in x.values()]
+    table = {n: t[:1] for n, t in table.items()}
+    small = [t.detach().requires_grad_() for t in small]
+    assert torch.autograd.gradgradcheck(function, small, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_one_output_alone(backend, device, norm):
+    """Where nothing depends on the rotated query, its gradient is zero."""
+    x, table = heads(16, norm, device=device), angles(S, 8, device=device)
+    leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
+    functional.rotary_embedding(**leaves, **table)[1].sum().backward()
+    assert leaves["key"].grad.abs().sum() > 0
+    assert leaves["query"].grad is None or (leaves["query"].grad == 0).all()
+
+
+def test_same_bits_every_time(backend, device, small_tiles):
+    x, table = heads(16, True, device=device), angles(S, 8, device=device)
+    x = {n: t.requires_grad_() for n, t in x.items()}
+
+    def run():
+        out = rotated(**x, **table)
+        return [out, *torch.autograd.grad(out.square().sum(), list(x.values()))]
+
+    with small_tiles():
+        first = run()
+        for _ in range(49 if device.type == "cuda" else 2):
+            assert all(torch.equal(a, b) for a, b in zip(first, run()))
+
+
+@pytest.mark.parametrize("empty", ["batch", "tokens"])
+def test_empty(backend, device, empty):
+    x, table = heads(16, True, device=device), angles(S, 8, device=device)
+    cut = (slice(0), slice(None)) if empty == "batch" else (slice(None), slice(None), slice(0))
+    x |= {n: x[n][cut] for n in ("query", "key")}
+    table = table if empty == "batch" else {n: t[:0] for n, t in table.items()}
+    x = {n: t.detach().requires_grad_() for n, t in x.items()}
+    q, k = ff.rotary_embedding(**x, **table)
+    assert q.shape == x["query"].shape and k.shape == x["key"].shape
+    grads = torch.autograd.grad(q.sum() + k.sum(), list(x.values()), allow_unused=True)
+    assert all(g is None or (g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("far", ["query", "cos", "gradient"])
+def test_offsets_past_int32(backend, device, spread, far):
+    """Tokens so far apart that the last one stands past 2^31 elements."""
+    q = torch.randn(1, 1, 9, 4, device=device).bfloat16()
+    table = {n: x.bfloat16() for n, x in angles(9, 4, device=device).items()}
+    given = {"query": q, "gradient": torch.randn_like(q), **table}
+    results = []
+    for each in (given, {**given, far: spread(given[far], 0 if far == "cos" else 2)}):
+        query = each["query"].detach()
+        leaf = query if far == "query" else query.requires_grad_()
+        out, _ = functional.rotary_embedding(leaf, q, each["cos"], each["sin"])
+        results.append([out.detach().clone()])
+        if far != "query":
+            results[-1] += torch.autograd.grad(out, leaf, each["gradient"])
+    for near, apart in zip(*results, strict=True):
+        assert torch.equal(near, apart)
+
+
+# ------------------------------------------------------------------------------------ transformers
+
+
+@pytest.mark.parametrize("model", ["llama", "cohere", "qwen3", "glm"])
+def test_transformers(backend, device, model):
+    """Halves, neighbours, the norms of Qwen3, and a part of the features."""
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    dim = 32
+    x = heads(dim, model == "qwen3", device=device)
+    rotary = dim // 2 if model == "glm" else dim
+    interleaved = model in ("cohere", "glm")
+    theirs = angles(B, S, rotary, device=device)
+    table = theirs
+    if interleaved:  # each angle beside its copy
+        table = {n: t[..., : rotary // 2].repeat_interleave(2, -1) for n, t in theirs.items()}
+    q, k = x["query"], x["key"]
+    options = {}
+    if model == "qwen3":
+        for name, t in (("query_norm", q), ("key_norm", k)):
+            norm = module.Qwen3RMSNorm(dim, eps=1e-5).to(device)
+            norm.weight.data = x[name]
+            q, k = (norm(t), k) if name == "query_norm" else (q, norm(t))
+        options = {n: x[n] for n in ("query_norm", "key_norm")}
+    given = table if model == "cohere" else theirs
+    want = module.apply_rotary_pos_emb(q, k, given["cos"], given["sin"])
+    have = ff.rotary_embedding(
+        x["query"], x["key"], **table, interleaved=interleaved, **options, eps=1e-5
+    )
+    for a, b in zip(have, want):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
+
+
+# ------------------------------------------------------------------------------------------- rest
+
+
+@pytest.mark.parametrize("dim, rotary", [(2, 2), (64, 64), (128, 32), (96, 96), (4096, 4096)])
+def test_a_measurement_has_a_choice(dim, rotary):
+    kernels = pytest.importorskip("fastformer.kernels.rotary")
+    shipped = kernels.configuration(dim, rotary, "sm_90")
+    found = kernels.others(shipped)
+    assert len(set(found)) == len(found) >= 3
+    for tiles in (*found, shipped, kernels.configuration(dim, rotary, "interpreter")):
+        assert 2 * tiles.half >= rotary and tiles.rest >= dim - rotary
+
+
+BUGS = PLANTED["rotary"]
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(device, against_oracle, small_tiles, plant_and_check, bug):
+    from fastformer.kernels import rotary
+
+    def check():
+        with small_tiles():
+            for interleaved in (False, True):
+                x, table = heads(20, True, device=device), angles(B, S, 12, device=device)
+                x["query"] = x["query"].contiguous()
+                table["cos"], table["sin"] = torch.rand_like(table["cos"]), table["sin"][0]
+                table["sin"] = torch.cat([table["sin"]] * 2, 1)[:, :12].expand(B, -1, -1)
+                against_oracle(rotated, x, **table, interleaved=interleaved, eps=0.1)
+            del x["key_norm"]
+            against_oracle(rotated, x, **angles(S, 20, device=device))
+
+    plant_and_check(rotary, BUGS.get(bug), check)
+
+
+ZEROS = torch.zeros
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"query": ZEROS(4, 5)}, ValueError, r"query has shape \[4, 5\]; expected \[B, H, S, D\]"),
+        ({"query": ZEROS(B, H, S, 0)}, ValueError, "query has shape .* D of 1 or more"),
+        ({"query": [1]}, TypeError, "query is a list"),
+        ({"query": ZEROS(B, H, S, 16).long()}, TypeError, "query has dtype torch.int64"),
+        ({"key": ZEROS(B, G, S, 8)}, ValueError, r"key has shape .* expected \[B, G, S, D\]"),
+        ({"key": ZEROS(B, G, S + 1, 16)}, ValueError, "key has shape"),
+        ({"key": ZEROS(S, G, 16)}, ValueError, "key has shape"),
+        ({"key": ZEROS(B, G, S, 16).half()}, TypeError, "key has dtype torch.float16"),
+        ({"cos": ZEROS(S + 1, 8)}, ValueError, r"cos has shape .* expected \[S, R\] = \[5, R\]"),
+        ({"cos": ZEROS(B + 1, S, 8)}, ValueError, r"cos has .* or \[B, S, R\] = \[2, 5, R\]"),
+        ({"cos": ZEROS(S, 7)}, ValueError, "R = 7 columns; expected an even number from 2 to"),
+        ({"cos": ZEROS(S, 0)}, ValueError, "R = 0 columns"),
+        ({"cos": ZEROS(S, 18)}, ValueError, "R = 18 columns; .* the head dim of query, 16"),
+        ({"cos": ZEROS(S, 8).half()}, TypeError, "cos has dtype torch.float16; .* or float32"),
+        ({"cos": ZEROS(S, 8).requires_grad_()}, ValueError, "cos requires a gradient; expected"),
+        ({"sin": ZEROS(S, 6)}, ValueError, r"sin has shape \[5, 6\]; expected that of cos"),
+        ({"sin": None}, TypeError, "sin is a NoneType"),
+        ({"query_norm": ZEROS(8)}, ValueError, r"query_norm has .* expected \[D\] = \[16\]"),
+        ({"key_norm": ZEROS(16).half()}, TypeError, "key_norm has dtype torch.float16"),
+        ({"eps": -1.0}, ValueError, "eps is -1.0"),
+        ({"interleaved": 1.5}, TypeError, "interleaved is 1.5; expected True or False"),
+    ],
+)
+def test_bad_input(backend, change, error, words):
+    good = {**heads(16, False), **angles(S, 8)}
+    with pytest.raises(error, match=words):
+        ff.rotary_embedding(**{**good, **change})
+
+
+def test_a_packed_table_has_two_dimensions():
+    packed = heads(16, False, packed=True)
+    with pytest.raises(ValueError, match=r"cos has shape .* expected \[T, R\] = \[10, R\]"):
+        ff.rotary_embedding(**packed, **angles(B, S, 8))
+
+
+# ------------------------------------------------------------------------------------- frequencies
+
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
+    "yarn, its options": {
+        "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2,
+        "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False,
+    },
+    "yarn, a factor of cos": {
+        "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5,
+    },
+    "llama3": {
+        "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [40, 100])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers(name, length):
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    from transformers import LlamaConfig
+
+    kind, given, theta = name.split(",")[0], SCALINGS[name], 5000.0
+    trained = given.get("original_max_position_embeddings", 64)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=2, max_position_embeddings=trained,
+        rope_parameters={"rope_type": kind, "rope_theta": theta, **given},
+    )  # fmt: skip
+    if kind == "default":
+        even = torch.arange(0, 24, 2, dtype=torch.float64)
+        frequencies, factor = 1 / theta ** (even / 24), 1.0
+    else:
+        compute = utils.ROPE_INIT_FUNCTIONS[kind]
+        frequencies, factor = compute(config, "cpu", seq_len=length)
+    angles = torch.outer(torch.arange(length).double(), frequencies.double()).repeat(1, 2)
+    cos, sin = ff.rotary_frequencies(24, length, theta, scaling={"rope_type": kind, **given})
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (length, 24)
+    for have, want in ((cos, angles.cos()), (sin, angles.sin())):  # theirs has float32 frequencies
+        torch.testing.assert_close(have.double(), want * factor, atol=3e-5, rtol=0)
+
+
+def test_frequencies_of_neighbours():
+    halves, pairs = (ff.rotary_frequencies(8, 5, interleaved=on)[0] for on in (False, True))
+    assert torch.equal(halves[:, :4], pairs[:, ::2]) and torch.equal(halves[:, 4:], pairs[:, 1::2])
+    cos, _ = ff.rotary_frequencies(8, 5, dtype=torch.float64)
+    assert cos.dtype == torch.float64 and (cos[0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"dim": 7}, ValueError, "dim is 7; expected an even number"),
+        ({"length": -1}, ValueError, "length is -1"),
+        ({"theta": 0.0}, ValueError, "theta is 0.0; expected a positive number"),
+        ({"dtype": torch.int64}, TypeError, "dtype is torch.int64"),
+        ({"scaling": "linear"}, TypeError, "scaling is a str; expected a mapping"),
+        ({"scaling": {"rope_type": "longrope"}}, ValueError, "the rope_type 'longrope'; expected"),
+        ({"scaling": {"rope_type": "linear"}}, ValueError, "'linear' has no factor"),
+        ({"scaling": {"type": "linear", "factor": -2}}, ValueError, r"scaling\['factor'\] is -2"),
+        ({"scaling": {"rope_type": "linear", "factor": 2, "beta": 1}}, ValueError, "key 'beta'"),
+        ({"scaling": {"rope_type": "default", "rope_theta": 5.0}}, ValueError, "rope_theta 5.0"),
+        (
+            {"scaling": {"rope_type": "llama3", **SCALINGS["llama3"], "low_freq_factor": 5.0}},
+            ValueError,
+            "low_freq_factor 5.0 and high_freq_factor 4.0; expected",
+        ),
+    ],
+)
+def test_bad_frequencies(change, error, words):
+    with pytest.raises(error, match=words):
+        ff.rotary_frequencies(**{"dim": 8, "length": 5, **change})

@@ -46,6 +46,7 @@ def test_attention_as_dtensors(tmp_path):
     run(tmp_path, 4, "attention", "other_attention")
 
 
+@pytest.mark.with_all
 def test_ops_as_dtensors(tmp_path):
     """The other ops likewise, and the dropout masks of all."""
     checks = "norms", "feed_forward", "gated_activation", "embedding", "rotary", "losses", "masks"

@@ -432,6 +432,7 @@ def test_a_bias_of_more_heads_than_are_read_at_a_time(small_tiles, bounded):
 # ------------------------------------------------------------------------------- tiles visited
 
 
+@pytest.mark.with_all
 def test_tiles_that_are_visited():
     """As many as of the call by flags that hides the same, where there is one, and as many as the
     mask itself says. A bias gradient visits less: there, lengths alone skip nothing.

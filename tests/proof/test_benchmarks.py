@@ -465,6 +465,7 @@ def test_a_cache_of_kernels_moves(benchmarks, tmp_path):
     assert Path(found["it.cubin"]).read_bytes() == b"code"
 
 
+@pytest.mark.with_all
 def test_the_small_run_measures(tmp_path):
     done = python("-m", "benchmarks.gpu", "--out", tmp_path, "--only", "norms,decode", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -521,6 +522,7 @@ def test_pages_of_a_cache_are_what_it_holds(device):
 # ----------------------------------------------------------------------------------------- workers
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("backend", ["reference", "compile"])
 def test_every_first_call(backend):
     pytest.importorskip("triton")
@@ -533,6 +535,7 @@ def test_every_first_call(backend):
     assert min(seconds.values()) > 0
 
 
+@pytest.mark.with_all
 def test_every_host_cost():
     pytest.importorskip("triton")
     from benchmarks.bench_host_cost import LAUNCHED, LAUNCHERS
@@ -549,6 +552,7 @@ def test_every_host_cost():
     assert len(seconds) == len(requests) and min(seconds) > 0
 
 
+@pytest.mark.with_all
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_way_of_several_processes(processes, monkeypatch):
     if torch.cuda.is_available():
@@ -565,6 +569,7 @@ def test_every_way_of_several_processes(processes, monkeypatch):
     assert all(one["peak"] > 0 and len(one["samples"]) == 1 for one in figures)
 
 
+@pytest.mark.with_all
 def test_each_group_is_named_while_it_runs():
     done = python("-m", "pytest", "--benchmark-only", "-k", "test_embed and 128-forward-")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -574,6 +579,7 @@ def test_each_group_is_named_while_it_runs():
 # ------------------------------------------------------------------------------ the parts for a GPU
 
 
+@pytest.mark.with_all
 def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     """Collected as on a GPU: the sizes and so the ids are others there."""
     collect = "import sys, torch; torch.cuda.is_available = lambda: True; import pytest;"

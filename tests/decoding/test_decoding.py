@@ -971,7 +971,7 @@ def test_a_seed_draws_the_same_tokens():
         ),
         (beam_search, dict(length_penalty=32.5), ValueError, "length_penalty is 32.5"),
         (beam_search, dict(length_penalty=math.nan), ValueError, "length_penalty is nan"),
-        (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* token of the 10"),
+        (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* from 0 to 9"),
         (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
         (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),
         (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token from 0 to 9"),

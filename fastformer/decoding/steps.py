@@ -293,7 +293,8 @@ def make_steps(
     pad = ends[0] if ends and pad_symbol is None else pad_symbol
     if pad is None and isinstance(steps.lengths, Tensor):
         raise ValueError(
-            "pad_symbol is None and so is end_symbol; expected a token to follow short prompts"
+            "pad_symbol is None and so is end_symbol; expected a pad_symbol, which fills the rows "
+            "of shorter prompts"
         )
     steps.end = torch.tensor(ends, device=src.device) if ends else None
     steps.pad = 0 if pad is None else pad
@@ -374,7 +375,7 @@ def _require_symbols(vocabulary: int | None, **symbols: int | None) -> None:
         if symbol is not None:
             checks.require_size(0, **{name: symbol})
             if vocabulary is not None and symbol >= vocabulary:
-                raise ValueError(f"{name} is {symbol}; expected a token of the {vocabulary}")
+                raise ValueError(f"{name} is {symbol}; expected a token from 0 to {vocabulary - 1}")
 
 
 def _end_symbols(vocabulary: int | None, end_symbol: Symbols) -> list[int]:

@@ -57,8 +57,9 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     path = _path(folder)
     if path.exists() and not (path.is_dir() and {p.name for p in path.iterdir()} <= _FILES):
+        kind = "holds other files" if path.is_dir() else "is a file"
         raise ValueError(
-            f"folder is {str(path)!r}, which holds other files; expected a new or empty folder, or "
+            f"folder is {str(path)!r}, which {kind}; expected a new or empty folder, or "
             "that of a saved model"
         )
     text = _description(model)
@@ -107,6 +108,9 @@ def load_model(
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+    if not path.is_dir():
+        kind = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"{_named(path)} {kind}; expected a folder that save_model wrote")
     for name in (DESCRIPTION, WEIGHTS):
         if not (path / name).is_file():
             raise ValueError(f"{_named(path)} has no {name}; expected one that save_model wrote")
@@ -175,7 +179,7 @@ def _built(path: Path, text: str) -> EncoderDecoder | LanguageModel:
             return factory(**described["arguments"])  # type: ignore[return-value]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{_named(path)}: {DESCRIPTION} is not of save_model: {error!r}"
+            f"{_named(path)}: {DESCRIPTION} is damaged, or save_model did not write it: {error!r}"
         ) from error
 
 

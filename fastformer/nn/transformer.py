@@ -328,6 +328,10 @@ def _embedded(
     packed batch at their positions, whose `Packing` is the mask.
     """
     if not isinstance(mask, Packing):
+        if tokens.dim() < 2:
+            raise ValueError(
+                f"{name} has shape {shape_of(tokens)}; expected [B, S], or a Packing as its mask"
+            )
         held, start = (0, None) if cache is None else (cache.longest, cache.start())
         return _embedded_from(embed, tokens, start, held)
     if cache is not None:

@@ -92,11 +92,11 @@ def test_it_is_refused_before_the_first_step(monkeypatch):
     src = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="max_len is 6; expected at most 5"):
         greedy_decode(model, src, None, 6, 1)
-    with pytest.raises(ValueError, match="start_symbol is 7; expected a token of the 7"):
+    with pytest.raises(ValueError, match="start_symbol is 7; expected a token from 0 to 6"):
         greedy_decode(model, src, None, 5, 7)
-    with pytest.raises(ValueError, match="end_symbol is 7; expected a token of the 7"):
+    with pytest.raises(ValueError, match="end_symbol is 7; expected a token from 0 to 6"):
         beam_search(model, src, None, 5, 1, end_symbol=7)
-    with pytest.raises(ValueError, match="pad_symbol is 9; expected a token of the 7"):
+    with pytest.raises(ValueError, match="pad_symbol is 9; expected a token from 0 to 6"):
         sample(model, src, None, 5, 1, end_symbol=6, pad_symbol=9)
     assert not steps
     monkeypatch.undo()
@@ -138,7 +138,7 @@ ids = torch.ones(2, 4, dtype=torch.int64)
         (ids, 0, 1, ValueError, "max_len is 0; expected 1 or more"),
         (ids, 3.0, 1, TypeError, "max_len is a float; expected an int"),
         (ids, 3, -1, ValueError, "start_symbol is -1; expected 0 or more"),
-        (ids, 3, 10, ValueError, "start_symbol is 10; expected a token of the 10"),
+        (ids, 3, 10, ValueError, "start_symbol is 10; expected a token from 0 to 9"),
         (ids * 10, 3, 1, ValueError, "token id 10; expected ids from 0 to 9"),
     ],
 )
@@ -505,8 +505,8 @@ def test_a_prompt_of_max_len_is_all():
         (dict(src_mask=PROMPTS[:2] != 0), r"src_mask has shape \[2, 4\] and dtype torch.bool"),
         (dict(src_mask=PROMPTS.float()), r"src_mask has shape \[3, 4\] and dtype torch.float32"),
         (dict(src_mask=PROMPTS != 0, end_symbol=None), "pad_symbol is None and so is end_symbol"),
-        (dict(src=PROMPTS + 2, end_symbol=11), "end_symbol is 11; expected a token of the 11"),
-        (dict(end_symbol=[2, 12]), "end_symbol is 12; expected a token of the 11"),
+        (dict(src=PROMPTS + 2, end_symbol=11), "end_symbol is 11; expected a token from 0 to 10"),
+        (dict(end_symbol=[2, 12]), "end_symbol is 12; expected a token from 0 to 10"),
         (dict(end_symbol=[]), "end_symbol is empty; expected a token, several, or None"),
         (dict(repetition_penalty=0), "repetition_penalty is 0.0; expected a positive number"),
         (dict(repetition_penalty=math.inf), "repetition_penalty is inf; expected a positive"),
@@ -971,10 +971,10 @@ def test_a_seed_draws_the_same_tokens():
         ),
         (beam_search, dict(length_penalty=32.5), ValueError, "length_penalty is 32.5"),
         (beam_search, dict(length_penalty=math.nan), ValueError, "length_penalty is nan"),
-        (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* token of the 10"),
+        (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* from 0 to 9"),
         (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
         (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),
-        (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token of the 10"),
+        (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token from 0 to 9"),
         (greedy_decode, dict(cache="yes"), TypeError, "cache is 'yes'; expected True or False"),
         (greedy_decode, dict(cache=DecoderCache(1)), ValueError, "cache has a capacity of 1; .* 2"),
         (greedy_decode, dict(start_symbol=None), ValueError, "start_symbol is None; expected the"),

@@ -142,6 +142,13 @@ def test_make_decoder_refuses(arguments, message):
         make_decoder(**{"vocab": V, "d_model": 16, "N": 1} | arguments)
 
 
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+def test_tokens_without_a_batch_are_refused_by_name(positions):
+    model = make_decoder(V, 1, 16, 24, 2, positions=positions)
+    with pytest.raises(ValueError, match=r"tokens has shape \[9\]; expected \[B, S\], or a Pac"):
+        model(torch.ones(9, dtype=torch.long))
+
+
 def test_a_cache_wants_a_causal_layer():
     attention, x = MultiHeadedAttention(2, 16), torch.randn(B, T, 16)
     layer = EncoderLayer(16, attention, PositionwiseFeedForward(16, 24), 0.0).requires_grad_(False)

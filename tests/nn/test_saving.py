@@ -164,7 +164,7 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"folder is '.*', which holds other files"):
         ff.save_model(MODELS["make_decoder"](), tmp_path)
-    with pytest.raises(ValueError, match=r"folder is '.*notes.txt', which holds other files"):
+    with pytest.raises(ValueError, match=r"folder is '.*notes.txt', which is a file; expected"):
         ff.save_model(MODELS["make_decoder"](), tmp_path / "notes.txt")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -189,17 +189,19 @@ def rewritten(folder, **arguments):
 @pytest.mark.parametrize(
     ("spoil", "words"),
     {
-        "no folder": (lambda f: (f / "..").resolve(), "has no model.json"),
+        "no folder": (lambda f: f.rename(f.with_name("other")), "does not exist"),
+        "a file": (lambda f: (f.rename(f.with_name("other")), f.touch()), "is a file"),
+        "no description": (lambda f: (f / "model.json").unlink(), "has no model.json"),
         "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         "half the weights": (
             lambda f: os.truncate(f / "model.safetensors", 2000), "model.safetensors is damaged"),
-        "no JSON": (lambda f: (f / "model.json").write_text("{"), "model.json is not of save_mod"),
-        "a list": (lambda f: (f / "model.json").write_text("[]"), "model.json is not of save_mod"),
+        "no JSON": (lambda f: (f / "model.json").write_text("{"), "model.json is damaged, or sav"),
+        "a list": (lambda f: (f / "model.json").write_text("[]"), "model.json is damaged, or sav"),
         "of another program": (
             lambda f: (f / "model.json").write_text('{"model_type": "bert"}'), "'format'"),
         "a later version": (
             lambda f: edit(f, format="fastformer model, version 2"), "expected 'fastformer model,"),
-        "another factory": (lambda f: edit(f, factory="print"), "is not of save_model.*'print'"),
+        "another factory": (lambda f: edit(f, factory="print"), "model.json is damaged.*'print'"),
         "another argument": (lambda f: edit(f, arguments={"layers": 3}), "'layers'"),
         "a bad number": (lambda f: edit(f, arguments={"vocab": -1}), "vocab is -1"),
         "files of two models": (
@@ -214,7 +216,7 @@ def rewritten(folder, **arguments):
 def test_a_folder_that_is_not_whole_is_refused_by_name(spoil, words, tmp_path):
     folder = tmp_path / "model"
     ff.save_model(ff.make_decoder(7, **SMALL), folder)
-    folder = spoil(folder) if words == "has no model.json" else (spoil(folder), folder)[1]
+    spoil(folder)
     with pytest.raises(ValueError, match=rf"folder '{folder}'.*{words}"):
         ff.load_model(folder)
 

@@ -390,7 +390,7 @@ def test_padding_is_skipped(make, device):
     [
         ({"query": torch.zeros(2, 2, 4, 8)}, ValueError, r"expected \[tokens, heads, D\]"),
         ({"key": torch.zeros(25, 2, 9)}, ValueError, "expected the head dim"),
-        ({"key": torch.zeros(25, 3, 16)}, ValueError, "expected"),
+        ({"key": torch.zeros(25, 3, 16)}, ValueError, r"length of key \[25, 3, 16\]"),
         ({"max_q": 4}, ValueError, "max_q is 4; expected at least the longest sequence, 20"),
         ({"max_k": -1}, ValueError, "max_k is -1; expected 0 or more"),
         ({"max_k": 4.0}, TypeError, "max_k is a float"),

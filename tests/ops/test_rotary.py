@@ -317,6 +317,12 @@ def test_a_packed_table_has_two_dimensions():
         ff.rotary_embedding(**packed, **angles(B, S, 8))
 
 
+def test_an_error_of_the_table_shows_the_layout_of_the_query():
+    query = torch.zeros(2, 5, 3, 8)  # [B, S, H, D], as flash-attn has it
+    with pytest.raises(ValueError, match=r"as query \[B, H, S, D\] is \[2, 5, 3, 8\]"):
+        ff.rotary_embedding(query, query, **angles(5, 8))
+
+
 # ------------------------------------------------------------------------------------- frequencies
 
 SCALINGS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,17 @@ Scores = tuple[int, int, int, int]  # the shape of the scores, [B, H, Sq, Sk]
 
 
 def require_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    shape_of: Callable[[Tensor], str] = shape_of,
 ) -> tuple[float, Scores]:
-    """Check the shapes [B, H, S, D]. Return the scale (or its default) and the scores' shape."""
+    """Check the shapes [B, H, S, D]. Return the scale (or its default) and the scores' shape.
+
+    shape_of: how an error writes a shape, where the caller was given tensors of another layout.
+    """
     batch, heads, q_length, dim = query.shape
     key_batch, key_heads, k_length, key_dim = key.shape
     value_batch, value_heads, value_length, _ = value.shape

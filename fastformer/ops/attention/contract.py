@@ -286,7 +286,7 @@ def packed_attention(
         if x.dim() != 3:
             raise ValueError(f"{name} has shape {shape_of(x)}; expected [tokens, heads, D]")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    scale, _ = require_attention(q, k, v, scale, True)
+    scale, _ = require_attention(q, k, v, scale, True, lambda x: shape_of(x[0].transpose(0, 1)))
     require_offsets("cu_seqlens_q", cu_seqlens_q, "query", query, max_q)
     require_offsets("cu_seqlens_k", cu_seqlens_k, "key", key, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:

@@ -121,10 +121,14 @@ def _require_table(name: str, x: Tensor, query: Tensor) -> None:
     length, dim = query.shape[0 if packed else 2], query.shape[-1]
     rows = [length] if packed or x.dim() == 2 else [query.shape[0], length]
     if x.dim() != len(rows) + 1 or list(x.shape[:-1]) != rows:
-        expected = f"[T, R] = [{length}, R]"
+        expected, layout = f"[T, R] = [{length}, R]", "[T, H, D]"
         if not packed:
             expected = f"[S, R] = [{length}, R] or [B, S, R] = [{query.shape[0]}, {length}, R]"
-        raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+            layout = "[B, H, S, D]"
+        raise ValueError(
+            f"{name} has shape {shape_of(x)}; expected {expected}, as query {layout} is "
+            f"{shape_of(query)}"
+        )
     if x.shape[-1] % 2 or not 2 <= x.shape[-1] <= dim:
         raise ValueError(
             f"{name} has shape {shape_of(x)}, with R = {x.shape[-1]} columns; expected an even "

@@ -7,6 +7,8 @@
     python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json,
                                                        if nothing is wrong; cost.py prints the
                                                        ledger of the loops that stand there
+    python -m benchmarks.proof.compile_gate --only "Gluon|rotary"
+                                                       only the cases whose name matches
 
 A case whose sources have changed, but that is translated to the same GPU IR by the same Triton, has
 changed nothing: it is not compiled further. tests/proof/test_compile.py asserts on the same facts.
@@ -18,9 +20,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
+import re
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
@@ -32,7 +36,7 @@ from benchmarks.proof.cases import CASES, DATA, Table, compile_all, digests, tra
 #   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
 #   bf16 at D=256: a few registers, stored before the loop and loaded after it, against half the
 #   queries in a tile. The same at D=128 on sm_80, beside a mask of keys.
-KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
+SPILLS: tuple[tuple[str, str, int], ...] = (
     ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
     ("attention fp32 D=256", "", 900),
     ("decode fp32 D=256", "split", 160),
@@ -67,14 +71,15 @@ KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
 )
 # Serialised wgmma that are known and stay: part of a case's name, of a kernel's. At D=256 there are
 # no registers for the loop that would let dQ read masked keys (`Tile.again`).
-KNOWN_SERIALISED: tuple[tuple[str, str], ...] = (
+SERIALISED: tuple[tuple[str, str], ...] = (
     ("sm_90 attention bf16 D=256 key", "backward_dq"),
     ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv"),
 )
-# Triton 3.6 allocates registers worse: more of both. Where a kernel without dropout spills, it is
-# outside the loops.
-if metadata.version("triton").startswith("3.6."):
-    KNOWN_SPILLS += (
+# What other versions of Triton add, by the version.
+SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
+    # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
+    # loops.
+    "3.6": (
         ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
         ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
@@ -97,16 +102,9 @@ if metadata.version("triton").startswith("3.6."):
         ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
         ("sm_90 attention bf16 D=64 causal, dropout, Gluon", "hopper_forward", 16),
         ("sm_90 attention bf16 D=128 causal, dropout, Gluon", "hopper_forward", 44),
-    )
-    KNOWN_SERIALISED += (
-        ("key mask, key bias", "forward"),
-        ("key mask, key bias", "backward_dq"),
-        ("2-D mask, 2-D bias", "backward_dkdv"),
-        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
-    )
-# Triton 3.9 needs more of them beside dropout, and for dK and dV at D=256.
-if metadata.version("triton").startswith("3.9."):
-    KNOWN_SPILLS += (
+    ),
+    # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
+    "3.9": (
         ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
         ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
@@ -136,8 +134,19 @@ if metadata.version("triton").startswith("3.9."):
         ("sm_90 layer_norm fp32 N=16384", "backward_wide_dx", 8),
         ("dropout_add_layer_norm fp32 N=8192", "backward", 56),
         ("dropout_add_layer_norm bf16 N=8192", "backward", 16),
-    )
-    KNOWN_SERIALISED += (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),)
+    ),
+}
+SERIALISED_OF: dict[str, tuple[tuple[str, str], ...]] = {
+    "3.6": (
+        ("key mask, key bias", "forward"),
+        ("key mask, key bias", "backward_dq"),
+        ("2-D mask, 2-D bias", "backward_dkdv"),
+        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
+    ),
+    "3.9": (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),),
+}
+KNOWN_SPILLS = SPILLS + SPILLS_OF.get(cost.VERSION, ())
+KNOWN_SERIALISED = SERIALISED + SERIALISED_OF.get(cost.VERSION, ())
 
 
 def problems(name: str, answer: dict[str, Any]) -> list[str]:
@@ -290,15 +299,22 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
     parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the cases whose name contains TEXT"
+        "--only", default="", metavar="REGEX", help="only the cases whose name matches"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write what was compiled now, right or wrong"
     )
     options = parser.parse_args()
+    try:
+        named = [name for name in CASES if re.search(options.only, name)]
+    except re.error as error:
+        parser.error(f"--only {options.only!r} is not a regex: {error}")
     table, now = Table.read(), digests()
     comparable = table.of(checks())
     if options.write and options.only and not comparable:
         parser.error("Triton or the checks have changed: --write takes all cases, not --only")
-    asked = now if options.all or not comparable else table.stale(now)
-    asked = [name for name in asked if options.only in name]
+    stale = now if options.all or not comparable else table.stale(now)
+    asked = [name for name in named if name in stale]
     started = time.time()
 
     def progress(name: str, answer: dict[str, Any]) -> None:
@@ -321,7 +337,7 @@ def main() -> None:
     print(HEADER.format(version=metadata.version("triton")), end="")
     known = {name: known[name] for name in now if name in known}
     for name, case in known.items():
-        for row in case["kernels"] if options.only in name else ():
+        for row in case["kernels"] if name in named else ():
             print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
     print(*found, sep="\n")
     seconds = sum(answer.get("seconds", 0) for answer in answers.values())
@@ -329,6 +345,9 @@ def main() -> None:
         f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems, "
         f"{seconds:.0f} s of processor"
     )
+    if options.out:
+        new = {name: known[name] for name, answer in answers.items() if "error" not in answer}
+        Table(metadata.version("triton"), checks(), new).write(options.out)
     if options.write and not found:
         Table(metadata.version("triton"), checks(), known).write()
     sys.exit(bool(found))

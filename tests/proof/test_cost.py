@@ -483,10 +483,10 @@ def test_the_loops_of_flash_attention():
             assert entry.hazards == 0 and entry.blocks == 1
 
 
-def test_the_table_of_loops_is_that_of_the_data():
+def test_the_tables_of_the_page_are_those_of_the_data():
     """Else `python -m benchmarks.proof.cost --docs`."""
     page = cost.PAGE.read_text()
-    assert cost.with_table(page) == page
+    assert cost.with_tables(page) == page
 
 
 def test_the_table_of_loops_adds_up():

@@ -67,7 +67,7 @@ def main() -> None:
     for version in options.versions or (GLUON if options.gluon else VERSIONS):
         alone = options.gate or options.gluon
         tests = "-" if alone else last_line(PYTEST, version, "tests")
-        out = ["--only", "Gluon", "--out", str(of_gluon(version))] if options.gluon else []
+        out = ["--only", "Gluon", "--gluon", str(of_gluon(version))] if options.gluon else []
         gate = last_line([*GATE, "--only", options.only, *out], version, "gate")
         print(f"| {version} | {tests} | {gate} |", flush=True)
 

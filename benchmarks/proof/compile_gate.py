@@ -108,7 +108,7 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
         ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
-        # 5 of the 595 instructions of the loop of whole tiles
+        # 10 of the 1190 issue slots of the loop of whole tiles
         ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 168),
         ("sm_90 attention bf16 D=128 key bias, dropout", "backward_dkdv", 32),
         ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 144),

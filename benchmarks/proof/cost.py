@@ -89,8 +89,8 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("sm_90 attention bf16 D=128 key mask, Gluon", "hopper_forward", 3),
         ("sm_90 attention bf16 D=128 key bias, Gluon", "hopper_forward", 2),
     ),
-    # Most of all for dK and dV at D=256. Gluon: at most 5% of the instructions of a loop, 11% with 192
-    # queries, which are no candidate.
+    # Most of all for dK and dV at D=256. Of the loops in Gluon it is at most 5% of what they issue,
+    # and 11% with 192 queries, which are no candidate.
     "3.9": (
         ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 24),
         ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 160),

@@ -5,9 +5,9 @@
     python -m benchmarks.proof.versions --gate --only rotary
                                                            only its cases whose name matches
     python -m benchmarks.proof.versions --gluon            only its cases with kernels in Gluon, on
-                                                           3.6.0 and 3.9.0 (half an hour); writes
-                                                           benchmarks/results/gluon_VERSION.json,
-                                                           and cost.py --docs the table of them
+                                                           3.6.0 and 3.9.0 (half an hour): writes
+                                                           them to benchmarks/results, and cost.py
+                                                           --docs a table of them
 
 Each version is installed into a folder of its own under .cache/ and put in front of the others.
 """

@@ -7,6 +7,8 @@
     python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json,
                                                        if nothing is wrong; cost.py prints the
                                                        ledger of the loops that stand there
+    python -m benchmarks.proof.compile_gate --only "Gluon|rotary"
+                                                       only the cases whose name matches
 
 A case whose sources have changed, but that is translated to the same GPU IR by the same Triton, has
 changed nothing: it is not compiled further. tests/proof/test_compile.py asserts on the same facts.
@@ -18,9 +20,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
+import re
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
@@ -32,7 +36,7 @@ from benchmarks.proof.cases import CASES, DATA, Table, compile_all, digests, tra
 #   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
 #   bf16 at D=256: a few registers, stored before the loop and loaded after it, against half the
 #   queries in a tile. The same at D=128 on sm_80, beside a mask of keys.
-KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
+SPILLS: tuple[tuple[str, str, int], ...] = (
     ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
     ("attention fp32 D=256", "", 900),
     ("decode fp32 D=256", "split", 160),
@@ -67,14 +71,15 @@ KNOWN_SPILLS: tuple[tuple[str, str, int], ...] = (
 )
 # Serialised wgmma that are known and stay: part of a case's name, of a kernel's. At D=256 there are
 # no registers for the loop that would let dQ read masked keys (`Tile.again`).
-KNOWN_SERIALISED: tuple[tuple[str, str], ...] = (
+SERIALISED: tuple[tuple[str, str], ...] = (
     ("sm_90 attention bf16 D=256 key", "backward_dq"),
     ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv"),
 )
-# Triton 3.6 allocates registers worse: more of both. Where a kernel without dropout spills, it is
-# outside the loops.
-if metadata.version("triton").startswith("3.6."):
-    KNOWN_SPILLS += (
+# What other versions of Triton add, by the version.
+SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
+    # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
+    # loops.
+    "3.6": (
         ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
         ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
@@ -97,21 +102,14 @@ if metadata.version("triton").startswith("3.6."):
         ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
         ("sm_90 attention bf16 D=64 causal, dropout, Gluon", "hopper_forward", 16),
         ("sm_90 attention bf16 D=128 causal, dropout, Gluon", "hopper_forward", 44),
-    )
-    KNOWN_SERIALISED += (
-        ("key mask, key bias", "forward"),
-        ("key mask, key bias", "backward_dq"),
-        ("2-D mask, 2-D bias", "backward_dkdv"),
-        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
-    )
-# Triton 3.9 needs more of them beside dropout, and for dK and dV at D=256.
-if metadata.version("triton").startswith("3.9."):
-    KNOWN_SPILLS += (
+    ),
+    # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
+    "3.9": (
         ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
         ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
-        # 12 of the 882 instructions of the loop of whole tiles
-        ("sm_90 attention bf16 D=64 alibi, causal, dropout", "backward_dkdv", 136),
+        # 10 of the 1190 issue slots of the loop of whole tiles
+        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 168),
         ("sm_90 attention bf16 D=128 key bias, dropout", "backward_dkdv", 32),
         ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 144),
         ("sm_90 attention bf16 D=128 2-D fp32 bias, dropout", "backward_dkdv", 24),
@@ -128,16 +126,48 @@ if metadata.version("triton").startswith("3.9."):
         ("sm_90 attention bf16 D=64 2-D mask of numbers", "bounds", 16),
         ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 8),
         ("sm_90 attention bf16 D=64 key mask, key bias", "backward_dkdv", 128),
-        ("sm_90 attention bf16 D=64 key mask, Gluon", "hopper_forward", 40),
         ("sm_90 attention bf16 D=128 key mask, dropout", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 key mask, Gluon", "hopper_forward", 524),
-        ("Gluon 192 128, packed", "hopper_forward", 2520),
         ("sm_100 attention fp32 D=64 2-D mask, 2-D bias", "backward_dbias", 12),
         ("sm_90 layer_norm fp32 N=16384", "backward_wide_dx", 8),
         ("dropout_add_layer_norm fp32 N=8192", "backward", 56),
         ("dropout_add_layer_norm bf16 N=8192", "backward", 16),
-    )
-    KNOWN_SERIALISED += (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),)
+        ("D=64 causal, dropout, Gluon", "hopper_forward", 48),
+        ("D=128 plain, Gluon", "hopper_forward", 396),
+        ("D=128 plain, dropout, Gluon", "hopper_forward", 536),
+        ("D=128 causal, Gluon", "hopper_forward", 480),
+        ("D=128 causal, dropout, Gluon", "hopper_forward", 600),
+        ("D=128 key mask, Gluon", "hopper_forward", 480),
+        ("D=64 window, bottom-right, lengths, Gluon", "hopper_forward", 60),
+        ("D=128 key mask, dropout, Gluon", "hopper_forward", 1064),
+        ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 788),
+        ("D=128 softcap, causal, Gluon", "hopper_forward", 564),
+        ("D=128 key bias, Gluon", "hopper_forward", 480),
+        ("D=128 packed, causal, Gluon", "hopper_forward", 468),
+        ("D=64 alibi, causal, Gluon", "hopper_forward", 80),
+        ("D=64 2-D mask, dropout, Gluon", "hopper_forward", 96),
+        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 740),
+        ("D=128 2-D mask, Gluon", "hopper_forward", 540),
+        ("D=256 plain, Gluon 128 64", "hopper_forward", 160),
+        ("D=256 causal, dropout, Gluon 128 64", "hopper_forward", 416),
+        ("D=256 key mask, Gluon 128 64", "hopper_forward", 328),
+        ("D=64 causal, Gluon 192 128, packed", "hopper_forward", 2520),
+        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 244),
+        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 116),
+        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 192),
+        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 116),
+    ),
+}
+SERIALISED_OF: dict[str, tuple[tuple[str, str], ...]] = {
+    "3.6": (
+        ("key mask, key bias", "forward"),
+        ("key mask, key bias", "backward_dq"),
+        ("2-D mask, 2-D bias", "backward_dkdv"),
+        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
+    ),
+    "3.9": (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),),
+}
+KNOWN_SPILLS = SPILLS + SPILLS_OF.get(cost.VERSION, ())
+KNOWN_SERIALISED = SERIALISED + SERIALISED_OF.get(cost.VERSION, ())
 
 
 def problems(name: str, answer: dict[str, Any]) -> list[str]:
@@ -274,6 +304,19 @@ def differences(new: list[Kernel], known: list[Kernel]) -> list[str]:
     ]
 
 
+def in_gluon(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what the data hold of the kernels in Gluon."""
+    return {
+        name: {"digest": case["digest"]}
+        | {
+            part: [x for x in case[part] if x[0] in cost.OVERLAPPED]
+            for part in ("kernels", "costs")
+        }
+        for name, case in cases.items()
+        if "Gluon" in name
+    }
+
+
 def translated_as_before(names: list[str], known: dict[str, dict[str, Any]]) -> list[str]:
     """Return those of the cases whose GPU IR is that of the data."""
     names = [name for name in names if name in known]
@@ -290,15 +333,22 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
     parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the cases whose name contains TEXT"
+        "--only", default="", metavar="REGEX", help="only the cases whose name matches"
+    )
+    parser.add_argument(
+        "--gluon", type=Path, metavar="FILE", help="write the kernels in Gluon, right or wrong"
     )
     options = parser.parse_args()
+    try:
+        named = [name for name in CASES if re.search(options.only, name)]
+    except re.error as error:
+        parser.error(f"--only {options.only!r} is not a regex: {error}")
     table, now = Table.read(), digests()
     comparable = table.of(checks())
     if options.write and options.only and not comparable:
         parser.error("Triton or the checks have changed: --write takes all cases, not --only")
-    asked = now if options.all or not comparable else table.stale(now)
-    asked = [name for name in asked if options.only in name]
+    stale = now if options.all or not comparable else table.stale(now)
+    asked = [name for name in named if name in stale]
     started = time.time()
 
     def progress(name: str, answer: dict[str, Any]) -> None:
@@ -321,7 +371,7 @@ def main() -> None:
     print(HEADER.format(version=metadata.version("triton")), end="")
     known = {name: known[name] for name in now if name in known}
     for name, case in known.items():
-        for row in case["kernels"] if options.only in name else ():
+        for row in case["kernels"] if name in named else ():
             print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
     print(*found, sep="\n")
     seconds = sum(answer.get("seconds", 0) for answer in answers.values())
@@ -329,6 +379,9 @@ def main() -> None:
         f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems, "
         f"{seconds:.0f} s of processor"
     )
+    if options.gluon:
+        compiled = {name: known[name] for name in answers if "error" not in answers[name]}
+        Table(metadata.version("triton"), checks(), in_gluon(compiled)).write(options.gluon)
     if options.write and not found:
         Table(metadata.version("triton"), checks(), known).write()
     sys.exit(bool(found))

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 
 from fastformer.description import Attention
@@ -36,6 +37,19 @@ HOPPER = {
     "Gluon 128 128, packed": Row(128, 128, 4, 2, packed=True),
     "Gluon 192 128, packed": Row(192, 128, 4, 2, packed=True),
 }
+
+# Rows that are no candidates of a measurement, by version of Triton, and why.
+REFUSED = {
+    "3.9": {
+        "Gluon 192 128, packed": "its loops access local memory, and issue 6% to 17% more "
+        "instructions than those of Gluon 128 128"
+    }
+}
+
+
+def refused(version: str = triton.__version__) -> dict[str, str]:
+    """Return the rows that are no candidates with a version of Triton, and why."""
+    return REFUSED.get(".".join(version.split(".")[:2]), {})
 
 
 class How(NamedTuple):

@@ -21,7 +21,7 @@ from ..launch import (
 from ..registration import register
 from .configurations import splits_keys, widest_head
 from .decode import Paging
-from .hopper_rows import backward_obstacle
+from .hopper_rows import backward_obstacle, refused
 from .plan import (
     BackwardPlan,
     DecodePlan,
@@ -268,6 +268,7 @@ def describe(
     if isinstance(plan, ForwardPlan) and plan.arch == "sm_90":
         if plan.obstacle is not None:
             found.append(f"not the forward for Hopper: {plan.obstacle}")
+        found += [f"not {row}: {why}" for row, why in refused().items() if row in plan.for_hopper]
         inputs = query, key, value
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             like_output = heads_like(query, query.shape[1], value.shape[3])

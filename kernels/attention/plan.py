@@ -52,7 +52,7 @@ from .configurations import (
 )
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
-from .hopper_rows import How, RingTile, backward_obstacle, obstacle, ways
+from .hopper_rows import How, RingTile, backward_obstacle, obstacle, refused, ways
 from .scores import (
     BackwardInputs,
     Band,
@@ -337,9 +337,10 @@ class Plan:
 
         def options() -> list[Any]:
             backward = hopper_dq_kernel if kernel == "dq" else hopper_dkdv_kernel
+            forward = [row for row in self.for_hopper if row not in refused()]
             return (
                 rows(kernel, self.dtype, self.head_block)
-                + gluon_options(self.for_hopper, hopper_forward_kernel)
+                + gluon_options(forward, hopper_forward_kernel)
                 + gluon_options(HOPPER_BACKWARD.get(kernel, ()), backward) * self.overlaps
             )
 

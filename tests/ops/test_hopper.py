@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
-from fastformer.kernels.attention.hopper_rows import HOPPER
+from fastformer.kernels.attention.hopper_rows import HOPPER, refused
 from hopper_calls import ROW, replaced, simulated
 from hopper_faults import FAULTS, HARMLESS
 
@@ -328,7 +328,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(d=40),
     ):
         assert may(**allowed) is None, allowed
-    for words, refused in (
+    for words, left in (
         ("it is for sm_90", dict(arch="sm_100")),
         ("it is for sm_90", dict(arch="interpreter")),
         ("float16 and bfloat16", dict(dtype=torch.float32)),
@@ -338,7 +338,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
         ("multiples of 16 bytes", dict(d=20)),
         ("multiples of 16 bytes", dict(shift=4)),
     ):
-        assert words in may(**refused), refused
+        assert words in may(**left), left
 
 
 def test_explain_says_why_a_call_does_not_take_it():
@@ -350,8 +350,27 @@ def test_explain_says_why_a_call_does_not_take_it():
         ("sm_80", -0.1, None),
     ):
         call = Attention(**given | dict(scale=scale))
-        with replaced(plan, architecture=lambda device, arch=arch: arch):
+        here = dict(architecture=lambda device, arch=arch: arch)
+        with replaced(plan, **here), replaced(launchers, refused=dict):
             assert launchers.describe(x, call, x, x) == words
+
+
+def test_a_row_that_this_triton_compiles_badly_is_no_candidate():
+    """`explain` says why, where a call could take it. A gate may force it."""
+    row, why = "Gluon 192 128, packed", "its loops access local memory"
+    assert why in refused("3.9.2")[row] and not refused("3.10.0") and not refused("3.7.1")
+    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
+    known = dict(refused=lambda: {row: why})
+    for d, has in ((64, True), (128, False)):
+        x = torch.empty(2, 2, 64, d).half()
+        here = dict(architecture=lambda device: "sm_90", **known)
+        with replaced(plan, **here), replaced(launchers, **known), tuned.forced({}) as asked:
+            made = plan.ForwardPlan(x, x, x, Attention(**given))
+            words = launchers.describe(x, Attention(**given), x, x)
+            options = next(k for k in asked if k.kernel == "attention forward").options()
+        assert row not in options and "Gluon 128 64" in options
+        assert (row in made.for_hopper) == has
+        assert words == (f"not {row}: {why}" if has else None)
 
 
 def test_which_rows_a_call_may_take():

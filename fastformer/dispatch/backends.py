@@ -618,6 +618,15 @@ def is_dtensor(x: torch.Tensor | None) -> bool:
     return _DTENSOR in sys.modules and type(x) is sys.modules[_DTENSOR].DTensor
 
 
+def replicated_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return x, which is the same on all devices, as a replicated DTensor if `other` is one."""
+    if not is_dtensor(other):
+        return x
+    from fastformer.dispatch.sharding.call import as_replicated
+
+    return as_replicated(x, other.device_mesh)  # type: ignore[attr-defined]
+
+
 def is_sharded(x: torch.Tensor) -> bool:
     """Return whether x is a DTensor, or within `sequences_from` or `context_parallel`."""
     return _first() is not None or _context is not None or is_dtensor(x)

@@ -49,9 +49,9 @@ def parallelize(
     generator and its loss by classes. An embedding that shares its weight with the generator is
     sharded by tokens of the vocabulary. Between these modules the residual stream, its norms and
     their dropout are sharded by sequences, or by tokens if the mesh size does not divide the batch.
-    All ranks take the same tokens and masks, as plain tensors. They use the dropout masks of a
-    single device if their generators have the same state. Outputs are DTensors;
-    `SimpleLossCompute` returns a plain loss.
+    All ranks take the same tokens and masks, as plain tensors, or the same packed batch and its
+    `Packing`. They use the dropout masks of a single device if their generators have the same
+    state. Outputs are DTensors; `SimpleLossCompute` returns a plain loss.
 
     The parameters become DTensors with unchanged names and global shapes:
     torch.distributed.checkpoint saves and loads them in any layout. `fully_shard` over another

@@ -68,7 +68,8 @@ class Rows(ParallelStyle):
     """Shard the first input [B, S, d] of a module, the start of its residual stream, and replicate
     the second, the memory.
 
-    The first is sharded by sequences, or by tokens if the mesh size does not divide the batch.
+    The first is sharded by sequences, or by tokens if the mesh size does not divide the batch; that
+    of a packed batch, [tokens, d], by tokens.
     Plain tensors must be the same on all devices. plain: whether to return a plain, full tensor.
     """
 
@@ -84,7 +85,8 @@ class Rows(ParallelStyle):
                 if i or not isinstance(x, DTensor):
                     own[i] = x = as_replicated(x, device_mesh)
                 if i == 0:
-                    rows = Shard(1 if x.shape[0] % device_mesh.size() else 0)
+                    by_tokens = x.dim() > 2 and x.shape[0] % device_mesh.size()
+                    rows = Shard(1 if by_tokens else 0)
                     own[i] = x.redistribute(placements=[rows])
             return tuple(own)
 

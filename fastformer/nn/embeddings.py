@@ -142,7 +142,7 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
                 f"expected positions from 0 to max_len - 1 = {max_len - 1}"
             )
     at = start.long().unsqueeze(1) + torch.arange(length, device=start.device)
-    return F.embedding(at, table)
+    return F.embedding(backends.replicated_like(at, table), table)
 
 
 class RotaryEmbedding(nn.Module):

@@ -445,6 +445,9 @@ def context_refusals(folder):
         packed = x[0].transpose(0, 1)
         given = packed, packed, packed, offsets, offsets, 6, 6
         refused("packed_attention within", lambda: ff.packed_attention(*given))
+        tokens, packing = ff.unpad(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([6]))
+        model = ff.make_decoder(5, 1, 8, 16, 1)
+        refused("a Packing is given within context", lambda: model(tokens, packing))
         table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1])
         pages = torch.zeros(1, 16, 3, 8)
         given = x[:, :, :1], pages, pages, table, lengths

@@ -75,8 +75,12 @@ def all_close(label, ours, whole):
         close(f"{label}: d{name}", g, want_grads[name], size)
 
 
-def a_model(batch=4, decoder=False, dtype=torch.float64, sinks=False, **options):
-    """The same in every process: a model, its loss, and a batch."""
+def a_model(
+    batch=4, decoder=False, dtype=torch.float64, sinks=False, packed=False, rows=None, **options
+):
+    """The same in every process: a model, its loss, and a batch; without padding if packed. rows:
+    those of the batch that it holds.
+    """
     torch.manual_seed(0)
     sizes = dict(N=2, d_model=16, d_ff=64, h=4, dropout=P) | options
     model = ff.make_decoder(11, **sizes) if decoder else ff.make_model(11, 11, **sizes)
@@ -85,8 +89,13 @@ def a_model(batch=4, decoder=False, dtype=torch.float64, sinks=False, **options)
             module.sinks = torch.nn.Parameter(torch.randn(module.h))
     torch.manual_seed(1)
     src, tgt = torch.randint(0, 11, (batch, 6)), torch.randint(0, 11, (batch, 8))
+    if packed:  # the rows differ in length; three have 15 and 18 tokens, two have 11 and 13
+        src, tgt = (x.clamp_min(1) for x in (src, tgt))
+        for i in range(batch):
+            src[i, 6 - i :], tgt[i, 8 - i :] = 0, 0
     compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(11, 0, 0.1))
-    return model.to(dtype), compute, ff.Batch(None if decoder else src, tgt)
+    src, tgt = (x if rows is None else x[rows] for x in (src, tgt))
+    return model.to(dtype), compute, ff.Batch(None if decoder else src, tgt, packed=packed)
 
 
 def step(model, compute, batch):
@@ -266,6 +275,41 @@ def composed(folder):
         fully_shard(model, mesh=mesh["dp"])
         ours = halves(model, compute, batch, mesh["dp"])
         all_close(f"{options}", ours, whole)
+
+
+def packed_batches(folder):
+    """Packed batches by tensor parallelism, dropout on, and by DDP and FSDP2, each process with
+    half of the rows: the loss and the gradients of one process.
+    """
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    group = mesh.get_group()
+    forms = {
+        "learned positions, tied": dict(batch=3, learned_positions=True, tie_generator=True),
+        "rotary": dict(batch=3, decoder=True, positions="rotary", qk_norm=True),
+        "swiglu, grouped": dict(batch=2, decoder=True, activation="swiglu", kv_heads=2),
+    }
+    for form, options in forms.items():
+        options |= dict(packed=True, N=1)
+        whole = step(*a_model(**options))
+        model, compute, batch = a_model(**options)
+        ff.parallelize(model, mesh)
+        all_close(form, step(model, compute, batch), whole)
+    options = dict(packed=True, decoder=True, dropout=0.0, N=1)
+    *_, batch = given = a_model(**options)
+    whole, first = step(*given), 2 * mesh.get_local_rank()
+    for kind in ("ddp", "fsdp"):
+        model, compute, part = a_model(**options, rows=slice(first, first + 2))
+        part.ntokens = batch.ntokens
+        parallel = model
+        if kind == "ddp":
+            parallel = nn.parallel.DistributedDataParallel(model, process_group=group)
+        else:
+            for module in (*model.decoder.layers, model):
+                fully_shard(module, mesh=mesh)
+        loss, _ = step(parallel, lambda *args, of=compute: 2 * of(*args), part)
+        torch.distributed.all_reduce(loss, group=group)
+        all_close(f"{kind}, packed", (loss / 2, in_full(model)), whole)
 
 
 def refusals(folder):

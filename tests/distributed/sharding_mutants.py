@@ -28,6 +28,11 @@ BROKEN = [
     ("rotary", '("bhq.", "bq.")', '("bhq.", "b..")'),
     ("rotary", "return n * math.prod(sizes)", "return call.sizes[dim]"),
     ("losses", 'gathers={"v": ("input", "target")}', 'gathers={"v": ("input",)}'),
+    (
+        "packed_batches",
+        "by_tokens = x.dim() > 2 and x.shape[0] % device_mesh.size()",
+        "by_tokens = x.shape[0] % device_mesh.size()",
+    ),
     # ---- the offsets and the global sizes of a shard
     ("masks", "offsets.setdefault(dim, start)", "offsets[dim] = start"),
     ("feed_forward", "and name not in rule.halves", ""),

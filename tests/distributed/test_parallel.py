@@ -95,8 +95,10 @@ def test_damaged_checkpoints(tmp_path):
 
 
 def test_data_parallel(tmp_path):
-    """DDP and FSDP2 on halves of a batch, on both backends."""
-    run(tmp_path, 2, "data_parallel")
+    """DDP and FSDP2 on halves of a batch, on both backends; packed batches, which `parallelize`
+    takes, too.
+    """
+    run(tmp_path, 2, "data_parallel", "packed_batches")
 
 
 def test_bytes_sent(tmp_path):

@@ -88,7 +88,27 @@ HIERA = {
     "global_attention_blocks": [3],
 }  # fmt: skip
 SWIN = {"patch_size": 2, "embed_dim": 16, "window_size": 2}
+NECK = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "head_hidden_size": 8}
+BACKBONE = {
+    "model_type": "dinov2", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+DEPTH = {**NECK, "backbone_config": BACKBONE, "reassemble_hidden_size": 64, "patch_size": 8}
 EXTRA = {
+    "chmv2": {
+        "backbone_config": {
+            **{**BACKBONE, "model_type": "dinov3_vit", "reshape_hidden_states": True},
+            **{"apply_layernorm": True, "return_class_token": True, "intermediate_size": 96},
+        },
+        **{"post_process_channels": [8, 8, 16, 16], "fusion_hidden_size": 16, "patch_size": 8},
+        **{"head_hidden_size": 8, "number_output_channels": 8},
+    },
+    "depth_anything": DEPTH,
+    "prompt_depth_anything": DEPTH,
+    "tipsv2_dpt": {
+        "backbone_config": {**BACKBONE, "model_type": "tipsv2_vision_model"},
+        **{"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16, "num_depth_bins": 8},
+    },
     "csm": {"upsample_groups": 64},
     "donut-swin": SWIN,
     "bamba": {"attn_layer_indices": [1]},

@@ -352,6 +352,29 @@ def test_head_dims_that_the_docs_name(head_dim, device):
     check(llama(head_dim=head_dim).to(device), inputs(llama, "left", device))
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="it has no Gemma 4")
+def test_the_head_dims_of_gemma_4(device):
+    """Layers with a window have 256, the others 512: the attention and the accelerated model."""
+    config = {**DECODER, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 3}
+    config |= {"head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 0}
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(**config)
+    model, given = transformers.Gemma4ForCausalLM(config), inputs(llama, "left", device)
+    model = model.to(device).double()  # as in the sweep: its scores are large, and not scaled down
+    assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
+    use(model, "eager")
+    want = hugging_face.results(model, given)
+    use(model, "fastformer")
+    with hugging_face.counted() as calls:
+        assert hugging_face.error(hugging_face.results(model, given), want) < hugging_face.BOUND
+    assert len(calls) == 2
+    wanted = [("left", given, want)]
+    fault, whole = hugging_face.check_whole(model, wanted, None, None)
+    assert fault == "" and whole.startswith("gated 2, loss, norms ")
+    assert whole.endswith("; stays: Gemma4RMSNorm: no replacement has its structure (nothing)")
+
+
 def test_what_is_no_packed_batch(padded_calls, device):
     """Positions that count on, one sequence, a step after a prompt, two rows."""
     model, tokens = llama().to(device).eval(), torch.tensor([[5, 3, 8, 7]], device=device)

@@ -190,11 +190,7 @@ def linear_cross_entropy(
 def _plus(loss: Tensor, constant: Tensor | None) -> Tensor:
     if constant is None:
         return loss
-    if backends.is_dtensor(loss):
-        from fastformer.dispatch.sharding.call import as_replicated
-
-        constant = as_replicated(constant, loss.device_mesh)  # type: ignore[attr-defined]
-    return loss + constant.to(loss.dtype)
+    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
 
 
 def _loss_options(

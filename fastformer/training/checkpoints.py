@@ -28,6 +28,7 @@ __all__ = ["Checkpoints"]
 EVERY = 10  # steps
 KEPT = 3  # checkpoints in a folder
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # no reason to warn
+_REPLACED = "Detected an existing checkpoint"  # nor is this: it could not be read
 
 
 class Checkpoints:
@@ -102,7 +103,8 @@ class Checkpoints:
 
         state = self._collected(torch.stack(list(losses)).cpu())
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _ALONE)
+            for expected in (_ALONE, _REPLACED):
+                warnings.filterwarnings("ignore", expected)
             try:
                 dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
             except dcp.CheckpointException as error:

@@ -100,6 +100,11 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("sm_90 attention bf16 D=64 2-D mask, all tiles, dropout", "backward_dkdv", 16),
         ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
         ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 88),
+        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 28),
+        ("D=128 causal, Gluon backward", "hopper_dkdv", 24),
+        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 108),
+        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 236),
+        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 172),
     ),
     # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
     "3.9": (

@@ -90,6 +90,9 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("D=128 key bias, Gluon", "hopper_forward", 2),
         ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 2),
         ("D=256 key mask, Gluon 128 64", "hopper_forward", 3),
+        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 4),
+        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 15),
+        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 6),
     ),
     # Most of all for dK and dV at D=256. Of the loops in Gluon it is at most 5% of what they issue,
     # and 11% with 192 queries, which are no candidate.

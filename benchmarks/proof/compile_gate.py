@@ -80,6 +80,7 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
     # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
     # loops.
     "3.6": (
+        ("sm_90 rotary_embedding bf16 D=128 interleaved, norm", "backward", 12),
         ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
         ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),

@@ -80,6 +80,7 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
     # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
     # loops.
     "3.6": (
+        ("sm_90 rotary_embedding bf16 D=128 interleaved, norm", "backward", 12),
         ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
         ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
         ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
@@ -91,7 +92,6 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("sm_100 attention bf16 D=64 key mask", "backward_dkdv", 16),
         ("attention fp32 D=128", "", 60),
         ("attention fp32 D=256", "", 908),
-        ("D=64 key mask, Gluon", "hopper_forward", 40),
         ("feed_forward bf16 silu", "hidden_backward", 8),
         ("other decode bf16 D=256", "split", 24),
         # With the bounds of a mask: 15 of 1046 instructions of the loop, which visits fewer tiles,
@@ -100,8 +100,12 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 36),
         ("sm_90 attention bf16 D=64 2-D mask, all tiles, dropout", "backward_dkdv", 16),
         ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
-        ("sm_90 attention bf16 D=64 causal, dropout, Gluon", "hopper_forward", 16),
-        ("sm_90 attention bf16 D=128 causal, dropout, Gluon", "hopper_forward", 44),
+        ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 88),
+        ("D=128 plain, dropout, Gluon backward", "hopper_dkdv", 28),
+        ("D=128 causal, Gluon backward", "hopper_dkdv", 24),
+        ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 108),
+        ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 236),
+        ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 172),
     ),
     # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
     "3.9": (

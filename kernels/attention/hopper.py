@@ -52,7 +52,6 @@ from .hopper_work import (
     Launched,
     at_row,
     block_of,
-    blocks_of,
     has_bounds,
     has_terms,
     key_of_any_tile,
@@ -64,6 +63,7 @@ from .hopper_work import (
     nth_block,
     place_of,
     place_of_block,
+    rounds_of,
 )
 from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
@@ -78,11 +78,11 @@ def _folds(has):
 def _copies(given, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Copy what the block of queries `given` needs, or all blocks of a persistent program."""
     if how.persistent:
-        first, phase = 0, 0
-        for n in range(gl.program_id(0), blocks_of(given.order), gl.num_programs(0)):
-            block = nth_block(n, given, first, phase, tile, has)
+        first = 0
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
             _copy_block(block, tensors, shared, tile, has, how)
-            first, phase = block.work.walk.end, phase ^ 1
+            first = block.work.walk.end
     else:
         _copy_block(given, tensors, shared, tile, has, how)
 
@@ -146,8 +146,8 @@ def _mask(given, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexp
     """Do what `_mask_block` does, for the block `given` or all blocks of a persistent program."""
     if how.persistent:
         first = 0
-        for n in range(gl.program_id(0), blocks_of(given.order), gl.num_programs(0)):
-            block = nth_block(n, given, first, 0, tile, has)
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
             _mask_block(block, shared, tile, has, how)
             first = block.work.walk.end
     else:
@@ -336,9 +336,7 @@ def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr
-):
+def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Store the output of the queries at i0, through shared memory, and what the backward needs of
     their rows. `out` is the buffer and the descriptor of the output.
     """
@@ -371,11 +369,11 @@ def _consumer(
 ):
     """Compute 64 queries of the block `given`, or of all blocks of a persistent program."""
     if how.persistent:
-        first, phase = 0, 0
-        for n in range(gl.program_id(0), blocks_of(given.order), gl.num_programs(0)):
-            block = nth_block(n, given, first, phase, tile, has)
+        first = 0
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
             _consume_block(which, block, tensors, shared, tile, has, how)
-            first, phase = block.work.walk.end, phase ^ 1
+            first = block.work.walk.end
     else:
         _consume_block(which, given, tensors, shared, tile, has, how)
     tma.store_wait(0)  # shared memory must not end before the copy has read it
@@ -483,8 +481,9 @@ def hopper_forward_kernel(
     has: gl.constexpr,
     how: gl.constexpr,
 ):
-    """Compute what `forward_kernel` does. A persistent program computes every n-th block of `order`,
-    where n is the number of programs.
+    """Compute what `forward_kernel` does.
+
+    A persistent program computes several blocks of `order`, as `number_of_block` says.
 
     Query, key, value and O have 16 bits. They, and a mask and a bias of queries and keys, are read
     and written through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
@@ -493,7 +492,7 @@ def hopper_forward_kernel(
         place = place_of_block(gl.program_id(0), sizes, order, tile, has)
     else:
         place = locate_rows(sizes, tile, has)
-    batch_head, i0, b, h, g = place
+    _, i0, b, _, _ = place
     sequence = locate_sequence(optional, sizes, b, has)
     if has.packed:
         if i0 >= sequence.queries:

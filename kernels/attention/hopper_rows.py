@@ -5,6 +5,7 @@ choose. It needs no Gluon.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -53,11 +54,23 @@ class How(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The grid of `locate_block`, of whose programs a persistent one does the work of several."""
+    """The grid of `locate_block`, of whose blocks of queries a persistent program computes several.
+    Other programs do not read it.
+    """
 
-    x: Any
-    y: Any
-    z: Any
+    x: Any = 1
+    y: Any = 1
+    z: Any = 1
+
+
+def in_turn(row: Row, grid: tuple[int, ...], processors: int) -> tuple[Order, tuple[int, ...]]:
+    """Return the order of the blocks of a call, and the grid of the programs that compute them: for
+    a persistent row one program for each multiprocessor, or so many that each has two blocks, since
+    checks of small calls have to see the second one.
+    """
+    if not row.persistent:
+        return Order(), grid
+    return Order(*grid), (min(processors, -(-math.prod(grid) // 2)),)
 
 
 def term_bytes(plan: Any, attention: Attention) -> int:

@@ -18,8 +18,6 @@ from .scores import (
     keys_of_rows,
     locate_head,
     locate_keys,
-    longest_first,
-    rows_of_block,
     unmasked_tiles,
 )
 
@@ -205,8 +203,28 @@ def blocks_of(order):
 
 
 @gluon.jit
+def number_of_block(n):
+    """Return which block of the order is the n-th of a program. A round is as many blocks as there
+    are programs. Every second round is walked backwards: after the longest block of one round a
+    program computes the shortest of the next.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def rounds_of(order):
+    """Return how many blocks a program computes."""
+    blocks = blocks_of(order)
+    rounds = gl.cdiv(blocks, gl.num_programs(0))
+    return rounds - (number_of_block(rounds - 1) >= blocks).to(gl.int32)
+
+
+@gluon.jit
 def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
-    """Return what `locate_rows` returns to the n-th program of the order."""
+    """Return what `locate_rows` returns to the n-th program of the order, by the same rules. (They
+    stand twice because a call more in `locate_block` changes the GPU IR of every kernel.)
+    """
     blocks = gl.cdiv(sizes.queries, tile.rows)
     if has.sections:
         batch_head = n // (order.x * order.y) * order.x + n % order.x
@@ -214,8 +232,11 @@ def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
     else:
         batch_head = n // blocks
         block = n % blocks
-    block = longest_first(block, blocks, has, True)
-    return rows_of_block(batch_head, block, sizes, tile)
+    if has.right or not has.left:
+        block = blocks - 1 - block
+    b = (batch_head // sizes.heads).to(gl.int64)
+    h = (batch_head % sizes.heads).to(gl.int64)
+    return batch_head, block * tile.rows, b, h, h // sizes.group
 
 
 @gluon.jit
@@ -237,10 +258,10 @@ def block_of(place, launched, first, phase, tile: gl.constexpr, has: gl.constexp
 
 
 @gluon.jit
-def nth_block(n, launched, first, phase, tile: gl.constexpr, has: gl.constexpr):
-    """Return the n-th `Block` of the order."""
-    place = place_of_block(n, launched.call.sizes, launched.order, tile, has)
-    return block_of(place, launched, first, phase, tile, has)
+def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
+    """Return the n-th `Block` of a persistent program, with tiles from `first` on."""
+    place = place_of_block(number_of_block(n), launched.call.sizes, launched.order, tile, has)
+    return block_of(place, launched, first, n & 1, tile, has)
 
 
 @gluon.jit
@@ -317,7 +338,9 @@ def masked_tiles(walk, has: gl.constexpr):
 
 
 @gluon.jit
-def make_shared(dtype: gl.constexpr, tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def make_shared(
+    dtype: gl.constexpr, tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr
+):
     """Make the shared memory of a program, and its barriers."""
     ALL: gl.constexpr = how.consumers
     SLOTS: gl.constexpr = how.slots
@@ -365,9 +388,7 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, B: gl.constexpr, BD: gl.c
 
 
 @gluon.jit
-def make_tensors(
-    inputs, O, output_strides, launched, block, tile: gl.constexpr, has: gl.constexpr
-):
+def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr, has: gl.constexpr):
     """Make the TMA descriptors of the head of a block."""
     BN: gl.constexpr = tile.columns
     BD: gl.constexpr = tile.dim_block
@@ -428,7 +449,9 @@ def heads_of(base, sizes, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.cons
     """
     batch, heads, rows = sizes
     of_batch, of_head, of_row = strides
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, B, BD], base.dtype.element_ty)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [1, 1, B, BD], base.dtype.element_ty
+    )
     return tma.make_tensor_descriptor(
         base, [batch, heads, rows, D], [of_batch, of_head, of_row, 1], [1, 1, B, BD], LAYOUT
     )

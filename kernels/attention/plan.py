@@ -52,7 +52,7 @@ from .configurations import (
 )
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
-from .hopper_rows import How, Order, RingTile, backward_obstacle, obstacle, ways
+from .hopper_rows import How, RingTile, backward_obstacle, in_turn, obstacle, ways
 from .scores import (
     BackwardInputs,
     Band,
@@ -311,12 +311,8 @@ class Plan:
             has = has._replace(bounds=1 if source.name == "mask" else 2)
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
-        if kernel is hopper_forward_kernel and launch is TMALaunch:
-            own["order"] = Order(1, 1, 1)
-            if tiles.persistent:  # at least two blocks, so that checks of small calls see them
-                own["order"] = Order(*(*programs, 1, 1)[:3])
-                most = triton.cdiv(math.prod(programs), 2)
-                programs = (min(most, processors(self.device)),)
+        if "how" in own:
+            own["order"], programs = in_turn(tiles, programs, processors(self.device))
         made = launch(
             kernel,
             programs,

@@ -289,15 +289,9 @@ def locate_block(blocks, has: tl.constexpr, LAST_IS_LONGEST: tl.constexpr):
     else:
         batch_head = tl.program_id(0) // blocks
         block = tl.program_id(0) % blocks
-    return batch_head, longest_first(block, blocks, has, LAST_IS_LONGEST)
-
-
-@triton.jit
-def longest_first(block, blocks, has: tl.constexpr, LAST_IS_LONGEST: tl.constexpr):
-    """Return which of the blocks of a head comes at place `block` of them."""
     if (has.right or not has.left) == LAST_IS_LONGEST:
         block = blocks - 1 - block
-    return block
+    return batch_head, block
 
 
 @triton.jit
@@ -307,12 +301,6 @@ def locate_rows(sizes, tile: tl.constexpr, has: tl.constexpr):
     """
     blocks = tl.cdiv(sizes.queries, tile.rows)
     batch_head, block = locate_block(blocks, has, True)
-    return rows_of_block(batch_head, block, sizes, tile)
-
-
-@triton.jit
-def rows_of_block(batch_head, block, sizes, tile: tl.constexpr):
-    """Return the same of a block of BM queries of a head."""
     i0 = block * tile.rows
     b = (batch_head // sizes.heads).to(tl.int64)
     h = (batch_head % sizes.heads).to(tl.int64)

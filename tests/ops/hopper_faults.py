@@ -614,12 +614,6 @@ FAULTS = {
         "first = 0",
         PERSISTENT_MASK,
     ),
-    "turns that are those of the first block": (
-        "_consume_block",
-        "t ^ block.phase ^",
-        "t ^",
-        PERSISTENT,
-    ),
     "keys of the first block": ("numbered", "walk.lo - keys", "walk.lo", PERSISTENT),
     "keys of the first block, past the edges": (
         "numbered",

@@ -391,8 +391,7 @@ def _consume_block(
 ):
     """Compute 64 queries: their output, and their rows of LSE and STATISTICS."""
     buffers, bars = shared
-    work = block.work
-    walk = work.walk
+    work, walk = block.work, block.work.walk
     BN: gl.constexpr = tile.columns
     S: gl.constexpr = accumulator(BN)
     O: gl.constexpr = accumulator(tile.value_block)

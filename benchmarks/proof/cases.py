@@ -248,6 +248,7 @@ _hopper((256,), ["plain", "causal, dropout", "key mask"], "Gluon 128 64")
 _hopper((128,), ["plain"], "Gluon 128 128, no turns")
 _hopper((128,), ["causal", "2-D mask, causal, lengths"], "Gluon 128 128, packed")
 _hopper((64,), ["causal"], "Gluon 192 128, packed")
+_hopper((64, 128), ["plain", "causal"], "Gluon 128 128, persistent")
 
 _BACKWARD = {"attention dkdv": "Gluon 64 128", "attention dq": "Gluon 128 128"}
 for _d, _also in (

@@ -455,7 +455,7 @@ class Descriptor:
 
     def store(self, at: list[int], values: np.ndarray) -> None:
         places, inside = self._places(at)
-        self.base.array[places[inside]] = values[inside]
+        self.base.array[places[inside]] = values.reshape(inside.shape)[inside]
 
 
 class Load:
@@ -472,7 +472,7 @@ class Load:
         target.data[...] = np.nan
 
     def arrive(self) -> None:
-        self.target.data[...] = self.source.load(self.at)
+        self.target.data[...] = self.source.load(self.at).reshape(self.target.data.shape)
         self.bar.arrive(self.clock, 0, -self.source.bytes)
 
 

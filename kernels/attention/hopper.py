@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import LOG2E, dropout_words
-from .bounds import inside_run, load_bounds, reads_no_mask
+from .bounds import inside_run, reads_no_mask
 from .hopper_parts import (
     accumulator,
     copy_in,
@@ -49,25 +49,23 @@ from .hopper_parts import (
 )
 from .hopper_work import (
     ROWS,
-    Rows,
+    Launched,
+    at_row,
+    block_of,
     has_bounds,
     has_terms,
     key_of_any_tile,
     key_of_tile,
     make_shared,
     make_tensors,
+    make_whole_tensors,
     masked_tiles,
+    nth_block,
     place_of,
-    work_of,
+    place_of_block,
+    rounds_of,
 )
-from .scores import (
-    first_row,
-    locate_head,
-    locate_rows,
-    locate_sequence,
-    prepare_call,
-    store_sums,
-)
+from .scores import locate_rows, locate_sequence, prepare_call, store_sums
 
 
 @gluon.constexpr_function
@@ -77,29 +75,46 @@ def _folds(has):
 
 
 @gluon.jit
-def _copies(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def _copies(given, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Copy what the block of queries `given` needs, or all blocks of a persistent program."""
+    if how.persistent:
+        first = 0
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
+            _copy_block(block, tensors, shared, tile, has, how)
+            first = block.work.walk.end
+    else:
+        _copy_block(given, tensors, shared, tile, has, how)
+
+
+@gluon.jit
+def _copy_block(block, tensors, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Copy the queries, and then tile by tile keys, mask and bias, and values."""
+    work, b, h, g = block.work, block.b, block.h, block.g
     buffers, bars = shared
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
+    if how.persistent:  # the products with the queries of the block before are done
+        mbarrier.wait(bars.query_free, block.phase ^ 1)
     mbarrier.expect(bars.query_ready, tile.rows * tile.dim_block * 2)
     for which in gl.static_range(how.consumers):
-        rows = work.start + which * ROWS
-        copy_in(tensors.query, [rows, 0], bars.query_ready, buffers.query.index(which))
+        rows = at_row(b, h, work.start + which * ROWS, how)
+        copy_in(tensors.query, rows, bars.query_ready, buffers.query.index(which))
     masked = masked_tiles(work.walk, has)
-    for t in range(work.walk.tiles):
+    for t in range(work.walk.first, work.walk.end):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
         # All consumers have read what was in the slot; in the first round nobody has to.
         mbarrier.wait(bars.key_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.key_ready.index(slot), K_BYTES)
-        copy_in(tensors.key, [n0, 0], bars.key_ready.index(slot), buffers.key.index(slot))
+        rows = at_row(b, g, n0, how)
+        copy_in(tensors.key, rows, bars.key_ready.index(slot), buffers.key.index(slot))
         if has_terms(has):
             place = place_of(work.start, n0, t, 0, how)
             _copy_terms(place, tensors, shared, t < masked, tile, has, how)
         mbarrier.wait(bars.value_free.index(slot), phase ^ 1)
         mbarrier.expect(bars.value_ready.index(slot), V_BYTES)
-        copy_in(tensors.value, [n0, 0], bars.value_ready.index(slot), buffers.value.index(slot))
+        copy_in(tensors.value, rows, bars.value_ready.index(slot), buffers.value.index(slot))
 
 
 @gluon.jit
@@ -127,11 +142,23 @@ def _copy_terms(
 
 
 @gluon.jit
-def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
-    """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero. `mask`
-    is pointers to the mask and the bias of the first key, their strides, and the number of keys.
-    """
-    MASK, mask_stride, BIAS, bias_stride, keys = mask
+def _mask(given, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Do what `_mask_block` does, for the block `given` or all blocks of a persistent program."""
+    if how.persistent:
+        first = 0
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
+            _mask_block(block, shared, tile, has, how)
+            first = block.work.walk.end
+    else:
+        _mask_block(given, shared, tile, has, how)
+
+
+@gluon.jit
+def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+    """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero."""
+    work = block.work
+    MASK, mask_stride, BIAS, bias_stride, keys = block.mask
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     CHUNK: gl.constexpr = 8  # rows of values, WIDTH columns of which a warp holds in registers
@@ -140,7 +167,7 @@ def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.con
     SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     j = gl.arange(0, BN, layout=KEYS)
     masked = masked_tiles(work.walk, has)
-    for t in range(masked):
+    for t in range(work.walk.first, masked):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
         bound = gl.full([BN], float("inf"), gl.float32, KEYS)
@@ -169,7 +196,7 @@ def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.con
                         values.store(gl.where(gl.expand_dims(kept, 1), x, 0.0))
             fence_async_shared()  # plain stores, which wgmma and the next copy have to see
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
-    for t in range(masked, work.walk.tiles):  # the consumers wait for the same barrier everywhere
+    for t in range(masked, work.walk.end):  # the consumers wait for the same barrier everywhere
         slot, phase = slot_of(t, how.slots)
         mbarrier.wait(bars.value_ready.index(slot), phase)
         mbarrier.arrive(bars.value_masked.index(slot), count=1)
@@ -309,10 +336,11 @@ def _operand(p, dtype: gl.constexpr, tile: gl.constexpr, how: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, state, i0, work, rows, out, tile: gl.constexpr, has: gl.constexpr):
+def _store(acc, state, i0, block, out, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Store the output of the queries at i0, through shared memory, and what the backward needs of
     their rows. `out` is the buffer and the descriptor of the output.
     """
+    work, rows = block.work, block.rows
     m, l = state
     tiles, target = out
     O: gl.constexpr = accumulator(tile.value_block)
@@ -322,18 +350,40 @@ def _store(acc, state, i0, work, rows, out, tile: gl.constexpr, has: gl.constexp
     row = rows.first + i
     sums = store_sums(rows.lse, rows.statistics, row, i < rows.queries, m, l, has)
     factor = gl.convert_layout(work.factors.inv_keep / sums, gl.SliceLayout(1, O))
+    if how.persistent:  # the copy of the block before has read the buffer
+        tma.store_wait(0)
     tiles.store((acc * gl.expand_dims(factor, 1)).to(target.dtype))
     fence_async_shared()  # the store to shared memory was a plain one, the copy is not
-    copy_out(target, [i0, 0], tiles)
-    tma.store_wait(0)  # shared memory must not end before the copy has read it
+    copy_out(target, at_row(block.b, block.h, i0, how), tiles)
 
 
 @gluon.jit
 def _consumer(
     which: gl.constexpr,
-    work,
+    given,
     tensors,
-    rows,
+    shared,
+    tile: gl.constexpr,
+    has: gl.constexpr,
+    how: gl.constexpr,
+):
+    """Compute 64 queries of the block `given`, or of all blocks of a persistent program."""
+    if how.persistent:
+        first = 0
+        for n in range(rounds_of(given.order)):
+            block = nth_block(n, given, first, tile, has)
+            _consume_block(which, block, tensors, shared, tile, has, how)
+            first = block.work.walk.end
+    else:
+        _consume_block(which, given, tensors, shared, tile, has, how)
+    tma.store_wait(0)  # shared memory must not end before the copy has read it
+
+
+@gluon.jit
+def _consume_block(
+    which: gl.constexpr,
+    block,
+    tensors,
     shared,
     tile: gl.constexpr,
     has: gl.constexpr,
@@ -341,7 +391,7 @@ def _consumer(
 ):
     """Compute 64 queries: their output, and their rows of LSE and STATISTICS."""
     buffers, bars = shared
-    walk = work.walk
+    work, walk = block.work, block.work.walk
     BN: gl.constexpr = tile.columns
     S: gl.constexpr = accumulator(BN)
     O: gl.constexpr = accumulator(tile.value_block)
@@ -352,30 +402,32 @@ def _consumer(
     m = gl.full([ROWS], float("-inf"), gl.float32, I)
     l = gl.zeros([ROWS], gl.float32, I)
     if has.sink:  # as if a first key had been seen, whose value is zero
-        m = gl.zeros([ROWS], gl.float32, I) + rows.sink * LOG2E
+        m = gl.zeros([ROWS], gl.float32, I) + block.rows.sink * LOG2E
         if _folds(has):
             m = m / work.factor
         l += 1.0
     state = m, l
     q = buffers.query.index(which)
     none = gl.zeros([ROWS, BN], gl.float32, S)
-    mbarrier.wait(bars.query_ready, 0)  # the queries of all consumers
-    mbarrier.wait(bars.key_ready.index(0), 0)
-    k = buffers.key.index(0).permute((1, 0))
+    slot, phase = slot_of(walk.first, how.slots)
+    mbarrier.wait(bars.query_ready, block.phase)  # the queries of all consumers
+    mbarrier.wait(bars.key_ready.index(slot), phase)
+    k = buffers.key.index(slot).permute((1, 0))
     s = warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(bars.key_free.index(0), count=1)  # the product has read them
-    place = place_of(i0, key_of_tile(walk, 0, tile, has, True), 0, which, how)
+    mbarrier.arrive(bars.key_free.index(slot), count=1)  # the product has read them
+    n0 = key_of_tile(walk, walk.first, tile, has, True)
+    place = place_of(i0, n0, walk.first, which, how)
     p, rescale, state = _weights(s, state, place, shared, work, tile, has, True)
     p = _carried(p, tensors.output.dtype, how)
-    slot, phase = slot_of(1, how.slots)
-    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.tiles > 1)
+    slot, phase = slot_of(walk.first + 1, how.slots)
+    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.first + 1 < walk.end)
     for EDGE in gl.static_range(2):
-        begin = 1 if EDGE == 0 else walk.edges
-        end = walk.edges if EDGE == 0 else walk.tiles
+        begin = walk.first + 1 if EDGE == 0 else walk.edges
+        end = walk.edges if EDGE == 0 else walk.end
         for t in range(begin, end):
             if how.turns:  # the consumer before has issued its products; consumer 0 begins
-                mbarrier.wait(bars.turn.index(which), (t ^ (which > 0)) & 1)
+                mbarrier.wait(bars.turn.index(which), (t ^ block.phase ^ (which > 0)) & 1)
             weights = _operand(p, tensors.output.dtype, tile, how)
             slot, phase = slot_of(t, how.slots)
             k = buffers.key.index(slot).permute((1, 0))
@@ -392,18 +444,22 @@ def _consumer(
             # The wait for the next keys stands before that for the product, because it ends a basic
             # block: otherwise ptxas moves the exponentials behind the product.
             slot, phase = slot_of(t + 1, how.slots)
-            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.tiles)
+            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.end)
             acc = warpgroup_mma_wait(0, [acc])
             mbarrier.arrive(bars.value_free.index(before), count=1)  # the product has read them
             p = _carried(p, tensors.output.dtype, how)
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O)), 1)
-    slot, phase = slot_of(walk.tiles - 1, how.slots)
+    if how.persistent:  # all products with the queries are done
+        mbarrier.arrive(bars.query_free, count=1)
+    slot, phase = slot_of(walk.end - 1, how.slots)
     mbarrier.wait(value_ready.index(slot), phase)
     weights = _operand(p, tensors.output.dtype, tile, how)
     acc = warpgroup_mma(weights, buffers.value.index(slot), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
+    if how.persistent:
+        mbarrier.arrive(bars.value_free.index(slot), count=1)
     out = buffers.output.index(which), tensors.output
-    _store(acc, state, i0, work, rows, out, tile, has)
+    _store(acc, state, i0, block, out, tile, has, how)
 
 
 @gluon.jit
@@ -419,46 +475,47 @@ def hopper_forward_kernel(
     sizes,
     band,
     factors,
+    order,
     tile: gl.constexpr,
     has: gl.constexpr,
     how: gl.constexpr,
 ):
     """Compute what `forward_kernel` does.
 
+    A persistent program computes several blocks of `order`, as `number_of_block` says.
+
     Query, key, value and O have 16 bits. They, and a mask and a bias of queries and keys, are read
     and written through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
     """
-    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
+    if how.persistent:  # the first block; all are of sequences of one length
+        place = place_of_block(gl.program_id(0), sizes, order, tile, has)
+    else:
+        place = locate_rows(sizes, tile, has)
+    _, i0, b, _, _ = place
     sequence = locate_sequence(optional, sizes, b, has)
     if has.packed:
         if i0 >= sequence.queries:
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    o_base = O + b * output_strides.batch + h * output_strides.head
-    o_base += sequence.first_query * output_strides.row
-    output = o_base, output_strides.row
-    tensors = make_tensors(inputs, output, head, (b, h, g), strides, tile, has)
-    shared = make_shared(tensors, tile, has, how)
-    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
-    work = work_of(i0, head, bounds, tile, has)
-    sink = 0.0
-    if has.sink:
-        sink = gl.load(SINKS + h).to(gl.float32)
-    row = first_row(batch_head, h, sequence, sizes, has)
-    rows = Rows(LSE, STATISTICS, row, sequence.queries, sink)
+    launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
+    if how.persistent:
+        given = launched
+        tensors = make_whole_tensors(inputs, O, output_strides, launched, tile)
+    else:
+        given = block_of(place, launched, 0, 0, tile, has)
+        tensors = make_tensors(inputs, O, output_strides, launched, given, tile, has)
+    shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has, how)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
     # The registers of a thread are asked for so that all consumers get the same number of them.
     if has_bounds(has):
-        mask = head.mask, strides.mask_column, head.bias, strides.bias_column, sizes.keys
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
-                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
-                (_copies, (work, tensors, shared, tile, has, how)),
-                (_mask, (work, mask, shared, tile, has, how)),
+                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
+                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
+                (_copies, (given, tensors, shared, tile, has, how)),
+                (_mask, (given, shared, tile, has, how)),
             ],
             [4, 1, 1],
             [240, 24, 24],
@@ -466,9 +523,9 @@ def hopper_forward_kernel(
     elif how.consumers == 2:
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
-                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
-                (_copies, (work, tensors, shared, tile, has, how)),
+                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
+                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
+                (_copies, (given, tensors, shared, tile, has, how)),
             ],
             [4, 1],
             [240, 24],
@@ -476,10 +533,10 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),
-                (_consumer, (SECOND, work, tensors, rows, shared, tile, has, how)),
-                (_consumer, (THIRD, work, tensors, rows, shared, tile, has, how)),
-                (_copies, (work, tensors, shared, tile, has, how)),
+                (_consumer, (FIRST, given, tensors, shared, tile, has, how)),
+                (_consumer, (SECOND, given, tensors, shared, tile, has, how)),
+                (_consumer, (THIRD, given, tensors, shared, tile, has, how)),
+                (_copies, (given, tensors, shared, tile, has, how)),
             ],
             [4, 4, 1],
             [160, 160, 32],

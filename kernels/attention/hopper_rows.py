@@ -5,6 +5,7 @@ choose. It needs no Gluon.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ class Row(NamedTuple):
     stages: int  # slots of the rings of keys and values
     turns: bool = True
     packed: bool = False
+    persistent: bool = False
 
 
 HOPPER = {
@@ -36,6 +38,7 @@ HOPPER = {
     "Gluon 128 128, no turns": Row(128, 128, 4, 2, turns=False),
     "Gluon 128 128, packed": Row(128, 128, 4, 2, packed=True),
     "Gluon 192 128, packed": Row(192, 128, 4, 2, packed=True),
+    "Gluon 128 128, persistent": Row(128, 128, 4, 2, persistent=True),
 }
 
 # Rows that are no candidates of a measurement, by version of Triton, and why.
@@ -61,6 +64,27 @@ class How(NamedTuple):
     term_bytes: Any  # that the mask and the bias take for a score
     turns: Any  # whether the consumers take turns in issuing products
     packed: Any  # whether a loop carries weights as 16 bits
+    persistent: Any  # whether a program computes several blocks of queries, one after the other
+
+
+class Order(NamedTuple):
+    """The grid of `locate_block`, of whose blocks of queries a persistent program computes several.
+    Other programs do not read it.
+    """
+
+    x: Any = 1
+    y: Any = 1
+    z: Any = 1
+
+
+def in_turn(row: Row, grid: tuple[int, ...], processors: int) -> tuple[Order, tuple[int, ...]]:
+    """Return the order of the blocks of a call, and the grid of the programs that compute them: for
+    a persistent row one program for each multiprocessor, or so many that each has two blocks, since
+    checks of small calls have to see the second one.
+    """
+    if not row.persistent:
+        return Order(), grid
+    return Order(*grid), (min(processors, -(-math.prod(grid) // 2)),)
 
 
 def term_bytes(plan: Any, attention: Attention) -> int:
@@ -79,17 +103,25 @@ def _how(row: Row, plan: Any, attention: Attention) -> How | None:
     """Return how a row computes a call, or None if it takes too much shared memory or too many
     registers.
     """
-    if not _fits_in_registers(row, plan):
+    if not _fits_in_registers(row, plan) or (row.persistent and not _may_persist(plan)):
         return None
     width, values = plan.tile.dim_block, plan.tile.value_block
-    outputs = values * (values != width)
+    outputs = values * (values != width or row.persistent)
     fixed = 2 * (row.BM * (width + outputs) + row.stages * row.BN * (width + values)) + BARRIERS
     fixed += 4 * row.stages * row.BN * (1 in (plan.has.mask, plan.has.bias))
     terms = row.BM * row.BN * (size := term_bytes(plan, attention))
     for slots in (2, 1):
         if fixed + slots * terms <= SHARED:
-            return How(row.BM // 64, row.stages, slots, size, row.turns, row.packed)
+            return How(row.BM // 64, row.stages, slots, size, *row[4:])
     return None
+
+
+def _may_persist(plan: Any) -> bool:
+    """Return whether the TMA descriptors of a call serve all of its heads: sequences of one length,
+    no mask or bias of queries and keys, and no head that is read more than once.
+    """
+    has, steps = plan.has, plan.arguments["strides"][:9]
+    return all(steps) and not (has.lengths or has.packed or 2 in (has.mask, has.bias))
 
 
 def _fits_in_registers(row: Row, plan: Any) -> bool:

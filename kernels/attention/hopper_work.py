@@ -8,23 +8,34 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import LOG2E
-from .bounds import Bounds, reads_no_mask, split_at_run
+from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
 from .hopper_parts import barriers, buffer, rows_of, slot_of
-from .scores import keys_of_rows, locate_keys, unmasked_tiles
+from .scores import (
+    first_row,
+    keys_of_rows,
+    locate_head,
+    locate_keys,
+    unmasked_tiles,
+)
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
 
 
 class Walk(NamedTuple):
-    """The tiles of keys that a program walks: first the edge tiles, which the length, the band or a
-    mask may cut, then the others. The first key of an edge tile t is lo + t BN, and if that is not
-    below `jump`, it lies `gap` further. That of another one is begin + t BN.
+    """The tiles of keys that a block of queries walks: the edge tiles first <= t < edges, at least
+    one, which the length, the band or a mask may cut, then the others, edges <= t < end. The first
+    key of an edge tile t is lo + t BN, and if that is not below `jump`, it lies `gap` further. That
+    of another one is begin + t BN.
+
+    The tiles of a program are numbered through: t goes on from one block to the next.
     """
 
-    tiles: Any
-    edges: Any  # of these, at least one
+    first: Any
+    edges: Any
+    end: Any
     lo: Any
     jump: Any
     gap: Any
@@ -32,7 +43,7 @@ class Walk(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program computes."""
+    """What is computed for a block of queries."""
 
     start: Any  # its first query
     walk: Any
@@ -59,8 +70,33 @@ class Rows(NamedTuple):
     sink: Any
 
 
+class Launched(NamedTuple):
+    """What all blocks of a launch have in common, and in which order they come."""
+
+    call: Any
+    sequence: Any
+    order: Any
+    lse: Any
+    statistics: Any
+    sinks: Any
+
+
+class Block(NamedTuple):
+    """A block of queries of a head."""
+
+    work: Any
+    rows: Any
+    mask: Any  # pointers to mask and bias of the first key, their strides, the number of keys
+    phase: Any  # of the queries
+    b: Any  # sequence
+    h: Any  # head
+    g: Any  # key-value head
+
+
 class Tensors(NamedTuple):
-    """TMA descriptors of the rows of a head, [rows, D], or of its scores, [rows, keys]."""
+    """TMA descriptors of the rows of a head, [rows, D], and of its scores, [rows, keys]; or of all
+    heads, [B, H, rows, D].
+    """
 
     query: Any
     key: Any
@@ -90,6 +126,7 @@ class Barriers(NamedTuple):
     """
 
     query_ready: Any  # 1: the copies
+    query_free: Any  # all
     key_ready: Any  # 1 for each slot: the copies
     key_free: Any  # all
     value_ready: Any  # 1: the copies
@@ -148,12 +185,88 @@ def walk_of(i0, sequence, band, bounds, tile: gl.constexpr, has: gl.constexpr):
     jump = gl.where(none, lo + BN, jump)
     begin = gl.where(none, begin, begin - edges * BN)
     tiles = gl.maximum(edges + others, 1)
-    return Walk(tiles, gl.maximum(edges, 1), lo, jump, gap, begin)
+    return Walk(0, gl.maximum(edges, 1), tiles, lo, jump, gap, begin)
 
 
 @gluon.jit
-def work_of(i0, head, bounds, tile: gl.constexpr, has: gl.constexpr):
-    """Return what a program computes for the queries of a head from i0 on."""
+def numbered(walk, first, tile: gl.constexpr):
+    """Return a walk whose tiles are numbered from `first` on."""
+    keys = first * tile.columns
+    edges, end = walk.edges + first, walk.end + first
+    return Walk(first, edges, end, walk.lo - keys, walk.jump, walk.gap, walk.begin - keys)
+
+
+@gluon.jit
+def blocks_of(order):
+    """Return how many blocks of queries all heads have."""
+    return order.x * order.y * order.z
+
+
+@gluon.jit
+def number_of_block(n):
+    """Return which block of the order is the n-th of a program. A round is as many blocks as there
+    are programs. Every second round is walked backwards: after the longest block of one round a
+    program computes the shortest of the next.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
+def rounds_of(order):
+    """Return how many blocks a program computes."""
+    blocks = blocks_of(order)
+    rounds = gl.cdiv(blocks, gl.num_programs(0))
+    return rounds - (number_of_block(rounds - 1) >= blocks).to(gl.int32)
+
+
+@gluon.jit
+def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
+    """Return what `locate_rows` returns to the n-th program of the order, by the same rules. (They
+    stand twice because a call more in `locate_block` changes the GPU IR of every kernel.)
+    """
+    blocks = gl.cdiv(sizes.queries, tile.rows)
+    if has.sections:
+        batch_head = n // (order.x * order.y) * order.x + n % order.x
+        block = n // order.x % order.y
+    else:
+        batch_head = n // blocks
+        block = n % blocks
+    if has.right or not has.left:
+        block = blocks - 1 - block
+    b = (batch_head // sizes.heads).to(gl.int64)
+    h = (batch_head % sizes.heads).to(gl.int64)
+    return batch_head, block * tile.rows, b, h, h // sizes.group
+
+
+@gluon.jit
+def block_of(place, launched, first, phase, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Block` at `place`, which `locate_rows` returns, with tiles from `first` on."""
+    batch_head, i0, b, h, g = place
+    call, sequence = launched.call, launched.sequence
+    strides, sizes = call.strides, call.sizes
+    head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
+    bounds = load_bounds(call.optional, strides, b, h, i0 // tile.rows, has)
+    work = work_of(i0, head, bounds, first, tile, has)
+    sink = 0.0
+    if has.sink:
+        sink = gl.load(launched.sinks + h).to(gl.float32)
+    row = first_row(batch_head, h, sequence, sizes, has)
+    rows = Rows(launched.lse, launched.statistics, row, sequence.queries, sink)
+    mask = head.mask, strides.mask_column, head.bias, strides.bias_column, sizes.keys
+    return Block(work, rows, mask, phase, b, h, g)
+
+
+@gluon.jit
+def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
+    """Return the n-th `Block` of a persistent program, with tiles from `first` on."""
+    place = place_of_block(number_of_block(n), launched.call.sizes, launched.order, tile, has)
+    return block_of(place, launched, first, n & 1, tile, has)
+
+
+@gluon.jit
+def work_of(i0, head, bounds, first, tile: gl.constexpr, has: gl.constexpr):
+    """Return what is computed for the queries of a head from i0 on, with tiles from `first` on."""
     sequence, call = head.sequence, head.call
     draw_row = 0
     draw_column = 0
@@ -167,7 +280,7 @@ def work_of(i0, head, bounds, tile: gl.constexpr, has: gl.constexpr):
         factor = call.factors.softcap * LOG2E
     return Work(
         start=i0,
-        walk=walk_of(i0, sequence, call.band, bounds, tile, has),
+        walk=numbered(walk_of(i0, sequence, call.band, bounds, tile, has), first, tile),
         last=sequence.length - 1,
         left=sequence.shift - call.band.left,
         right=sequence.shift + call.band.right,
@@ -217,24 +330,26 @@ def place_of(i0, n0, t, which, how: gl.constexpr):
 
 @gluon.jit
 def masked_tiles(walk, has: gl.constexpr):
-    """Return how many tiles, from the first one on, are computed with the mask."""
+    """Return before which tile all are computed with the mask."""
     if reads_no_mask(has):
         return walk.edges
     else:
-        return walk.tiles
+        return walk.end
 
 
 @gluon.jit
-def make_shared(tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
+def make_shared(
+    dtype: gl.constexpr, tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr
+):
     """Make the shared memory of a program, and its barriers."""
     ALL: gl.constexpr = how.consumers
     SLOTS: gl.constexpr = how.slots
-    q_tiles = buffer(tensors.query, ALL)
+    q_tiles = tiles_of(dtype, ALL, ROWS, tile.dim_block)
     o_tiles = q_tiles  # the last product with the queries is over when the output is stored
-    if tile.value_block != tile.dim_block:
-        o_tiles = buffer(tensors.output, ALL)
-    k_tiles = buffer(tensors.key, SLOTS)
-    v_tiles = buffer(tensors.value, SLOTS)
+    if tile.value_block != tile.dim_block or how.persistent:  # else the next queries had to wait
+        o_tiles = tiles_of(dtype, ALL, ROWS, tile.value_block)
+    k_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.dim_block)
+    v_tiles = tiles_of(dtype, SLOTS, tile.columns, tile.value_block)
     bounds = k_tiles
     mask = k_tiles
     bias = k_tiles
@@ -246,9 +361,11 @@ def make_shared(tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexp
     if has.bias == 2:
         bias = buffer(tensors.bias, how.term_slots * ALL)
     buffers = Buffers(q_tiles, k_tiles, v_tiles, o_tiles, bounds, mask, bias)
+    query_ready = barriers(1, 1).index(0)
     key_ready = barriers(SLOTS, 1)
     bars = Barriers(
-        query_ready=barriers(1, 1).index(0),
+        query_ready=query_ready,
+        query_free=barriers(1, ALL).index(0) if how.persistent else query_ready,
         key_ready=key_ready,
         key_free=barriers(SLOTS, ALL),
         value_ready=barriers(SLOTS, 1),
@@ -264,16 +381,22 @@ def make_shared(tensors, tile: gl.constexpr, has: gl.constexpr, how: gl.constexp
 
 
 @gluon.jit
-def make_tensors(inputs, output, head, place, strides, tile: gl.constexpr, has: gl.constexpr):
-    """Make the TMA descriptors of a head. `output` is a pointer to its first row and the stride of
-    rows, `place` is (b, h, g).
-    """
+def tiles_of(dtype: gl.constexpr, count: gl.constexpr, B: gl.constexpr, BD: gl.constexpr):
+    """Make room for that many tiles [B, BD]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B, BD], dtype)
+    return gl.allocate_shared_memory(dtype, [count, B, BD], LAYOUT)
+
+
+@gluon.jit
+def make_tensors(inputs, O, output_strides, launched, block, tile: gl.constexpr, has: gl.constexpr):
+    """Make the TMA descriptors of the head of a block."""
     BN: gl.constexpr = tile.columns
     BD: gl.constexpr = tile.dim_block
     BDV: gl.constexpr = tile.value_block
-    sequence = head.sequence
-    b, h, g = place
-    o_base, o_stride = output
+    sequence, strides = launched.sequence, launched.call.strides
+    b, h, g = block.b, block.h, block.g
+    o_base = O + b * output_strides.batch + h * output_strides.head
+    o_base += sequence.first_query * output_strides.row
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
     q_base += sequence.first_query * strides.query_row
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
@@ -283,14 +406,61 @@ def make_tensors(inputs, output, head, place, strides, tile: gl.constexpr, has: 
     mask = key
     bias = key
     if has.mask == 2:
-        mask = rows_of(head.mask, queries, strides.mask_row, ROWS, keys, BN)
+        mask = rows_of(block.mask[0], queries, strides.mask_row, ROWS, keys, BN)
     if has.bias == 2:
-        bias = rows_of(head.bias, queries, strides.bias_row, ROWS, keys, BN)
+        bias = rows_of(block.mask[2], queries, strides.bias_row, ROWS, keys, BN)
     return Tensors(
         rows_of(q_base, queries, strides.query_row, ROWS, tile.dim, BD),
         key,
         rows_of(v_base, keys, strides.value_row, BN, tile.value_dim, BDV),
-        rows_of(o_base, queries, o_stride, ROWS, tile.value_dim, BDV),
+        rows_of(o_base, queries, output_strides.row, ROWS, tile.value_dim, BDV),
         mask,
         bias,
     )
+
+
+@gluon.jit
+def make_whole_tensors(inputs, O, output_strides, launched, tile: gl.constexpr):
+    """Make the TMA descriptors of all heads, whose sequences have one length."""
+    call, sequence = launched.call, launched.sequence
+    strides, sizes = call.strides, call.sizes
+    heads = sizes.heads
+    batch = blocks_of(launched.order) // (gl.cdiv(sizes.queries, tile.rows) * heads)
+    queries = batch, heads, gl.maximum(sequence.queries, 1)
+    keys = batch, heads // sizes.group, gl.maximum(sequence.length, 1)
+    of_query = strides.query_batch, strides.query_head, strides.query_row
+    of_key = strides.key_batch, strides.key_head, strides.key_row
+    of_value = strides.value_batch, strides.value_head, strides.value_row
+    key = heads_of(inputs.key, keys, of_key, tile.columns, tile.dim, tile.dim_block)
+    return Tensors(
+        heads_of(inputs.query, queries, of_query, ROWS, tile.dim, tile.dim_block),
+        key,
+        heads_of(inputs.value, keys, of_value, tile.columns, tile.value_dim, tile.value_block),
+        heads_of(O, queries, output_strides, ROWS, tile.value_dim, tile.value_block),
+        key,
+        key,
+    )
+
+
+@gluon.jit
+def heads_of(base, sizes, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
+    """Make the TMA descriptor of a tensor [batch, heads, rows, D] that is copied in tiles of rows
+    [B, BD], as `rows_of` does.
+    """
+    batch, heads, rows = sizes
+    of_batch, of_head, of_row = strides
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [1, 1, B, BD], base.dtype.element_ty
+    )
+    return tma.make_tensor_descriptor(
+        base, [batch, heads, rows, D], [of_batch, of_head, of_row, 1], [1, 1, B, BD], LAYOUT
+    )
+
+
+@gluon.jit
+def at_row(b, head, row, how: gl.constexpr):
+    """Return where the tile at a row of a head is, for its TMA descriptor."""
+    if how.persistent:
+        return b.to(gl.int32), head.to(gl.int32), row, 0
+    else:
+        return row, 0

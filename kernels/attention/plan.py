@@ -52,7 +52,7 @@ from .configurations import (
 )
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
-from .hopper_rows import How, RingTile, backward_obstacle, obstacle, refused, ways
+from .hopper_rows import How, RingTile, backward_obstacle, in_turn, obstacle, refused, ways
 from .scores import (
     BackwardInputs,
     Band,
@@ -311,6 +311,8 @@ class Plan:
             has = has._replace(bounds=1 if source.name == "mask" else 2)
         programs = grid(tiles, has)
         has = has._replace(sections=len(programs) == 3)
+        if "how" in own:
+            own["order"], programs = in_turn(tiles, programs, processors(self.device))
         made = launch(
             kernel,
             programs,

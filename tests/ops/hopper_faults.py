@@ -4,79 +4,90 @@ and a call of test_hopper.py that shows it. The simulator reports each, or the r
 
 PLAIN, CAUSAL, MASKED, EMPTY = "plain", "causal", "mask", "lengths"
 WINDOW, SPANS, HOLES, BIASED, THREE = "window", "spans", "holes", "bias", "three"
+PERSISTENT, PERSISTENT_MASK = "persistent", "persistent, mask"
 
 FAULTS = {
     # --------------------------------------------------------------------------------- waits
     "no wait for the queries": (
-        "_consumer",
-        "    mbarrier.wait(bars.query_ready, 0)",
+        "_consume_block",
+        "    mbarrier.wait(bars.query_ready, block.phase)",
         "    pass",
         PLAIN,
     ),
     "no wait for the first keys": (
-        "_consumer",
-        "    mbarrier.wait(bars.key_ready.index(0), 0)\n",
+        "_consume_block",
+        "    mbarrier.wait(bars.key_ready.index(slot), phase)\n",
         "",
         PLAIN,
     ),
     "no wait for the second keys": (
-        "_consumer",
-        "    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.tiles > 1)\n",
+        "_consume_block",
+        "    mbarrier.wait(bars.key_ready.index(slot), phase, pred=walk.first + 1 < walk.end)\n",
         "",
         PLAIN,
     ),
     "no wait for the next keys": (
-        "_consumer",
-        "            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.tiles)\n",
+        "_consume_block",
+        "            mbarrier.wait(bars.key_ready.index(slot), phase, pred=t + 1 < walk.end)\n",
         "",
         PLAIN,
     ),
-    "a wait for keys past the last": ("_consumer", "pred=t + 1 < walk.tiles", "pred=True", PLAIN),
-    "a wait for second keys of one tile": ("_consumer", "pred=walk.tiles > 1", "pred=True", EMPTY),
+    "a wait for keys past the last": (
+        "_consume_block",
+        "pred=t + 1 < walk.end",
+        "pred=True",
+        PLAIN,
+    ),
+    "a wait for second keys of one tile": (
+        "_consume_block",
+        "pred=walk.first + 1 < walk.end",
+        "pred=True",
+        EMPTY,
+    ),
     "no wait for the values": (
-        "_consumer",
+        "_consume_block",
         "            mbarrier.wait(value_ready.index(before), phase_before)\n",
         "",
         PLAIN,
     ),
     "no wait for the last values": (
-        "_consumer",
+        "_consume_block",
         "    mbarrier.wait(value_ready.index(slot), phase)\n    weights",
         "    weights",
         PLAIN,
     ),
     "no wait for the scores of the first tile": (
-        "_consumer",
+        "_consume_block",
         "    s = warpgroup_mma_wait(0, [s])\n",
         "",
         PLAIN,
     ),
     "a wait that leaves the scores": (
-        "_consumer",
+        "_consume_block",
         "warpgroup_mma_wait(1, [s, acc])",
         "warpgroup_mma_wait(2, [s, acc])",
         PLAIN,
     ),
     "no wait for the output of a tile": (
-        "_consumer",
+        "_consume_block",
         "            acc = warpgroup_mma_wait(0, [acc])\n",
         "",
         PLAIN,
     ),
     "no wait for the output of the last tile": (
-        "_consumer",
-        "    acc = warpgroup_mma_wait(0, [acc])\n    out",
-        "    out",
+        "_consume_block",
+        "    acc = warpgroup_mma_wait(0, [acc])\n    if how",
+        "    if how",
         PLAIN,
     ),
     "the copies wait for no keys": (
-        "_copies",
+        "_copy_block",
         "        mbarrier.wait(bars.key_free.index(slot), phase ^ 1)\n",
         "",
         PLAIN,
     ),
     "the copies wait for no values": (
-        "_copies",
+        "_copy_block",
         "        mbarrier.wait(bars.value_free.index(slot), phase ^ 1)\n",
         "",
         PLAIN,
@@ -88,52 +99,57 @@ FAULTS = {
         MASKED,
     ),
     "bounds over those that are read": (
-        "_mask",
+        "_mask_block",
         "        mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)\n",
         "",
         MASKED,
     ),
     "zeros over values that are copied": (
-        "_mask",
+        "_mask_block",
         "        mbarrier.wait(bars.value_ready.index(slot), phase)\n        if",
         "        if",
         MASKED,
     ),
     "values that nobody has masked": (
-        "_consumer",
+        "_consume_block",
         "bars.value_masked if has_bounds(has) else bars.value_ready",
         "bars.value_ready",
         MASKED,
     ),
-    "no wait for the store": ("_store", "    tma.store_wait(0)", "    pass", PLAIN),
+    "no wait for the store": ("_consumer", "    tma.store_wait(0)", "    pass", PLAIN),
     # -------------------------------------------------------------------------------- phases
     "phase of the free keys": (
-        "_copies",
+        "_copy_block",
         "bars.key_free.index(slot), phase ^ 1",
         "bars.key_free.index(slot), phase",
         PLAIN,
     ),
     "phase of the free values": (
-        "_copies",
+        "_copy_block",
         "bars.value_free.index(slot), phase ^ 1",
         "bars.value_free.index(slot), phase",
         PLAIN,
     ),
-    "phase of the queries": ("_consumer", "bars.query_ready, 0", "bars.query_ready, 1", PLAIN),
+    "phase of the queries": (
+        "_consume_block",
+        "bars.query_ready, block",
+        "bars.query_ready, 1 ^ block",
+        PLAIN,
+    ),
     "phase of the first keys": (
-        "_consumer",
-        "bars.key_ready.index(0), 0",
-        "bars.key_ready.index(0), 1",
+        "_consume_block",
+        "bars.key_ready.index(slot), phase)\n    k =",
+        "bars.key_ready.index(slot), phase ^ 1)\n    k =",
         PLAIN,
     ),
     "phase of the values": (
-        "_consumer",
+        "_consume_block",
         "            mbarrier.wait(value_ready.index(before), phase_before)\n",
         "            mbarrier.wait(value_ready.index(before), phase_before ^ 1)\n",
         PLAIN,
     ),
     "phase of the values of a tile later": (
-        "_consumer",
+        "_consume_block",
         "value_ready.index(before), phase_before",
         "value_ready.index(before), phase",
         PLAIN,
@@ -147,13 +163,18 @@ FAULTS = {
         MASKED,
     ),
     "phase of the free bounds": (
-        "_mask",
+        "_mask_block",
         "bars.bounds_free.index(slot), phase ^ 1",
         "bars.bounds_free.index(slot), phase",
         MASKED,
     ),
-    "both consumers wait": ("_consumer", "t ^ (which > 0)", "t", PLAIN),
-    "the turn of one phase": ("_consumer", "(t ^ (which > 0)) & 1", "which == 0", PLAIN),
+    "both consumers wait": ("_consume_block", "phase ^ (which > 0)", "phase", PLAIN),
+    "the turn of one phase": (
+        "_consume_block",
+        "(t ^ block.phase ^ (which > 0)) & 1",
+        "which == 0",
+        PLAIN,
+    ),
     # ------------------------------------------------------------------- arrivals and releases
     "one release of the keys": (
         "make_shared",
@@ -181,8 +202,8 @@ FAULTS = {
     ),
     "two arrivals of the queries": (
         "make_shared",
-        "query_ready=barriers(1, 1)",
-        "query_ready=barriers(1, 2)",
+        "query_ready = barriers(1, 1)",
+        "query_ready = barriers(1, 2)",
         PLAIN,
     ),
     "barriers that nobody initialises": (
@@ -192,19 +213,19 @@ FAULTS = {
         PLAIN,
     ),
     "no release of the first keys": (
-        "_consumer",
-        "    mbarrier.arrive(bars.key_free.index(0), count=1)",
-        "    pass",
+        "_consume_block",
+        "    mbarrier.arrive(bars.key_free.index(slot), count=1)  #",
+        "    pass  #",
         PLAIN,
     ),
     "no release of the keys": (
-        "_consumer",
+        "_consume_block",
         "            mbarrier.arrive(bars.key_free.index(slot), count=1)\n",
         "",
         PLAIN,
     ),
     "no release of the values": (
-        "_consumer",
+        "_consume_block",
         "            mbarrier.arrive(bars.value_free.index(before), count=1)",
         "            pass",
         PLAIN,
@@ -216,15 +237,15 @@ FAULTS = {
         MASKED,
     ),
     "the first keys released too early": (
-        "_consumer",
+        "_consume_block",
         "    s = warpgroup_mma_wait(0, [s])\n"
-        "    mbarrier.arrive(bars.key_free.index(0), count=1)  # the product has read them\n",
-        "    mbarrier.arrive(bars.key_free.index(0), count=1)\n"
+        "    mbarrier.arrive(bars.key_free.index(slot), count=1)  # the product has read them\n",
+        "    mbarrier.arrive(bars.key_free.index(slot), count=1)\n"
         "    s = warpgroup_mma_wait(0, [s])\n",
         PLAIN,
     ),
     "keys released too early": (
-        "_consumer",
+        "_consume_block",
         "            s, acc = warpgroup_mma_wait(1, [s, acc])"
         "  # the scores; the other product goes on\n"
         "            mbarrier.arrive(bars.key_free.index(slot), count=1)\n",
@@ -233,7 +254,7 @@ FAULTS = {
         PLAIN,
     ),
     "values released too early": (
-        "_consumer",
+        "_consume_block",
         "            acc = warpgroup_mma_wait(0, [acc])\n"
         "            mbarrier.arrive(bars.value_free.index(before), count=1)",
         "            mbarrier.arrive(bars.value_free.index(before), count=1)\n"
@@ -249,7 +270,7 @@ FAULTS = {
         MASKED,
     ),
     "bounds given too early": (
-        "_mask",
+        "_mask_block",
         "        buffers.bounds.index(slot).store(bound)\n"
         "        mbarrier.arrive(bars.bounds_ready.index(slot), count=1)\n",
         "        mbarrier.arrive(bars.bounds_ready.index(slot), count=1)\n"
@@ -257,78 +278,78 @@ FAULTS = {
         MASKED,
     ),
     "the other turn": (
-        "_consumer",
+        "_consume_block",
         "arrive(bars.turn.index((which + 1) % how.consumers)",
         "arrive(bars.turn.index(which)",
         PLAIN,
     ),
     "no turn": (
-        "_consumer",
+        "_consume_block",
         "                mbarrier.arrive(bars.turn.index((which + 1) % how.consumers), count=1)\n",
         "                pass\n",
         PLAIN,
     ),
     # --------------------------------------------------------------------------------- slots
     "the slot of the released keys": (
-        "_consumer",
-        "arrive(bars.key_free.index(slot)",
-        "arrive(bars.key_free.index(before)",
+        "_consume_block",
+        "arrive(bars.key_free.index(slot), count=1)\n            place",
+        "arrive(bars.key_free.index(before), count=1)\n            place",
         PLAIN,
     ),
     "the slot of the released values": (
-        "_consumer",
+        "_consume_block",
         "value_free.index(before)",
         "value_free.index(1 - before)",
         PLAIN,
     ),
     "the slot of the next values": (
-        "_consumer",
+        "_consume_block",
         "value_free.index(before)",
         "value_free.index(slot)",
         PLAIN,
     ),
-    "the slot of the values": ("_consumer", "slot_of(t - 1, how.slots)", "slot, phase", PLAIN),
+    "the slot of the values": ("_consume_block", "slot_of(t - 1, how.slots)", "slot, phase", PLAIN),
     "the slot of the last values": (
-        "_consumer",
-        "slot_of(walk.tiles - 1, how.slots)",
+        "_consume_block",
+        "slot_of(walk.end - 1, how.slots)",
         "slot, phase",
         PLAIN,
     ),
     "keys of the tile before": (
-        "_consumer",
-        "buffers.key.index(slot)",
-        "buffers.key.index(1 - slot)",
+        "_consume_block",
+        "            k = buffers.key.index(slot)",
+        "            k = buffers.key.index(1 - slot)",
         PLAIN,
     ),
     "keys into the slot of the values": (
-        "_copies",
+        "_copy_block",
         "bars.key_ready.index(slot), buffers.key",
         "bars.value_ready.index(slot), buffers.key",
         PLAIN,
     ),
     "the queries of the other consumer": (
-        "_consumer",
+        "_consume_block",
         "buffers.query.index(which)",
         "buffers.query.index(1 - which)",
         PLAIN,
     ),
     "the output over the queries of the other": (
-        "_consumer",
+        "_consume_block",
         "buffers.output.index(which)",
         "buffers.output.index(1 - which)",
         PLAIN,
     ),
     # --------------------------------------------------------------------------------- bytes
-    "half of the bytes of the values": ("_copies", "value_block * 2", "value_block", PLAIN),
+    "half of the bytes of the values": ("_copy_block", "value_block * 2", "value_block", PLAIN),
     "twice the bytes of the keys": (
-        "_copies",
+        "_copy_block",
         "columns * tile.dim_block * 2",
         "columns * tile.dim_block * 4",
         PLAIN,
     ),
-    "half of the queries": ("_copies", "range(how.consumers)", "range(1)", PLAIN),
+    "half of the queries": ("_copy_block", "range(how.consumers)", "range(1)", PLAIN),
     "keys that nobody expects": (
-        "_copies",
+        "_copy_block",
         "        mbarrier.expect(bars.key_ready.index(slot), K_BYTES)\n",
         "",
         PLAIN,
@@ -341,7 +362,7 @@ FAULTS = {
         PLAIN,
     ),
     "no fence behind the zeros": (
-        "_mask",
+        "_mask_block",
         "            fence_async_shared()"
         "  # plain stores, which wgmma and the next copy have to see\n",
         "",
@@ -350,24 +371,30 @@ FAULTS = {
     "the fence behind the copy": (
         "_store",
         "    fence_async_shared()  # the store to shared memory was a plain one, the copy is not\n"
-        "    copy_out(target, [i0, 0], tiles)\n",
-        "    copy_out(target, [i0, 0], tiles)\n    fence_async_shared()\n",
+        "    copy_out(target, at_row(block.b, block.h, i0, how), tiles)\n",
+        "    copy_out(target, at_row(block.b, block.h, i0, how), tiles)\n"
+        "    fence_async_shared()\n",
         PLAIN,
     ),
     # --------------------------------------------------------------------------------- tiles
     "a tile that is not copied": (
-        "_copies",
-        "range(work.walk.tiles)",
-        "range(work.walk.tiles - 1)",
+        "_copy_block",
+        "work.walk.end)",
+        "work.walk.end - 1)",
         PLAIN,
     ),
     "a tile that nobody reads": (
-        "_copies",
-        "range(work.walk.tiles)",
-        "range(work.walk.tiles + 1)",
+        "_copy_block",
+        "work.walk.end)",
+        "work.walk.end + 1)",
         PLAIN,
     ),
-    "a tile without a mask": ("_mask", "in range(masked):", "in range(masked - 1):", MASKED),
+    "a tile without a mask": (
+        "_mask_block",
+        "walk.first, masked):",
+        "walk.first, masked - 1):",
+        MASKED,
+    ),
     "no tile at all": ("walk_of", "gl.maximum(edges + others, 1)", "edges + others", EMPTY),
     "a tile of a sequence without keys": (
         "walk_of",
@@ -383,14 +410,14 @@ FAULTS = {
     ),
     "an edge that is none": (
         "walk_of",
-        "Walk(tiles, gl.maximum(edges, 1)",
-        "Walk(tiles, 1",
+        "Walk(0, gl.maximum(edges, 1)",
+        "Walk(0, 1",
         CAUSAL,
     ),
     "the key past the diagonal": ("_cut", "j <= gl", "j <= 1 + gl", CAUSAL),
     "the length": ("_cut", "last = i * 0 + work.last", "last = i * 0 + work.last + 1", EMPTY),
     "values of masked keys stay": (
-        "_mask",
+        "_mask_block",
         "gl.expand_dims(kept, 1), x, 0.0",
         "gl.expand_dims(kept, 1), x, x",
         MASKED,
@@ -478,8 +505,8 @@ FAULTS = {
     ),
     "the slot of the bias": ("place_of", "slot_of(t, how.term_slots)", "slot_of(0, 2)", BIASED),
     "the bias of the first queries": ("_copy_terms", "place.query + which * ROWS", "0", BIASED),
-    "a mask that nobody needs": ("_copies", "t < masked", "t < masked + 1", SPANS),
-    "a mask that is not copied": ("_copies", "t < masked", "t < masked - 1", SPANS),
+    "a mask that nobody needs": ("_copy_block", "t < masked", "t < masked + 1", SPANS),
+    "a mask that is not copied": ("_copy_block", "t < masked", "t < masked - 1", SPANS),
     "a mask of tiles that need none": (
         "masked_tiles",
         "return walk.edges",
@@ -488,19 +515,19 @@ FAULTS = {
     ),
     "no mask of queries": ("_scores", "s = gl.where(seen != 0, s", "s = gl.where(True, s", SPANS),
     "values that are not passed on": (
-        "_mask",
-        "range(masked, work.walk.tiles)",
+        "_mask_block",
+        "range(masked, work.walk.end)",
         "range(masked, masked)",
         HOLES,
     ),
     "values that are passed on too early": (
-        "_mask",
+        "_mask_block",
         "        mbarrier.wait(bars.value_ready.index(slot), phase)\n        mbarrier.arrive",
         "        mbarrier.arrive",
         HOLES,
     ),
     "a turn that leaves out a consumer": (
-        "_consumer",
+        "_consume_block",
         "(which + 1) % how.consumers",
         "(which + 1) % 2",
         THREE,
@@ -510,6 +537,113 @@ FAULTS = {
         "value_free=barriers(SLOTS, ALL)",
         "value_free=barriers(SLOTS, 2)",
         THREE,
+    ),
+    # ------------------------------------------------------------------------------- persistence
+    "queries over those that are multiplied": (
+        "_copy_block",
+        "        mbarrier.wait(bars.query_free, block.phase ^ 1)",
+        "        pass",
+        PERSISTENT,
+    ),
+    "phase of the free queries": (
+        "_copy_block",
+        "bars.query_free, block.phase ^ 1",
+        "bars.query_free, block.phase",
+        PERSISTENT,
+    ),
+    "queries of one phase": ("nth_block", "first, n & 1, tile", "first, 0, tile", PERSISTENT),
+    "one release of the queries": (
+        "make_shared",
+        "query_free=barriers(1, ALL)",
+        "query_free=barriers(1, 1)",
+        PERSISTENT,
+    ),
+    "no release of the queries": (
+        "_consume_block",
+        "        mbarrier.arrive(bars.query_free, count=1)",
+        "        pass",
+        PERSISTENT,
+    ),
+    "no release of the last values": (
+        "_consume_block",
+        "        mbarrier.arrive(bars.value_free.index(slot), count=1)\n    out",
+        "        pass\n    out",
+        PERSISTENT,
+    ),
+    "the last values released too early": (
+        "_consume_block",
+        "    acc = warpgroup_mma_wait(0, [acc])\n    if how.persistent:\n"
+        "        mbarrier.arrive(bars.value_free.index(slot), count=1)\n",
+        "    mbarrier.arrive(bars.value_free.index(slot), count=1)\n"
+        "    acc = warpgroup_mma_wait(0, [acc])\n",
+        PERSISTENT,
+    ),
+    "no wait for the store of the block before": (
+        "_store",
+        "        tma.store_wait(0)",
+        "        pass",
+        PERSISTENT,
+    ),
+    "no wait for the last store": (
+        "_consumer",
+        "    tma.store_wait(0)",
+        "    pass",
+        PERSISTENT,
+    ),
+    "the output over queries of the next block": (
+        "make_shared",
+        "tile.dim_block or how.persistent",
+        "tile.dim_block",
+        PERSISTENT,
+    ),
+    "consumers that number tiles anew": (
+        "_consumer",
+        "first = block.work.walk.end",
+        "first = 0",
+        PERSISTENT,
+    ),
+    "copies that number tiles anew": (
+        "_copies",
+        "first = block.work.walk.end",
+        "first = 0",
+        PERSISTENT,
+    ),
+    "a mask that numbers tiles anew": (
+        "_mask",
+        "first = block.work.walk.end",
+        "first = 0",
+        PERSISTENT_MASK,
+    ),
+    "keys of the first block": ("numbered", "walk.lo - keys", "walk.lo", PERSISTENT),
+    "keys of the first block, past the edges": (
+        "numbered",
+        "walk.begin - keys",
+        "walk.begin",
+        PERSISTENT,
+    ),
+    "a block that no program computes": (
+        "_consumer",
+        "rounds_of(given.order)",
+        "rounds_of(given.order) - 1",
+        PERSISTENT,
+    ),
+    "a round that has no block": (
+        "rounds_of",
+        "number_of_block(rounds - 1) >= blocks",
+        "number_of_block(rounds - 1) < 0",
+        PERSISTENT,
+    ),
+    "keys of the head of the queries": (
+        "_copy_block",
+        "at_row(b, g, n0, how)",
+        "at_row(b, h, n0, how)",
+        PERSISTENT,
+    ),
+    "rows past the end of a head": (
+        "make_whole_tensors",
+        "gl.maximum(sequence.length, 1)",
+        "gl.maximum(sequence.length, 1) + 8",
+        PERSISTENT,
     ),
     # ---------------------------------------------------------------------------------- the walk
     "edges on one side": (
@@ -524,7 +658,7 @@ FAULTS = {
     "the left side of the band": ("_cut", "seen & (j >=", "seen & (j >", WINDOW),
     # --------------------------------------------------------------------------------- softmax
     "no rescaling": (
-        "_consumer",
+        "_consume_block",
         "            acc = acc"
         " * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, O)), 1)\n",
         "",

@@ -4,6 +4,7 @@ simulator is there to find is found.
 
 import contextlib
 import functools
+import math
 
 import pytest
 import torch
@@ -213,6 +214,8 @@ def test_forward(against_oracle, call, dtype):
 def test_rows(against_oracle, row, call):
     if call.startswith("2-D") and "192" in row:
         call = "lengths, causal"  # it takes no mask
+    if call.startswith("2-D") and "persistent" in row:
+        call = "mask, dropout, bounds"
     (sizes, options), bounds = CALLS[call], "bounds" in call
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("triton"):
@@ -221,6 +224,34 @@ def test_rows(against_oracle, row, call):
             x,
             gradients=False,
         )
+
+
+@pytest.mark.parametrize("call", ["heads", "sections", "window", "sinks"])
+def test_a_persistent_row_gives_the_bits_of_the_others(call):
+    """The programs, of which the interpreter has four, compute two blocks or more."""
+    options, cache = dict(is_causal=call == "sections"), 50 * 2**20
+    x = qkv(sq=300, sk=200, h=4, g=2, dv=32, dtype=torch.float16)
+    if call == "sections":
+        cache = x["key"][0, 0].nbytes * 2
+    elif call == "heads":  # of one tensor [B, S, H, D]
+        x = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
+    elif call == "window":
+        options |= WINDOW | DROPOUT | dict(softcap=5.0)
+    else:
+        options |= dict(sinks=torch.arange(4.0), alibi_slopes=torch.arange(4.0) / 9)
+    with replaced(plan, l2_cache=lambda device: cache):
+        found = []
+        for persistent in (False, True):
+            with simulated(persistent=persistent) as launched:
+                found += functional.scaled_dot_product_attention(
+                    **x, **options, enable_gqa=True, return_lse=True
+                )
+            order = launched[0]["order"]
+            assert persistent == (math.prod(order) == 24) and (order.z > 1) == (
+                persistent and call == "sections"
+            )
+    output, lse, *others = found
+    assert all(map(torch.equal, (output, lse), others))
 
 
 @pytest.mark.parametrize("options", [{}, dict(**WINDOW, **DROPOUT)], ids=["plain", "window"])
@@ -376,8 +407,8 @@ def test_a_row_that_this_triton_compiles_badly_is_no_candidate():
 def test_which_rows_a_call_may_take():
     """Those that need no local memory in a loop, and fit into shared memory."""
 
-    def rows(d=64, **options):
-        x = torch.empty(2, 2, 64, d).half()
+    def rows(d=64, heads=2, **options):
+        x = torch.empty(2, heads, 64, d).half().expand(2, 2, 64, d)
         given = dict(attn_mask=None, dropout_p=0.0, is_causal=True, scale=0.1) | options
         with replaced(plan, architecture=lambda device: "sm_90"):
             return {
@@ -386,8 +417,11 @@ def test_which_rows_a_call_may_take():
             }
 
     mask = torch.ones(2, 1, 64, 64) > 0
-    unpacked = {"128 128", "128 64", "128 128, no turns"}
-    assert rows() == unpacked | {"128 128, packed", "192 128, packed"}
+    unpacked = {"128 128", "128 64", "128 128, no turns", "128 128, persistent"}
+    several = {"128 128, packed", "192 128, packed"}
+    assert rows() == unpacked | several
+    lengths = torch.ones(2, dtype=torch.int32)
+    assert rows(heads=1) == rows(key_lengths=lengths) == rows() - {"128 128, persistent"}
     assert rows(window=(9, 9)) == unpacked | {"128 128, packed"} == rows(128)
     assert rows(dropout_p=0.1) == unpacked == rows(128, dropout_p=0.1)
     assert rows(128, attn_mask=mask) == {"128 64", "128 128, packed"}
@@ -398,7 +432,7 @@ def test_which_rows_a_call_may_take():
 
 # The calls that show planted faults, and how they are computed: of six tiles; of seven with edges;
 # with a mask; with one sequence without keys; with edges on both sides; with masks of which only
-# the edges are read; with a bias; and with three consumers.
+# the edges are read; with a bias; with three consumers; and with programs of two or three blocks.
 SHOWN = {
     "plain": (dict(sk=330), {}, {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True), {}),
@@ -409,6 +443,8 @@ SHOWN = {
     "holes": (dict(sk=448), dict(attn_mask=HOLES), dict(bounds=True)),
     "bias": (dict(sk=208), dict(bias=numbers(130, 208)), {}),
     "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
+    "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),
+    "persistent, mask": (dict(sq=70, h=5), dict(attn_mask=MASK), dict(persistent=True)),
 }
 
 
@@ -424,6 +460,7 @@ def shown(call):
         )
     hidden = {
         "mask": ~MASK[:, 0, 0],
+        "persistent, mask": ~MASK[:, 0, 0],
         "holes": ~HOLES[:, 0, 0],
         "lengths": torch.arange(200) >= LENGTHS[:, None],
     }.get(call)
@@ -481,6 +518,6 @@ def test_what_the_simulator_says():
         said = what_is_found(call, tuple(edit), stages=2, seed=0)
         assert all(word in said for word in words), said
     with pytest.raises(ValueError, match="has 'no such text' 0 times"):
-        what_is_found("plain", ("_copies", "no such text", ""), stages=2, seed=0)
+        what_is_found("plain", ("_copy_block", "no such text", ""), stages=2, seed=0)
     with pytest.raises(ValueError, match="no function of the kernel is named _nobody"):
         what_is_found("plain", ("_nobody", "a", "b"), stages=2, seed=0)

@@ -261,7 +261,10 @@ case(SDPA, "attention, everything",
 
 
 class InGluon(dict):
-    """Measurements that chose the forward for Hopper for every class of calls."""
+    """Measurements that chose a row of the forward for Hopper for every class of calls."""
+
+    def __init__(self, row: str) -> None:
+        self.row = row
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         from fastformer.kernels import tuned
@@ -269,16 +272,16 @@ class InGluon(dict):
 
         if key[0] != "attention forward":
             return default
-        first, *_ = tuned.gluon_options(plan.HOPPER, plan.hopper_forward_kernel)
-        return tuned.label(first)
+        (option,) = tuned.gluon_options([self.row], plan.hopper_forward_kernel)
+        return tuned.label(option)
 
 
-def by_gluon(**given: Any) -> Tensor:
+def by_gluon(row: str = "Gluon 128 128", **given: Any) -> Tensor:
     """Output and lse; in 16 bits, of the forward for Hopper."""
     from fastformer.kernels import launch, tuned
 
     backends._load(SDPA)  # which sets the source
-    before, tuned.source = tuned.source, lambda device: InGluon()
+    before, tuned.source = tuned.source, lambda device: InGluon(row)
     try:
         output = with_lse(**given)
     finally:
@@ -289,6 +292,9 @@ def by_gluon(**given: Any) -> Tensor:
     return output
 
 
+case(SDPA, "attention, Gluon, persistent", qkv(2, 4, 140, 64, g=2, sk=130), ("dense", "swapped"),
+     call=by_gluon, row="Gluon 128 128, persistent", enable_gqa=True, is_causal=True,
+     sampled=True)  # fmt: skip
 HOPPER_MASK = {"attn_mask": lambda: torch.rand(2, 1, 1, 130) > 0.2}
 case(SDPA, "attention, Gluon", qkv(2, 4, 71, 64, g=2, sk=130), ("dense", "swapped"),
      call=by_gluon, enable_gqa=True, is_causal=True, causal_alignment="bottom_right",

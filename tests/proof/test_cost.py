@@ -386,6 +386,10 @@ OF_ROWS = {
     "D=128 causal, Gluon 128 128, packed": 470,
     "D=128 2-D mask, causal, lengths, Gluon 128 128, packed": 470,
     "D=64 causal, Gluon 192 128, packed": 432,
+    "D=64 plain, Gluon 128 128, persistent": 430,
+    "D=64 causal, Gluon 128 128, persistent": 430,
+    "D=128 plain, Gluon 128 128, persistent": 472,
+    "D=128 causal, Gluon 128 128, persistent": 475,
 }
 OF_ROWS |= {
     f"D={d} {kind}, Gluon": n for kind, most in OF_HOPPER.items() for d, n in zip((64, 128), most)

@@ -91,18 +91,21 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
     assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
 
-def test_a_draw_of_the_modules_is_weighted_by_lines(mutation):
+@pytest.mark.parametrize("of", ["api", "models"])
+def test_a_draw_of_the_modules_is_weighted_by_lines(mutation, of):
     """A file's share of the draw is its share of the lines of code, whatever it has of changes."""
-    files = mutation.DRAWN_FROM["api"]
-    for name in mutation.EXECUTED_BY:
-        assert (ROOT / "tests" / name).exists()
-    lines = {f: len(mutation.code_lines((ROOT / f).read_text())) for f in files}
-    chosen = mutation.drawn(300, seed=1, of="api")
-    assert chosen == mutation.drawn(300, seed=1, of="api") != mutation.drawn(300, seed=2, of="api")
+    files = mutation.DRAWN_FROM[of]
+    for name in mutation.EXECUTED_BY[of]:
+        assert mutation.is_there(f"tests/{name}") or (ROOT / "tests" / name).exists(), name
+    lines = {f: len(mutation.lines_within(of, f)) for f in files}
+    chosen = mutation.drawn(300, seed=1, of=of)
+    assert chosen == mutation.drawn(300, seed=1, of=of) != mutation.drawn(300, seed=2, of=of)
     assert len({(m.kernel, m.name) for m in chosen}) == 300
     for file in files:
         share = 300 * lines[file] / sum(lines.values())
         assert abs(sum(m.file() == file for m in chosen) - share) <= 1
+        parts = mutation.DRAWN_WITHIN.get(of, {}).get(file, ("",))
+        assert all(m.function.startswith(parts) for m in chosen if m.file() == file)
     originals = {file: syntax((ROOT / file).read_text()) for file in {m.file() for m in chosen}}
     assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 

@@ -24,7 +24,7 @@ gated activations, packing, saved models and the drop-ins of Hugging Face's mode
 lists the files. The share of a file is its share of the lines of code. A first run of the tests
 without a mutant records which of them execute which lines. A mutant is tried by the tests that
 execute its statement, the quickest of each test function first, without the slowest where all take
-more than 150 seconds. One that no test executes survives at once.
+more than 150 seconds (`--enough`). One that no test executes survives at once.
 
 Each mutant updates benchmarks/results/mutation.json (mutation_draw for a draw, mutation_draw_api or
 mutation_draw_models for one by lines). The exit status is 1 if a mutant is left that is not
@@ -57,7 +57,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, folder
-from benchmarks.proof.mutation_lines import Executed, code_lines, statement_lines
+from benchmarks.proof.mutation_lines import ENOUGH, Executed, code_lines, statement_lines
 from benchmarks.proof.mutation_operators import Change, changes, draw, draw_by_weight
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -709,7 +709,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
                 attempt(mutant, [arguments.tests], False)
             elif of in EXECUTED_BY:
                 lines = statement_lines((ROOT / mutant.file()).read_text(), mutant.change.line)
-                tests = executed.tests(mutant.file(), lines)
+                tests = executed.tests(mutant.file(), lines, arguments.enough)
                 stages = [tests[:FREQUENT], tests[FREQUENT:]]  # the first take the fewest imports
                 attempt(mutant, [stage for stage in stages if stage], True)
             else:
@@ -768,6 +768,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lines", type=Path, help="for a draw by lines: the folder of those that the tests execute"
     )
+    parser.add_argument(
+        "--enough", type=float, default=ENOUGH, metavar="SECONDS",
+        help="for a draw by lines: of the tests for a mutant, in CPU seconds",
+    )  # fmt: skip
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the data")
     parser.add_argument("--print", action="store_true", help="print the tables of the data there")
     arguments = parser.parse_args(argv)

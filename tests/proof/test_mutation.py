@@ -167,16 +167,15 @@ def test_lines_are_recorded(mutation, tmp_path):
     assert executed.tests("a.py", range(5, 6)) == []
 
 
-def test_the_quickest_test_of_each_function_comes_first(mutation, monkeypatch, tmp_path):
+def test_the_quickest_test_of_each_function_comes_first(mutation, tmp_path):
     costs = {"a[1]": 1.0, "a[2]": 2.0, "b[1]": 5.0, "b[2]": 50.0, "c": 3.0, "d": 0.5}
     texts = [
         json.dumps({"test": test, "seconds": cost, "lines": [["x.py", 2 if test == "d" else 1]]})
         for test, cost in costs.items()
     ]
     (tmp_path / "1").write_text("\n".join(texts))
-    monkeypatch.setattr(sys.modules[mutation.Executed.__module__], "ENOUGH", 12.0)
     executed = mutation.Executed(tmp_path)
-    assert executed.tests("x.py", range(1, 2)) == ["a[1]", "c", "b[1]", "a[2]"]
+    assert executed.tests("x.py", range(1, 2), 12.0) == ["a[1]", "c", "b[1]", "a[2]"]
 
 
 OPERATORS = [

@@ -17,7 +17,8 @@ The mutants of tests/mutants.py are written by people: they are a list of regres
 draws mutants by a seed from all changes that the operators of mutation_operators.py make in the
 kernels, their launchers, the autograd function, the dispatch and the packing. The quick tests try
 all of them first, and the other tests try those that live. The same command resumes the draw, and
-tries the survivors again; the score of a draw counts the first trial only.
+tries the survivors again; the score of a draw counts the first trial only. A larger draw by
+the same seed keeps the verdicts of the smaller one.
 
 `--of api` draws from the modules that users call instead, and `--of models` from rotary positions,
 gated activations, packing, saved models and the drop-ins of Hugging Face's models: tests/mutants.py
@@ -663,13 +664,16 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     """
     of, stem = arguments.of, arguments.out / REPORTS[arguments.of]
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    mutants = [m for m in drawn(arguments.draw, seed, of) if re.search(arguments.only, str(m))]
+    chosen = drawn(arguments.draw, seed, of)
+    mutants = [m for m in chosen if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
     now = _digest((ROOT / "tests").rglob("*.py"))
     made = Draw(arguments.draw, seed, len(candidates(of)), sources(of), now, [], commit(of), of)
     known = Draw.load(stem)
-    if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
-        made = known
+    if known and (known.seed, known.sources) == (made.seed, made.sources):
+        names = {(m.kernel, m.name) for m in chosen}
+        kept = [v for v in known.verdicts if (v.kernel, v.name) in names]
+        made = replace(known, size=made.size, verdicts=kept)
     fate = {(v.kernel, v.name): v for v in made.verdicts}
     print(f"seed {seed}, {len(mutants)} of {made.candidates} candidates")
     trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()

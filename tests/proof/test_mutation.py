@@ -91,18 +91,18 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
     assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
 
-@pytest.mark.parametrize("of", ["api", "models"])
-def test_a_draw_of_the_modules_is_weighted_by_lines(mutation, of):
+@pytest.mark.parametrize("of, n", [("api", 300), ("models", 60)])
+def test_a_draw_of_the_modules_is_weighted_by_lines(mutation, of, n):
     """A file's share of the draw is its share of the lines of code, whatever it has of changes."""
     files = mutation.DRAWN_FROM[of]
     for name in mutation.EXECUTED_BY[of]:
         assert mutation.is_there(f"tests/{name}") or (ROOT / "tests" / name).exists(), name
     lines = {f: len(mutation.lines_within(of, f)) for f in files}
-    chosen = mutation.drawn(300, seed=1, of=of)
-    assert chosen == mutation.drawn(300, seed=1, of=of) != mutation.drawn(300, seed=2, of=of)
-    assert len({(m.kernel, m.name) for m in chosen}) == 300
+    chosen = mutation.drawn(n, seed=1, of=of)
+    assert chosen == mutation.drawn(n, seed=1, of=of) != mutation.drawn(n, seed=2, of=of)
+    assert len({(m.kernel, m.name) for m in chosen}) == n
     for file in files:
-        share = 300 * lines[file] / sum(lines.values())
+        share = n * lines[file] / sum(lines.values())
         assert abs(sum(m.file() == file for m in chosen) - share) <= 1
         parts = mutation.DRAWN_WITHIN.get(of, {}).get(file, ("",))
         assert all(m.function.startswith(parts) for m in chosen if m.file() == file)
@@ -285,6 +285,12 @@ def test_a_draw(mutation, untested, monkeypatch, tmp_path, capsys):
     assert found.counts(found.verdicts) == {"killed since": 2}
     assert found.line() in found.markdown()
     assert "saw 0 at first (0.0%)" in capsys.readouterr().out
+
+    answers["quick"], words[1] = 1, "3"
+    assert mutation.main(words) == 0
+    larger = mutation.Draw.load(stem)
+    assert larger.size == 3 and {*found.verdicts} < {*larger.verdicts}
+    assert larger.counts(larger.verdicts) == {"killed since": 2, "killed": 1}
 
 
 def test_a_draw_of_the_modules(mutation, untested, monkeypatch, tmp_path, capsys):

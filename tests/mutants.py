@@ -1771,7 +1771,7 @@ NOT_DRAWN = {
     },
 }
 
-# Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw.json.
+# Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw*.json.
 DRAWN_EQUIVALENT = {
     ("attention", "launchers 302:33 `0` -> `(-1)`"): "a default that calls without pages ignore",
     (
@@ -1827,6 +1827,7 @@ DRAWN_EQUIVALENT = {
         "422:58 `0.0` -> `1.0`",
     ): "where the sum is -inf each part of it is, whose weight exp(-inf - 1) is 0 as well",
     ("functional", "827:23 `4` -> `5`"): "a shard of everything computes what no shard does",
+    ("nn/saving", "202:41 `1` -> `2`"): "another indent in a file of JSON",
     ("replacements", "attention 35:24 `True` -> `False`"): "`accelerate` sets it on each module",
     (
         "replacements",
@@ -1835,6 +1836,8 @@ DRAWN_EQUIVALENT = {
     ("replacements", "base 42:40 `1` -> `2`"): "the first word of a message is the same",
     ("replacements", "layers 43:9 `raise NotImplementedError` -> `pass`"): "each layer and each "
     "stack has the method",
+    ("rotary", "563:30 `0` -> `1`"): "without tokens the grid is empty, and the sum of no partial "
+    "sums is zero; no query has one element",
     ("sharding", "568:38 `1` -> `0`"): "sequences without rows give chunks without rows",
     ("transformer", "601:72 `0` -> `1`"): "all sublayers of a layer are copies of one",
     ("tuning", "257:48 `1` -> `2`"): "another indent in a file of JSON",

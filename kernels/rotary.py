@@ -73,7 +73,8 @@ def configuration(dim: int, rotary: int, arch: str) -> Tiles:
         return Tiles(64, half, rest)
     # Two copies run ahead of the head that is computed: on sm_90, a multiprocessor then has 41 KB
     # of loads or more under way, and with one stage 16 to 37.
-    return Tiles(max(1, 2048 // width), half, rest, stages=3 if arch.startswith("sm_") else 1)
+    rows = max(1, 2048 // next_power_of_2(width))
+    return Tiles(rows, half, rest, stages=3 if arch.startswith("sm_") else 1)
 
 
 def others(tiles: Tiles) -> list[Tiles]:

@@ -1633,38 +1633,119 @@ DRAWN_FROM = {
         "fastformer/ops/attention/arguments.py",
         "fastformer/ops/row_shards.py",
     ),
+    "models": (
+        "kernels/feed_forward.py",
+        "kernels/rotary.py",
+        "fastformer/drop_in/deferred.py",
+        "fastformer/drop_in/replacements/hugging_face.py",
+        "fastformer/drop_in/replacements/rotary.py",
+        "fastformer/drop_in/trial.py",
+        "fastformer/nn/embeddings.py",
+        "fastformer/nn/padding.py",
+        "fastformer/nn/saving.py",
+        "fastformer/nn/stacks.py",
+        "fastformer/ops/feed_forward/contract.py",
+        "fastformer/ops/feed_forward/record.py",
+        "fastformer/ops/feed_forward/reference.py",
+        "fastformer/ops/rotary/contract.py",
+        "fastformer/ops/rotary/frequencies.py",
+        "fastformer/ops/rotary/record.py",
+        "fastformer/ops/rotary/reference.py",
+        "fastformer/training/batches.py",
+    ),
 }
+# By draw and file: the functions and classes that mutants are drawn from, where they are not all.
+DRAWN_WITHIN = {
+    "models": {
+        "kernels/feed_forward.py": (
+            "_gated", "_gated_backward", "_elementwise", "_fake_activation", "_read_in_place",
+            "activation_forward", "activation_backward", "supports",
+        ),
+        "fastformer/nn/embeddings.py": ("_rows", "RotaryEmbedding"),
+        "fastformer/nn/stacks.py": (
+            "_Stack._run", "Encoder", "Decoder", "require_packings", "EncoderLayer.forward",
+            "EncoderLayer._through", "DecoderLayer.forward", "DecoderLayer._through",
+        ),
+        "fastformer/ops/feed_forward/contract.py": ("gated_activation",),
+        "fastformer/ops/feed_forward/record.py": (
+            "_gate_dims", "_describe_gate", "_gate_arguments",
+        ),
+        "fastformer/ops/feed_forward/reference.py": ("gated_activation",),
+    },
+}  # fmt: skip
 
-# The tests whose lines `python -m benchmarks.proof.mutation --of api` records.
-EXECUTED_BY = (
-    "ops/test_wrong_calls.py",
-    "nn/test_modules.py",
-    "nn/test_transformer.py",
-    "decoding/test_cache.py",
-    "decoding/test_decoding.py",
-    "nn/test_language_model.py",
-    "drop_in/test_patch.py",
-    "drop_in/test_integrations.py",
-    "tuning/test_tuning.py",
-    "ops/test_attention.py",
-    "ops/test_decode_attention.py",
-    "ops/test_padding.py",
-    "ops/test_layer_norm.py",
-    "ops/test_cross_entropy.py",
-    "ops/test_feed_forward.py",
-    "ops/test_embedding.py",
-    "ops/test_dropout.py",
-    "ops/test_shard.py",
-    "dispatch/test_autograd.py",
-    "dispatch/test_backends.py",
-    "ops/test_nan.py",
-    "drop_in/test_torch_databases.py",
-    "nn/test_whole_model.py",
-    "training/test_copy_task.py",
-    "training/test_training.py",
-    "distributed/test_context_parallel.py",
-    "distributed/test_parallel.py",
-)
+# By draw: the tests whose lines `python -m benchmarks.proof.mutation --draw N --of NAME` records.
+EXECUTED_BY = {
+    "api": (
+        "ops/test_wrong_calls.py",
+        "nn/test_modules.py",
+        "nn/test_transformer.py",
+        "decoding/test_cache.py",
+        "decoding/test_decoding.py",
+        "nn/test_language_model.py",
+        "drop_in/test_patch.py",
+        "drop_in/test_integrations.py",
+        "tuning/test_tuning.py",
+        "ops/test_attention.py",
+        "ops/test_decode_attention.py",
+        "ops/test_padding.py",
+        "ops/test_layer_norm.py",
+        "ops/test_cross_entropy.py",
+        "ops/test_feed_forward.py",
+        "ops/test_embedding.py",
+        "ops/test_dropout.py",
+        "ops/test_shard.py",
+        "dispatch/test_autograd.py",
+        "dispatch/test_backends.py",
+        "ops/test_nan.py",
+        "drop_in/test_torch_databases.py",
+        "nn/test_whole_model.py",
+        "training/test_copy_task.py",
+        "training/test_training.py",
+        "distributed/test_context_parallel.py",
+        "distributed/test_parallel.py",
+    ),
+    "models": (
+        "ops/test_rotary.py",
+        "ops/test_feed_forward.py",
+        "ops/test_padding.py",
+        "ops/test_wrong_calls.py",
+        "ops/test_sizes.py::test_rotary",
+        "ops/test_sizes.py::test_gated_activation",
+        "ops/test_shard.py::test_shards_of_rows[swiglu]",
+        *(
+            f"ops/test_fuzz.py::{test}{op}]"
+            for test in ("test_fuzz[reference-", "test_fuzz[triton-", "test_fakes[")
+            for op in ("rotary_embedding", "gated_activation", "swiglu")
+        ),
+        *(
+            f"dispatch/test_autograd.py::{test}{op}]"
+            for test in ("test_gradcheck[triton-", "test_double_backward[")
+            for op in ("rotary_embedding", "rotary_embedding without norms", "gated_activation")
+        ),
+        "dispatch/test_plans.py",
+        "tuning/test_tuner.py::test_a_case_makes_a_call_of_its_own_kind",
+        "tuning/test_tuning.py::test_every_measured_row_of_tiles_reaches_its_launch"
+        "[rotary_embedding]",
+        "nn/test_rotary_model.py",
+        "nn/test_modules.py",
+        "nn/test_transformer.py",
+        "nn/test_saving.py",
+        "drop_in/test_whole_hugging_face_models.py",
+        *(
+            f"drop_in/test_patch.py::{test}"
+            for test in (
+                "test_near_misses_are_skipped",
+                "test_other_parts_are_another_class",
+                "test_a_trial_run_under_a_default_device",
+                "test_a_trial_run_leaves_no_trace",
+            )
+        ),
+        "training/test_packed_training.py",
+        "training/test_training.py",
+        "distributed/test_parallel.py::test_ops_as_dtensors",
+    ),
+}
 
 # Functions that `python -m benchmarks.proof.mutation --draw` leaves alone, because what they decide
 # is no result: it is the time that a GPU takes, or what a GPU is called.
@@ -1690,7 +1771,7 @@ NOT_DRAWN = {
     },
 }
 
-# Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw.json.
+# Drawn mutants that compute the same, and why: those of benchmarks/results/mutation_draw*.json.
 DRAWN_EQUIVALENT = {
     ("attention", "launchers 302:33 `0` -> `(-1)`"): "a default that calls without pages ignore",
     (
@@ -1746,6 +1827,7 @@ DRAWN_EQUIVALENT = {
         "422:58 `0.0` -> `1.0`",
     ): "where the sum is -inf each part of it is, whose weight exp(-inf - 1) is 0 as well",
     ("functional", "827:23 `4` -> `5`"): "a shard of everything computes what no shard does",
+    ("nn/saving", "202:41 `1` -> `2`"): "another indent in a file of JSON",
     ("replacements", "attention 35:24 `True` -> `False`"): "`accelerate` sets it on each module",
     (
         "replacements",
@@ -1754,6 +1836,8 @@ DRAWN_EQUIVALENT = {
     ("replacements", "base 42:40 `1` -> `2`"): "the first word of a message is the same",
     ("replacements", "layers 43:9 `raise NotImplementedError` -> `pass`"): "each layer and each "
     "stack has the method",
+    ("rotary", "563:30 `0` -> `1`"): "without tokens the grid is empty, and the sum of no partial "
+    "sums is zero; no query has one element",
     ("sharding", "568:38 `1` -> `0`"): "sequences without rows give chunks without rows",
     ("transformer", "601:72 `0` -> `1`"): "all sublayers of a layer are copies of one",
     ("tuning", "257:48 `1` -> `2`"): "another indent in a file of JSON",

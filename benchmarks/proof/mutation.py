@@ -5,6 +5,7 @@
     python -m benchmarks.proof.mutation --resume         keeps the good verdicts
     python -m benchmarks.proof.mutation --draw 300 --seed 7      draws 300; the same command resumes
     python -m benchmarks.proof.mutation --draw 200 --seed 7 --of api  from modules that users call
+    python -m benchmarks.proof.mutation --draw 100 --seed 7 --of models  from today's models
 
 A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
 tests that cover the file, quick ones first, and stops at the first failure. A test kills a mutant
@@ -16,16 +17,18 @@ The mutants of tests/mutants.py are written by people: they are a list of regres
 draws mutants by a seed from all changes that the operators of mutation_operators.py make in the
 kernels, their launchers, the autograd function, the dispatch and the packing. The quick tests try
 all of them first, and the other tests try those that live. The same command resumes the draw, and
-tries the survivors again; the score of a draw counts the first trial only.
+tries the survivors again; the score of a draw counts the first trial only. A larger draw by
+the same seed keeps the verdicts of the smaller one.
 
-`--of api` draws from the modules that users call instead. The share of a file is its share of the
-lines of code. A first run of the tests without a mutant records which of them execute which lines.
-A mutant is tried by the tests that execute its statement, the quickest of each test function first,
-without the slowest where all take more than 150 seconds. One that no test executes survives at
-once.
+`--of api` draws from the modules that users call instead, and `--of models` from rotary positions,
+gated activations, packing, saved models and the drop-ins of Hugging Face's models: tests/mutants.py
+lists the files. The share of a file is its share of the lines of code. A first run of the tests
+without a mutant records which of them execute which lines. A mutant is tried by the tests that
+execute its statement, the quickest of each test function first, without the slowest where all take
+more than 150 seconds (`--enough`). One that no test executes survives at once.
 
-Each mutant updates benchmarks/results/mutation.json (mutation_draw for a draw,
-mutation_draw_api for one of the modules). The exit status is 1 if a mutant is left that is not
+Each mutant updates benchmarks/results/mutation.json (mutation_draw for a draw, mutation_draw_api or
+mutation_draw_models for one by lines). The exit status is 1 if a mutant is left that is not
 known to be equivalent.
 """
 
@@ -55,11 +58,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT, folder
-from benchmarks.proof.mutation_lines import Executed, code_lines, statement_lines
+from benchmarks.proof.mutation_lines import ENOUGH, Executed, code_lines, statement_lines
 from benchmarks.proof.mutation_operators import Change, changes, draw, draw_by_weight
 
 RESULTS = ROOT / "benchmarks" / "results"
-REPORTS = {"kernels": "mutation_draw", "api": "mutation_draw_api"}
+REPORTS = {
+    "kernels": "mutation_draw",
+    "api": "mutation_draw_api",
+    "models": "mutation_draw_models",
+}
 COPIED = (
     "fastformer", "kernels", "tests", "benchmarks", "examples", "docs", "conftest.py",
     "pyproject.toml", "README.md",
@@ -72,6 +79,7 @@ from mutants import (
     COVERED_BY,
     DRAWN_EQUIVALENT,
     DRAWN_FROM,
+    DRAWN_WITHIN,
     EQUIVALENT,
     EXECUTED_BY,
     FUZZED,
@@ -93,10 +101,10 @@ def kernel_files(kernel: str) -> list[Path]:
 
 def kernel_of(file: str) -> str:
     """Return the kernel of a file: its stem, or the name of its folder in kernels/; for a module
-    that users call, its path in fastformer/.
+    that is drawn for its lines, its path in fastformer/.
     """
     path = Path(file)
-    if file in DRAWN_FROM["api"]:
+    if file not in DRAWN_FROM["kernels"]:
         return str(path.relative_to("fastformer").with_suffix(""))
     return path.parent.name if path.parent.parent.name == "kernels" else path.stem
 
@@ -167,6 +175,7 @@ class Drawn(Mutant):
     """A mutant that an operator makes."""
 
     change: Change
+    of: str
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.function}: {self.change.operator}: {self.name}"
@@ -185,7 +194,7 @@ class Drawn(Mutant):
         ]
 
     def digest(self) -> str:
-        whole = f"{self.change} in {sources(drawn_of(self.file()))}"
+        whole = f"{self.change} in {sources(self.of)}"
         return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
@@ -243,11 +252,6 @@ def sources(of: str) -> str:
     return _digest(ROOT / file for file in DRAWN_FROM[of])
 
 
-def drawn_of(file: str) -> str:
-    """Return what a file belongs to: "kernels" or "api"."""
-    return next(of for of, files in DRAWN_FROM.items() if file in files)
-
-
 def commit(of: str) -> str:
     """Return the last commit of these files."""
     words = ["git", "log", "-1", "--format=%h", "--", *DRAWN_FROM[of]]
@@ -264,7 +268,21 @@ def candidates(of: str = "kernels") -> list[Change]:
     """Return all changes that can be drawn, in the order of the files, without duplicates."""
     found = [c for file in DRAWN_FROM[of] for c in changes(file, (ROOT / file).read_text())]
     once = {(c.file, c.start, c.end, c.new): c for c in reversed(found)}
-    return [c for c in reversed(once.values()) if c.function not in NOT_DRAWN.get(c.file, ())]
+    inside = {file: lines_within(of, file) for file in DRAWN_FROM[of]}
+    return [
+        c
+        for c in reversed(once.values())
+        if c.function not in NOT_DRAWN.get(c.file, ()) and c.line in inside[c.file]
+    ]
+
+
+def lines_within(of: str, file: str) -> set[int]:
+    """Return the lines of code of a file that mutants are drawn from."""
+    source = (ROOT / file).read_text()
+    names = DRAWN_WITHIN.get(of, {}).get(file, ("",))
+    places = [place for name in names if (place := _lines(source, name))]
+    assert len(places) == len(names), f"{file} lacks one of {names}"
+    return {n for n in code_lines(source) if any(first < n <= last for first, last in places)}
 
 
 def drawn(n: int, seed: int, of: str = "kernels") -> list[Drawn]:
@@ -273,10 +291,10 @@ def drawn(n: int, seed: int, of: str = "kernels") -> list[Drawn]:
     if of == "kernels":
         chosen = draw(candidates(of), n, seed)
     else:
-        weights = {file: len(code_lines(text)) for file, text in texts.items()}
+        weights = {file: len(lines_within(of, file)) for file in texts}
         chosen = draw_by_weight(candidates(of), weights, n, seed)
     return [
-        Drawn(kernel_of(c.file), _place(c, texts[c.file]), c.function, c.old, c.new, c)
+        Drawn(kernel_of(c.file), _place(c, texts[c.file]), c.function, c.old, c.new, c, of)
         for c in chosen
     ]
 
@@ -445,8 +463,10 @@ class Trials:
         scratch = Path(self._scratch.name) / "lines"
         there = {"LINES_OF": ":".join(files), "LINES_IN": str(scratch)}
         words = ["-p", "benchmarks.proof.mutation_lines", "-q", "-n", str(self.workers)]
+        kernels = any(file.startswith("kernels/") for file in files)
+        chosen = "not planted" if kernels else "not triton and not planted"
         subprocess.run(
-            [sys.executable, "-m", "pytest", *words, "-k", "not triton and not planted", *tests],
+            [sys.executable, "-m", "pytest", *words, "-k", chosen, *tests],
             cwd=self._clean.folder, env={**self._clean.environment(), **there}, check=True,
         )  # fmt: skip
         shutil.copytree(scratch, folder)
@@ -541,6 +561,8 @@ def _same(verdict: Verdict) -> bool:
 DRAWN = {
     "kernels": "kernels, launchers, autograd and dispatch",
     "api": "modules that users call, in proportion to their lines,",
+    "models": "code for today's models (rotary positions, gated activations, packing, drop-ins), "
+    "in proportion to its lines,",
 }
 
 
@@ -603,7 +625,7 @@ class Draw:
             "",
             self.line(),
             f"`python -m benchmarks.proof.mutation --draw {self.size} --seed {self.seed}"
-            f"{' --of api' * (self.of == 'api')}` makes the "
+            f"{f' --of {self.of}' * (self.of != 'kernels')}` makes the "
             f"data of the sources of commit {self.commit} (their digest: {self.sources}).",
             "",
         ]
@@ -642,18 +664,22 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     """
     of, stem = arguments.of, arguments.out / REPORTS[arguments.of]
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
-    mutants = [m for m in drawn(arguments.draw, seed, of) if re.search(arguments.only, str(m))]
+    chosen = drawn(arguments.draw, seed, of)
+    mutants = [m for m in chosen if re.search(arguments.only, str(m))]
     explained = [m for m in mutants if (m.kernel, m.name) in DRAWN_EQUIVALENT]
     now = _digest((ROOT / "tests").rglob("*.py"))
     made = Draw(arguments.draw, seed, len(candidates(of)), sources(of), now, [], commit(of), of)
     known = Draw.load(stem)
-    if known and (known.size, known.seed, known.sources) == (made.size, made.seed, made.sources):
-        made = known
+    if known and (known.seed, known.sources) == (made.seed, made.sources):
+        names = {(m.kernel, m.name) for m in chosen}
+        kept = [v for v in known.verdicts if (v.kernel, v.name) in names]
+        made = replace(known, size=made.size, verdicts=kept)
     fate = {(v.kernel, v.name): v for v in made.verdicts}
     print(f"seed {seed}, {len(mutants)} of {made.candidates} candidates")
     trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()
-    if of == "api":
-        trials.record([f"tests/{test}" for test in EXECUTED_BY], DRAWN_FROM[of], arguments.lines)
+    if of in EXECUTED_BY:
+        tests = [f"tests/{test}" for test in EXECUTED_BY[of]]
+        trials.record(tests, DRAWN_FROM[of], arguments.lines)
         executed = Executed(arguments.lines)
 
     def verdict_of(mutant: Mutant) -> str:
@@ -685,9 +711,9 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         def attempt_of(mutant: Drawn) -> None:
             if arguments.tests:
                 attempt(mutant, [arguments.tests], False)
-            elif of == "api":
+            elif of in EXECUTED_BY:
                 lines = statement_lines((ROOT / mutant.file()).read_text(), mutant.change.line)
-                tests = executed.tests(mutant.file(), lines)
+                tests = executed.tests(mutant.file(), lines, arguments.enough)
                 stages = [tests[:FREQUENT], tests[FREQUENT:]]  # the first take the fewest imports
                 attempt(mutant, [stage for stage in stages if stage], True)
             else:
@@ -744,13 +770,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="for a draw: only the quick tests")
     parser.add_argument(
-        "--lines", type=Path, help="for --of api: the folder of the lines that the tests execute"
+        "--lines", type=Path, help="for a draw by lines: the folder of those that the tests execute"
     )
+    parser.add_argument(
+        "--enough", type=float, default=ENOUGH, metavar="SECONDS",
+        help="for a draw by lines: of the tests for a mutant, in CPU seconds",
+    )  # fmt: skip
     parser.add_argument("--out", type=folder, default=RESULTS, help="the folder of the data")
     parser.add_argument("--print", action="store_true", help="print the tables of the data there")
     arguments = parser.parse_args(argv)
     stem = arguments.out / "mutation"
-    arguments.lines = arguments.lines or ROOT / ".cache" / f"lines-{sources('api')}"
+    arguments.lines = arguments.lines or ROOT / ".cache" / f"lines-{sources(arguments.of)}"
     if arguments.print:
         print(markdown(load(stem)))
         for name in REPORTS.values():

@@ -26,7 +26,7 @@ import pytest
 from benchmarks import ROOT
 
 SITE = "from benchmarks.proof.mutation_lines import start\n\nstart()\n"
-ENOUGH = 150  # CPU seconds of tests for a mutant
+ENOUGH = 150.0  # CPU seconds of tests for a mutant, by default
 
 # ---------------------------------------------------------------------------------------- to record
 
@@ -113,16 +113,16 @@ class Executed:
                 for file, line in found["lines"]:
                     self._tests[file, line].add(found["test"])
 
-    def tests(self, file: str, lines: range) -> list[str]:
+    def tests(self, file: str, lines: range, enough: float = ENOUGH) -> list[str]:
         """Return the tests that execute one of the lines, without the slowest where all are more
-        than ENOUGH: first the quickest of each test function, then the second of each.
+        than `enough`: first the quickest of each test function, then the second of each.
         """
         found = set().union(*(self._tests.get((file, line), ()) for line in lines))
         turn: Counter[str] = Counter()
         order, seconds = [], 0.0
         for test in sorted(found, key=lambda test: (self._seconds[test], test)):
             seconds += self._seconds[test]
-            if order and seconds > ENOUGH:
+            if order and seconds > enough:
                 break
             function = test.partition("[")[0]
             order.append((turn[function], self._seconds[test], test))

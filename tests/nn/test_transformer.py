@@ -330,6 +330,18 @@ def test_initialisation():
     assert torch.equal(model.src_embed[1].pe, make_model(5, 5, 1, 16, 8, 2).tgt_embed[1].pe)
 
 
+def test_a_layer_gives_its_attention_no_option_of_its_own():
+    """A module that takes a query, a key, a value and a mask is enough."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, query, key, value, mask):
+            return value.mean(1, keepdim=True).expand_as(query)
+
+    ff, x = PositionwiseFeedForward(16, 24, 0.0), torch.randn(2, 5, 16)
+    assert Encoder(EncoderLayer(16, Mean(), ff, 0.0), 1)(x, None).shape == x.shape
+    assert Decoder(DecoderLayer(16, Mean(), Mean(), ff, 0.0), 1)(x, x, None, None).shape == x.shape
+
+
 def test_layers_are_built_by_hand():
     """The constructors of the tutorials, and the paper's order of residual and norm."""
     attn, ff = MultiHeadedAttention(H, 16, 0.0), PositionwiseFeedForward(16, 24, 0.0)

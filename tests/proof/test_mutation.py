@@ -91,18 +91,21 @@ def test_a_draw_is_of_changes_that_are_python(mutation):
     assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
 
-def test_a_draw_of_the_modules_is_weighted_by_lines(mutation):
+@pytest.mark.parametrize("of, n", [("api", 300), ("models", 60)])
+def test_a_draw_of_the_modules_is_weighted_by_lines(mutation, of, n):
     """A file's share of the draw is its share of the lines of code, whatever it has of changes."""
-    files = mutation.DRAWN_FROM["api"]
-    for name in mutation.EXECUTED_BY:
-        assert (ROOT / "tests" / name).exists()
-    lines = {f: len(mutation.code_lines((ROOT / f).read_text())) for f in files}
-    chosen = mutation.drawn(300, seed=1, of="api")
-    assert chosen == mutation.drawn(300, seed=1, of="api") != mutation.drawn(300, seed=2, of="api")
-    assert len({(m.kernel, m.name) for m in chosen}) == 300
+    files = mutation.DRAWN_FROM[of]
+    for name in mutation.EXECUTED_BY[of]:
+        assert mutation.is_there(f"tests/{name}") or (ROOT / "tests" / name).exists(), name
+    lines = {f: len(mutation.lines_within(of, f)) for f in files}
+    chosen = mutation.drawn(n, seed=1, of=of)
+    assert chosen == mutation.drawn(n, seed=1, of=of) != mutation.drawn(n, seed=2, of=of)
+    assert len({(m.kernel, m.name) for m in chosen}) == n
     for file in files:
-        share = 300 * lines[file] / sum(lines.values())
+        share = n * lines[file] / sum(lines.values())
         assert abs(sum(m.file() == file for m in chosen) - share) <= 1
+        parts = mutation.DRAWN_WITHIN.get(of, {}).get(file, ("",))
+        assert all(m.function.startswith(parts) for m in chosen if m.file() == file)
     originals = {file: syntax((ROOT / file).read_text()) for file in {m.file() for m in chosen}}
     assert [m for m in chosen if syntax(m.planted()) == originals[m.file()]] == []
 
@@ -164,16 +167,15 @@ def test_lines_are_recorded(mutation, tmp_path):
     assert executed.tests("a.py", range(5, 6)) == []
 
 
-def test_the_quickest_test_of_each_function_comes_first(mutation, monkeypatch, tmp_path):
+def test_the_quickest_test_of_each_function_comes_first(mutation, tmp_path):
     costs = {"a[1]": 1.0, "a[2]": 2.0, "b[1]": 5.0, "b[2]": 50.0, "c": 3.0, "d": 0.5}
     texts = [
         json.dumps({"test": test, "seconds": cost, "lines": [["x.py", 2 if test == "d" else 1]]})
         for test, cost in costs.items()
     ]
     (tmp_path / "1").write_text("\n".join(texts))
-    monkeypatch.setattr(sys.modules[mutation.Executed.__module__], "ENOUGH", 12.0)
     executed = mutation.Executed(tmp_path)
-    assert executed.tests("x.py", range(1, 2)) == ["a[1]", "c", "b[1]", "a[2]"]
+    assert executed.tests("x.py", range(1, 2), 12.0) == ["a[1]", "c", "b[1]", "a[2]"]
 
 
 OPERATORS = [
@@ -283,6 +285,12 @@ def test_a_draw(mutation, untested, monkeypatch, tmp_path, capsys):
     assert found.counts(found.verdicts) == {"killed since": 2}
     assert found.line() in found.markdown()
     assert "saw 0 at first (0.0%)" in capsys.readouterr().out
+
+    answers["quick"], words[1] = 1, "3"
+    assert mutation.main(words) == 0
+    larger = mutation.Draw.load(stem)
+    assert larger.size == 3 and {*found.verdicts} < {*larger.verdicts}
+    assert larger.counts(larger.verdicts) == {"killed since": 2, "killed": 1}
 
 
 def test_a_draw_of_the_modules(mutation, untested, monkeypatch, tmp_path, capsys):

@@ -169,6 +169,7 @@ def test_models_name_what_is_wrong():
     for call, error, message in (
         (lambda: model(src, tgt, of_src, None), TypeError, "tgt_mask is a NoneType; expected a P"),
         (lambda: model(src, tgt, padded.src_mask, of_tgt), TypeError, "src_mask is a Tensor; ex"),
+        (lambda: model.decoder(memory, memory, of_src, None), TypeError, "tgt_mask is a NoneType"),
         (lambda: model(src[1:], tgt, of_src, of_tgt), ValueError, "src has shape .*expected the"),
         (lambda: model(src, tgt[1:], of_src, of_tgt), ValueError, "tgt has shape .*expected the"),
         (lambda: model(src[:, None], tgt, of_src, of_tgt), ValueError, r"expected \[tokens\]"),

@@ -338,6 +338,17 @@ def test_another_formula_is_found_by_the_trial_run(make):
     assert not report.replaced
 
 
+def test_an_attention_layer_compiles():
+    """Dynamo takes the function of rotary positions from the forward, not from the module."""
+    torch.compiler.reset()
+    layer, x = causal("Llama", **GROUPED).model.layers[0].self_attn, torch.randn(2, 5, 32)
+    given = (x, tuple(torch.randn(2, 2, 5, 8)), None)
+    want = layer(*given)[0]
+    ff.accelerate(layer)
+    compiled = torch.compile(lambda: layer(*given)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(), want)
+
+
 def test_the_report_names_what_stays():
     config = transformers.MixtralConfig(**SIZES, **GROUPED, num_local_experts=2)
     model = transformers.MixtralForCausalLM._from_config(config)

@@ -145,7 +145,7 @@ def _rotary(arch: str, dtype: str, dims: tuple[int, ...], forms: Iterable[str]) 
                 op="rotary_embedding",
                 dtype=dtype,
                 d=d,
-                rotary=d // 2 if "partial" in words else d,
+                rotary=d // 4 if "quarter" in words else d // 2 if "partial" in words else d,
                 norm="norm" in words,
                 interleaved="interleaved" in words,
             )
@@ -183,6 +183,7 @@ _rows("dropout_add_rms_norm", "sm_90", "bf16", (512, 8192, 16384))
 _rows("embed", "sm_90", "bf16", (512, 4096))
 _rotary("sm_90", "bf16", (64, 128, 256), ["", "norm"])
 _rotary("sm_90", "bf16", (128,), ["interleaved", "interleaved, norm", "partial, norm"])
+_rotary("sm_90", "bf16", (64,), ["quarter, norm"])
 _rotary("sm_90", "fp32", (128,), ["norm"])
 _rows("cross_entropy", "sm_90", "bf16", (512, 32768, 50257), "v")
 _rows("cross_entropy", "sm_90", "fp32", (32768,), "v")

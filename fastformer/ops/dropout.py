@@ -315,5 +315,13 @@ def of_runs(
     return torch.cat([draw(seed, n, columns, p, i, given.column) for n, i in zip(sizes, first)])
 
 
+def kept(drop: Tensor, x: Tensor) -> Tensor:
+    """Return 0 where `drop` removes an element of x and 1 elsewhere, in the dtype and shape of x.
+
+    x is multiplied by it: on a CPU, masked_fill takes five times as long. NaN stays NaN.
+    """
+    return drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
+
+
 def dropout_scale(p: float) -> float:
     return 1.0 / (1.0 - p) if p < 1 else 0.0

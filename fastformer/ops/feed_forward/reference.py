@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastformer.description import RowShard
-from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_hidden, kept, of_runs
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -44,13 +44,13 @@ def feed_forward(
         # Dropout before relu gives the same result, and needs no mask in the backward: the
         # gradient of relu is 0 at the dropped elements.
         with torch.no_grad():
-            hidden.masked_fill_(drop, 0.0)
+            hidden.mul_(kept(drop, hidden))
         hidden = hidden.relu_()
     else:
-        hidden = ACTIVATIONS[activation](hidden).masked_fill(drop, 0.0)
+        hidden = ACTIVATIONS[activation](hidden) * kept(drop, hidden)
     out = hidden @ w_2.t()
-    kept = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
-    out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
+    scale = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
+    out = out * scale if b_2 is None else torch.add(b_2, out, alpha=scale)
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 
@@ -107,7 +107,7 @@ def _gated(
         assert dropout_seed is not None
         rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
         drop = of_runs(dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
-        hidden = hidden.masked_fill(drop.view(hidden.shape), 0.0) * dropout_scale(dropout_p)
+        hidden = hidden * kept(drop, hidden) * dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)
 
 

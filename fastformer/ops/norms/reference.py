@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fastformer.description import RowShard
 from fastformer.eager import formula, use_formula
-from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_rows, kept, of_runs
 
 
 def layer_norm(
@@ -162,8 +162,7 @@ def masked(
     assert seed is not None
     columns = math.prod(shape)
     rows = x.numel() // columns if columns else 0
-    drop = of_runs(dropped_rows, seed, rows, columns, p, shard)
-    return x.masked_fill(drop.view(x.shape), 0.0)
+    return x * kept(of_runs(dropped_rows, seed, rows, columns, p, shard), x)
 
 
 def dropout_add_norm_backward(
@@ -195,5 +194,5 @@ def dropout_add_norm_backward(
     grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
     if grad_residual_out is not None:
         grad = grad + grad_residual_out
-    kept = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
-    return [g if need else None for g, need in zip([kept, grad, *rest, None, None], needs)]
+    grad_input = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
+    return [g if need else None for g, need in zip([grad_input, grad, *rest, None, None], needs)]

@@ -55,6 +55,13 @@ CALLS = {
         ff.layer_norm, (heads(5, **like), (D,), *torch.randn(2, D, **like), 1e-6), {}),
     "sum": lambda like: (SUM, (heads(5, **like), heads(5, **like), *torch.randn(2, D, **like)), {}),
     "feed_forward": lambda like: (LINEAR, (*layers(**like), "gelu_tanh"), {}),
+    "attention, dropout": lambda like: (SDPA, (*qkv(**like), MASK, 0.3), {}),
+    "causal, dropout": lambda like: (SDPA, (*qkv(5, 5, **like), None, 0.3, True), {}),
+    "nothing visible, dropout": lambda like: (
+        SDPA, (*qkv(**like), MASK & (MASK.sum(1) > 3)[:, None], 0.3), {}),
+    "sum, dropout": lambda like: (
+        SUM, (heads(5, **like), heads(5, **like), *torch.randn(2, D, **like), 0.3), {}),
+    "feed_forward, dropout": lambda like: (LINEAR, (*layers(**like), "relu", 0.3), {}),
     "cross_entropy": lambda like: (ff.cross_entropy, (torch.randn(9, 5, **like), TARGET), {}),
     "smoothed": lambda like: (
         ff.cross_entropy, (torch.randn(9, 5, **like), TARGET, "none", 3, 0.2), {}),
@@ -88,7 +95,9 @@ def test_bits_are_those_of_the_dispatch(monkeypatch, case, dtype):
     wanted = wanted[:3] if op is SDPA else wanted
     for x in wanted:
         x.requires_grad_()
+    torch.manual_seed(1)  # of dropout
     found = differentiated(lambda: op(*given, **options), wanted)
+    torch.manual_seed(1)
     with dispatched(monkeypatch):
         want = differentiated(lambda: op(*given, **options), wanted)
     for a, b in zip(found, want):
@@ -105,6 +114,9 @@ DIRECT = (
     "affine",
     "sum",
     "smoothed",
+    "attention, dropout",
+    "sum, dropout",
+    "feed_forward, dropout",
 )
 
 
@@ -115,6 +127,7 @@ def test_what_goes_past_the_dispatch(monkeypatch, case):
     monkeypatch.setattr(backends, "choose_backend", lambda op, *_: ran.append(op) or CHOICE)
     op, given, options = CALLS[case]({})
     record = backends.OPERATIONS[op.__name__]
+    torch.manual_seed(1)  # of dropout
     want = op(*given, **options)
     assert not ran
     contexts = [
@@ -136,6 +149,7 @@ def test_what_goes_past_the_dispatch(monkeypatch, case):
         logger.setLevel(level)
     assert len(ran) == 5
     assert ff.explain(op.__name__, *given, **options) is CHOICE
+    torch.manual_seed(1)
     again = op(*given, **options)
     assert len(ran) == 6
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (again, want))):

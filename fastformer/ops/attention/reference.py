@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastformer.checks import seed_tensor
 from fastformer.description import Attention, beyond_torch
 from fastformer.eager import eager, formula, may_read
-from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
+from fastformer.ops.attention.arguments import default_scale
+from fastformer.ops.attention.by_torch import (
+    are_alike,
+    by_torch,
+    differentiates,
+    fits,
+    near_zero,
+    torch_computes,
+)
 from fastformer.ops.attention.masks import (
     added_to_scores,
     band_as_mask,
@@ -88,6 +97,31 @@ def scaled_dot_product_attention(
     return out, peak + log_sum
 
 
+def usual_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float
+) -> Tensor | None:
+    """Compute a usual call with dropout and a new seed: tensors [B, H, S, D] of one dtype on a CPU,
+    with the default scale, causality from the top left, a boolean mask, and no other option.
+
+    Return None if the call may be another one, or wrong: this looks at little, so that a small call
+    is fast. `scaled_dot_product_attention` computes the same.
+    """
+    if not are_alike(query, key, value) or not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    (batch, heads, rows, dim), columns = query.shape, key.shape[2]
+    if key.shape != (batch, heads, columns, dim) or value.shape[:3] != key.shape[:3] or not dim:
+        return None
+    scores = batch, heads, rows, columns
+    if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
+        return None
+    try:
+        seed = seed_tensor(None, p, query.device)
+        attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
+        return attention_block(query, key, value, attention, False)
+    except RuntimeError:  # no dense tensors
+        return None
+
+
 def attention_block(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = True
 ) -> Any:
@@ -124,8 +158,9 @@ def attention_block(
     else:
         scores = _scores(query, key, attention, added, visible)
         out = _weighted(scores, value, attention)
-    empty = None if visible is None else ~visible.any(-1, keepdim=True)
-    if empty is not None and (not may_read(empty) or empty.any()):
+    seen = None if visible is None else visible.any(-1, keepdim=True)
+    empty = None if seen is None or (may_read(seen) and seen.all()) else ~seen
+    if empty is not None:
         out = out.masked_fill(empty, 0.0)
     if not return_lse:
         return out

@@ -38,13 +38,13 @@ Words = Any  # 32-bit words: a Tensor of int64, an array of uint64, or an int
 
 
 def philox4x32(
-    c0: Words, c1: Words, c2: Words, c3: Words, seed: Tensor | int, rounds: int = PHILOX_ROUNDS
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: Words, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words, Words, Words]:
     """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
 
     The counters broadcast against each other, and keep their shapes until a round mixes them. A
     64-bit product wraps around, so its bits 32..63 are the high word of the unsigned product.
-    `seed` is the 64-bit key, a tensor of one element or an int.
+    `seed` is the 64-bit key, a tensor of one element, an int or an array that broadcasts.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -66,7 +66,7 @@ def philox2x32(
     return c0, c1
 
 
-def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
+def splitmix(n: Any, seed: Words) -> tuple[Any, Any]:
     """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed. n
     is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
     """

@@ -168,14 +168,8 @@ def scaled_dot_product_attention(
         and (enable_gqa is False or enable_gqa is True)
         and backends.runs_directly()
     ):
-        p, given = (
-            require_dropout("dropout_p", dropout_p),
-            (query, key, value, attn_mask, is_causal),
-        )
-        if not p:
-            out = usual_call(*given, key_lengths)
-        else:
-            out = reference.usual_dropout(*given, p) if key_lengths is None else None
+        given = query, key, value, attn_mask, is_causal, key_lengths
+        out = reference.usual_dropout(*given, dropout_p) if dropout_p else usual_call(*given)
         if out is not None:
             return out
     three = False

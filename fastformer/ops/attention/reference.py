@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastformer.checks import seed_tensor
+from fastformer.checks import require_dropout, seed_tensor
 from fastformer.description import Attention, beyond_torch
 from fastformer.eager import eager, formula, may_read
 from fastformer.ops.attention.arguments import default_scale
@@ -98,7 +98,13 @@ def scaled_dot_product_attention(
 
 
 def usual_dropout(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    key_lengths: Tensor | None,
+    dropout_p: float,
 ) -> Tensor | None:
     """Compute a usual call with dropout and a new seed: tensors [B, H, S, D] of one dtype on a CPU,
     with the default scale, causality from the top left, a boolean mask, and no other option.
@@ -106,7 +112,10 @@ def usual_dropout(
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `scaled_dot_product_attention` computes the same.
     """
-    if not are_alike(query, key, value) or not query.dim() == key.dim() == value.dim() == 4:
+    p = require_dropout("dropout_p", dropout_p)
+    if not p or key_lengths is not None or not are_alike(query, key, value):
+        return None
+    if not query.dim() == key.dim() == value.dim() == 4:
         return None
     (batch, heads, rows, dim), columns = query.shape, key.shape[2]
     if key.shape != (batch, heads, columns, dim) or value.shape[:3] != key.shape[:3] or not dim:
@@ -250,8 +259,8 @@ class _DroppedAttention(torch.autograd.Function):
         *inputs, visible, weights, mask = ctx.saved_tensors
         attention = ctx.attention
         if torch.is_grad_enabled():
-            views = [x.view_as(x) for x in inputs]
-            out = _weighted(_scores(*views[:2], attention, None, visible), views[2], attention)
+            q, k, v = views = [x.view_as(x) for x in inputs]
+            out = _weighted(_scores(q, k, attention, None, visible), v, attention)
             return *torch.autograd.grad(out, views, grad, create_graph=True), None, None
         query, key, value = inputs
         grad_scores = torch._softmax_backward_data(

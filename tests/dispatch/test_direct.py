@@ -10,6 +10,7 @@ import torch
 
 import fastformer as ff
 from fastformer.dispatch import backends
+from fastformer.eager import use_formula
 
 B, H, Q, K, D = 2, 3, 17, 20, 8
 
@@ -220,3 +221,19 @@ def test_transforms_and_forward_mode_take_the_whole_path():
     torch.testing.assert_close(found, want)
     _, tangent = torch.func.jvp(lambda q: SDPA(q, k, v), (q,), (torch.ones_like(q),))
     assert tangent.shape == q.shape
+
+
+def test_derivatives_of_attention_with_dropout_are_those_of_the_formula():
+    """In float32, where the first derivative has a backward of its own."""
+    tensors = [x.requires_grad_() for x in qkv()]
+
+    def derivatives():
+        out = SDPA(*tensors, MASK, 0.3, dropout_seed=1)
+        first = torch.autograd.grad(out.square().sum(), tensors, retain_graph=True)
+        graph = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in graph), tensors)
+        return [*first, *(x.detach() for x in graph), *second]
+
+    found = derivatives()
+    with use_formula():
+        torch.testing.assert_close(found, derivatives(), rtol=1e-4, atol=1e-4)

@@ -406,11 +406,22 @@ def of_runs(
 
 
 def kept(drop: Tensor, x: Tensor) -> Tensor:
-    """Return 0 where `drop` removes an element of x and 1 elsewhere, in the dtype and shape of x.
-
-    x is multiplied by it: on a CPU, masked_fill takes five times as long. NaN stays NaN.
-    """
+    """Return 0 where `drop` removes an element of x, and 1 elsewhere, like x."""
     return drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
+
+
+def without(drop: Tensor, x: Tensor) -> Tensor:
+    """Return x, and 0 where `drop` removes an element, whatever it was."""
+    if x.is_cpu and may_read(x):  # there a product takes a fifth of the time of masked_fill
+        return with_zeros(x * kept(drop, x), drop)
+    return x.masked_fill(drop.view(x.shape), 0.0)
+
+
+def with_zeros(y: Tensor, drop: Tensor) -> Tensor:
+    """Return y, a product with `kept`, with 0 in place of 0 * NaN and 0 * inf."""
+    if math.isfinite(y.detach().sum()):
+        return y
+    return y.masked_fill(drop.view(y.shape), 0.0)
 
 
 def dropout_scale(p: float) -> float:

@@ -161,6 +161,21 @@ def test_philox_of_the_kernels(monkeypatch, device):
     assert torch.equal(weights[0] == 0, drop)
 
 
+def test_a_dropped_element_is_zero_whatever_it_was(backend, device):
+    """NaN and inf that dropout removes reach nothing; others stay."""
+    x, residual = torch.full((2, 64), torch.nan, device=device), torch.zeros(2, 64, device=device)
+    x[1] = torch.inf
+    norm = torch.ones(64, device=device), torch.zeros(64, device=device)
+    _, out = ff.dropout_add_layer_norm(x, residual, *norm, dropout_p=0.5, dropout_seed=1)
+    drop = dropped_rows(torch.tensor([1]), 2, 64, 0.5)
+    assert torch.equal((out == 0).cpu(), drop) and 20 < drop.sum() < 108
+    one = torch.ones(1, 1, device=device)
+    for activation in ("relu", "gelu"):
+        options = dict(activation=activation, dropout_p=0.5, dropout_seed=1)
+        out = ff.feed_forward(one.expand(64, 1), one, one[0] * torch.nan, one, None, **options)
+        assert torch.equal((out == 0).cpu(), dropped_hidden(torch.tensor([1]), 64, 1, 0.5))
+
+
 def test_padding_does_not_change_the_mask(backend, device):
     short = weights_of(9, 0.5, sq=20, sk=30, backend=backend, device=device)
     long = weights_of(9, 0.5, sq=70, sk=90, backend=backend, device=device)

@@ -33,7 +33,7 @@ from fastformer.ops.attention.masks import (
     score_terms,
     visible_keys,
 )
-from fastformer.ops.dropout import dropout_scale, dropped, kept
+from fastformer.ops.dropout import dropout_scale, dropped, kept, with_zeros, without
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
@@ -212,7 +212,7 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
     drop = _dropped_weights(weights, attention)
     if drop is None:
         return weights @ value
-    return weights * kept(drop, weights) @ value * dropout_scale(attention.dropout_p)
+    return without(drop, weights) @ value * dropout_scale(attention.dropout_p)
 
 
 def _saves_passes(query: Tensor, value: Tensor, attention: Attention) -> bool:
@@ -252,7 +252,7 @@ class _DroppedAttention(torch.autograd.Function):
         mask = kept(drop, weights).mul_(dropout_scale(attention.dropout_p))
         ctx.save_for_backward(query, key, value, visible, weights, mask)
         ctx.attention = attention
-        return weights * mask @ value
+        return with_zeros(weights * mask, drop) @ value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -322,7 +322,7 @@ def attention_gradients(
     drop = _dropped_weights(held, attention)
     if drop is not None:
         scale = dropout_scale(attention.dropout_p)
-        held, moved = (x * kept(drop, x) * scale for x in (held, moved))
+        held, moved = (without(drop, x) * scale for x in (held, moved))
     delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
     moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
     wanted = [x for x in leaves if x is not None]

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
-from fastformer.ops.dropout import dropout_scale, dropped_hidden, kept, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs, without
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -45,10 +45,10 @@ def feed_forward(
         # Dropout before relu gives the same result, and needs no mask in the backward: the
         # gradient of relu is 0 at the dropped elements.
         with torch.no_grad():
-            hidden.mul_(kept(drop, hidden))
+            hidden.copy_(without(drop, hidden))
         hidden = hidden.relu_()
     else:
-        hidden = ACTIVATIONS[activation](hidden) * kept(drop, hidden)
+        hidden = without(drop, ACTIVATIONS[activation](hidden))
     out = hidden @ w_2.t()
     scale = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
     out = out * scale if b_2 is None else torch.add(b_2, out, alpha=scale)
@@ -113,7 +113,7 @@ def _gated(
         assert dropout_seed is not None
         rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
         drop = of_runs(dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
-        hidden = hidden * kept(drop, hidden) * dropout_scale(dropout_p)
+        hidden = without(drop, hidden) * dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)
 
 

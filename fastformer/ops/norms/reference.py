@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
 from fastformer.eager import formula, use_formula
-from fastformer.ops.dropout import dropout_scale, dropped_rows, kept, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs, without
 
 
 def layer_norm(
@@ -180,7 +180,7 @@ def masked(
     assert seed is not None
     columns = math.prod(shape)
     rows = x.numel() // columns if columns else 0
-    return x * kept(of_runs(dropped_rows, seed, rows, columns, p, shard), x)
+    return without(of_runs(dropped_rows, seed, rows, columns, p, shard), x)
 
 
 def dropout_add_norm_backward(

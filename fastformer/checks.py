@@ -112,6 +112,14 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
     return x
 
 
+def draw_seeds(
+    n: int, device: torch.device | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return n seeds of torch's generator; on a CPU they are those of n calls for one."""
+    range_ = -(2**63), 2**63 - 1
+    return torch.randint(*range_, (n,), dtype=torch.int64, device=device, generator=generator)
+
+
 def seed_tensor(
     dropout_seed: int | Tensor | None, dropout_p: float, device: torch.device
 ) -> Tensor | None:
@@ -119,7 +127,7 @@ def seed_tensor(
     if dropout_seed is None:
         if dropout_p == 0:
             return None
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+        return draw_seeds(1, device)
     if isinstance(dropout_seed, int) and not isinstance(dropout_seed, bool):
         if not -(2**63) <= dropout_seed < 2**64:
             raise ValueError(f"dropout_seed is {dropout_seed}; expected an int of 64 bits")

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
 from fastformer.checks import require_callable, require_flag
+from fastformer.dispatch import backends
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
 from fastformer.nn.norms import SublayerConnection, make_norm, require_norm_input
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import ResidualStream, is_unmodified
+from fastformer.ops.dropout import drawn_ahead
 
 
 class _Stack(nn.Module):
@@ -42,6 +44,20 @@ class _Stack(nn.Module):
         follows are one kernel. context: the other arguments of a layer's forward; with a cache, the
         `LayerCache` of the layer follows them. options: its keyword arguments.
         """
+        if self.training and x.is_cpu and backends.runs_directly():
+            shapes = [y.shape if isinstance(y, Tensor) else None for y in (x, *context)]
+            with drawn_ahead((kind, *shapes)):
+                return self._run_layers(kind, x, *context, cache=cache, **options)
+        return self._run_layers(kind, x, *context, cache=cache, **options)
+
+    def _run_layers(
+        self,
+        kind: type[EncoderLayer] | type[DecoderLayer],
+        x: Tensor,
+        *context: Any,
+        cache: DecoderCache | None,
+        **options: Any,
+    ) -> Tensor:
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
             own = () if cache is None else (cache.layer(i),)

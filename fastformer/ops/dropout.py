@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastformer.checks import draw_seeds
 from fastformer.description import row_shard
 from fastformer.eager import may_read
 
@@ -35,13 +38,13 @@ Words = Any  # 32-bit words: a Tensor of int64, an array of uint64, or an int
 
 
 def philox4x32(
-    c0: Words, c1: Words, c2: Words, c3: Words, seed: Tensor | int, rounds: int = PHILOX_ROUNDS
+    c0: Words, c1: Words, c2: Words, c3: Words, seed: Words, rounds: int = PHILOX_ROUNDS
 ) -> tuple[Words, Words, Words, Words]:
     """Return four random 32-bit words for each counter: int64 tensors, or uint64 arrays of NumPy.
 
     The counters broadcast against each other, and keep their shapes until a round mixes them. A
     64-bit product wraps around, so its bits 32..63 are the high word of the unsigned product.
-    `seed` is the 64-bit key, a tensor of one element or an int.
+    `seed` is the 64-bit key, a tensor of one element, an int or an array that broadcasts.
     """
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(rounds):
@@ -63,7 +66,7 @@ def philox2x32(
     return c0, c1
 
 
-def splitmix(n: Any, seed: Tensor | int) -> tuple[Any, Any]:
+def splitmix(n: Any, seed: Words) -> tuple[Any, Any]:
     """Return the low and the high word of output n = 1, 2, .. of SplitMix64, started at the seed. n
     is an int64. Source: Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators".
     """
@@ -100,7 +103,7 @@ def dropped(
     (seed, batch_head, i, j) alone.
     """
     if may_read(seed):
-        return _dropped(seed, batch_heads, rows, columns, p, place)
+        return _drawn(_dropped, seed, batch_heads, rows, columns, p, place)
     # A single node in a graph: tracing the loops instead would recompile for each new size.
     return torch.ops.fastformer.dropped(seed, batch_heads, rows, columns, p, place)
 
@@ -117,35 +120,44 @@ def dropped_rows(
     row, column: for a shard of the matrix, its first row and column; column is a multiple of 4.
     """
     if may_read(seed):
-        return _dropped_rows(seed, rows, columns, p, row, column)
+        return _drawn(_dropped_rows, seed, rows, columns, p, row, column)
     return torch.ops.fastformer.dropped_rows(seed, rows, columns, p, row, column)
 
 
 def _dropped_rows(
     seed: Tensor, rows: int, columns: int, p: float, row: int = 0, column: int = 0
 ) -> Tensor:
+    """Return the masks of the seeds, one after the other; on a GPU there is one seed."""
     quarter, threshold = -(-columns // 4), dropout_threshold(p) << 16
     if seed.device.type == "cpu":
-        mask = _dropped_rows_by_numpy(int(seed), rows, quarter, threshold, row, column // 4)
+        seeds = seed.numpy()
+        mask = _dropped_rows_by_numpy(seeds, rows, quarter, threshold, row, column // 4)
     else:
         mask = _dropped_rows_by_torch(seed, rows, quarter, threshold, row, column // 4)
-    return mask.view(rows, quarter * 4)[:, :columns]
+    return mask.view(seed.numel() * rows, quarter * 4)[:, :columns]
 
 
 def _dropped_rows_by_numpy(
-    seed: int, rows: int, quarter: int, threshold: int, row: int = 0, column: int = 0
+    seeds: npt.NDArray[np.int64],
+    rows: int,
+    quarter: int,
+    threshold: int,
+    row: int = 0,
+    column: int = 0,
 ) -> Tensor:
-    mask = np.empty((rows, quarter, 4), np.bool_)
-    words, limit = mask.transpose(2, 0, 1), np.array(threshold, np.uint64)
+    n = len(seeds)
+    mask = np.empty((n, rows, quarter, 4), np.bool_)
+    words, limit = mask.transpose(3, 0, 1, 2), np.array(threshold, np.uint64)
     j = np.arange(column, column + quarter, dtype=np.uint64)
-    step = max(1, _CHUNK // max(1, quarter))
+    step = max(1, _CHUNK // max(1, n * quarter))
     for first in range(0, rows, step):
         last = min(first + step, rows)
         i = np.arange(row + first, row + last, dtype=np.uint64).reshape(-1, 1)
         low, high = (i, 0) if row + last <= 1 << 32 else (i & _WORD, i >> 32)
-        even, odd = _philox_by_numpy(j, low, high, 1, seed, (last - first, quarter))
-        np.less(even, limit, out=words[0::2, first:last])
-        np.less(odd, limit, out=words[1::2, first:last])
+        shape = n, last - first, quarter
+        even, odd = _philox_by_numpy(j, low, high, 1, seeds.view(np.uint64), shape)
+        np.less(even, limit, out=words[0::2, :, first:last])
+        np.less(odd, limit, out=words[1::2, :, first:last])
     return torch.from_numpy(mask)
 
 
@@ -161,9 +173,10 @@ def _dropped_rows_by_torch(
 def _dropped(
     seed: Tensor, batch_heads: int, rows: int, columns: int, p: float, place: Place | None = None
 ) -> Tensor:
+    """Return the masks of the seeds, one after the other; on a GPU there is one seed."""
     sizes = batch_heads, rows, columns, dropout_threshold(p), place or _UNSHARDED
     if seed.device.type == "cpu":
-        return _dropped_by_numpy(int(seed), *sizes)
+        return _dropped_by_numpy(seed.numpy(), *sizes)
     return _dropped_by_torch(seed, *sizes)
 
 
@@ -187,17 +200,24 @@ def _dropped_by_torch(
 
 
 def _dropped_by_numpy(
-    seed: int, BH: int, rows: int, columns: int, threshold: int, place: Place = _UNSHARDED
+    seeds: npt.NDArray[np.int64],
+    BH: int,
+    rows: int,
+    columns: int,
+    threshold: int,
+    place: Place = _UNSHARDED,
 ) -> Tensor:
     """Compute `dropped` on a CPU in half the time: a call of NumPy has less overhead."""
     first, heads, global_heads, row, column = place
     tiles_i, tiles_j = -(-rows // 16), -(-columns // 16)
-    mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
-    words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
-    numbers = np.arange(BH, dtype=np.int64).reshape(-1, 1, 1)
+    numbers = np.arange(BH, dtype=np.int64)
     if place is not _UNSHARDED:
         numbers = first + numbers // heads * global_heads + numbers % heads
-    key, shift = (word.view(np.uint64) for word in splitmix(numbers + 1, seed))
+    mixed = splitmix(numbers + 1, seeds[:, None])
+    key, shift = (word.view(np.uint64).reshape(-1, 1, 1) for word in mixed)
+    BH = len(key)  # of all seeds
+    mask = np.empty((BH, tiles_i, 2, 8, tiles_j, 2), np.uint64)  # 8 booleans in each element
+    words, last = mask.transpose(5, 2, 0, 1, 3, 4), np.array(threshold - 1, np.int32)
     keys = key + _STEPS  # `_philox2x32_by_numpy` cuts them to 32 bits
     i, j = (
         np.arange(start // 2, start // 2 + tiles * 8, dtype=np.uint64)
@@ -240,9 +260,16 @@ def _philox2x32_by_numpy(
 
 
 def _philox_by_numpy(
-    c0: Words, c1: Words, c2: Words, c3: Words, seed: int, shape: tuple[int, ...]
+    c0: Words,
+    c1: Words,
+    c2: Words,
+    c3: Words,
+    seeds: npt.NDArray[np.uint64],
+    shape: tuple[int, int, int],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Compute `philox4x32` as pairs [2, *shape]: first and third word, second and fourth word.
+
+    shape: the number of seeds, and two dimensions that the counters broadcast to.
 
     With few counters, most of the time is the overhead of NumPy's calls. So one call computes both
     words of a pair, on operands that are contiguous or have no dimensions, which is fastest.
@@ -250,15 +277,15 @@ def _philox_by_numpy(
     # Many counters are not expanded to the full shape before the first 2 rounds are done.
     narrow = 0 if math.prod(shape) <= _FEW else 2
     if narrow:
-        c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seed, narrow)
+        c0, c1, c2, c3 = philox4x32(c0, c1, c2, c3, seeds.reshape(-1, 1, 1), narrow)
     pairs = np.empty((3, 2, *shape), np.uint64)
     pairs[0, 0], pairs[0, 1], pairs[1, 0], pairs[1, 1] = c0, c2, c1, c3
-    even, odd, product = pairs.reshape(3, 2, -1)
+    even, odd, product = pairs.reshape(3, 2, shape[0], -1)
     even_0, even_1 = even
-    start = np.array([[seed & _WORD], [(seed >> 32) & _WORD]], np.uint64)
-    keys = np.bitwise_and(start + _KEY_STEPS, _LOW)  # [rounds, 2, 1]
+    start = np.stack([seeds & _LOW, seeds >> _HALF])
+    keys = np.bitwise_and(start + _KEY_STEPS, _LOW)[..., None]  # [rounds, 2, seeds, 1]
     if not narrow:
-        keys = keys.repeat(even.shape[1], 2)
+        keys = keys.repeat(even.shape[2], 3)
     for key in keys[narrow:]:
         np.multiply(even_0, _FACTOR_A, out=product[1])
         np.multiply(even_1, _FACTOR_B, out=product[0])
@@ -269,6 +296,69 @@ def _philox_by_numpy(
         odd, product = product, odd
     np.bitwise_and(odd, _LOW, out=odd)
     return even.reshape(2, *shape), odd.reshape(2, *shape)
+
+
+class _Ahead(threading.local):
+    """What this thread has drawn ahead, within `drawn_ahead`.
+
+    plans: by the name of a context, the draws of its last run, with None for a large mask; or None.
+    requests: the draws of this run, None outside. masks: those drawn ahead, by seed and draw.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[object, list[Any] | None] = {}
+        self.requests: list[Any] | None = None
+        self.masks: dict[Any, Tensor] = {}
+
+
+_ahead = _Ahead()
+_MOST_AHEAD, _MOST_PLANS = 1 << 16, 256  # elements of a mask; larger ones gain nothing
+
+
+@contextmanager
+def drawn_ahead(name: object) -> Iterator[None]:
+    """A context that draws the masks of equal sizes in one pass, on a CPU: a small mask alone costs
+    as much overhead as arithmetic.
+
+    It expects the draws that the last context of this name made, with the next seeds of torch's
+    generator, of which it asks a copy. A mask that was expected wrongly is not used, so that the
+    context changes the time alone.
+    """
+    state = _ahead
+    if state.requests is not None:  # within another one
+        yield
+        return
+    plan = state.plans.pop(name, [])
+    if plan:
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        seeds = draw_seeds(len(plan), None, generator)
+        for request in set(plan) - {None}:
+            own = seeds[[n for n, other in enumerate(plan) if other == request]]
+            masks = request[0](own, *request[1:]).chunk(len(own))
+            state.masks.update(zip(((n, request) for n in own.tolist()), masks))
+    state.requests = []
+    try:
+        yield
+    finally:
+        if len(state.plans) >= _MOST_PLANS:
+            state.plans.clear()
+        # Masks that are left over were expected wrongly: none of this name are, from now on.
+        state.plans[name] = None if state.masks or plan is None else state.requests
+        state.requests = None
+        state.masks.clear()
+
+
+def _drawn(draw: Callable[..., Tensor], seed: Tensor, *given: Any) -> Tensor:
+    """Return draw(seed, *given), which may have been drawn ahead."""
+    if _ahead.requests is None or not seed.is_cpu:
+        return draw(seed, *given)
+    request = draw, *given
+    mask = _ahead.masks.pop((int(seed), request), None)
+    if mask is None:
+        mask = draw(seed, *given)
+    _ahead.requests.append(request if mask.numel() <= _MOST_AHEAD else None)
+    return mask
 
 
 _library = torch.library.Library("fastformer", "FRAGMENT")
@@ -313,6 +403,25 @@ def of_runs(
     first = [given.row + n * given.sequence for n in range(len(runs))]
     sizes = [min(given.run, rows - start) for start in runs]
     return torch.cat([draw(seed, n, columns, p, i, given.column) for n, i in zip(sizes, first)])
+
+
+def kept(drop: Tensor, x: Tensor) -> Tensor:
+    """Return 0 where `drop` removes an element of x, and 1 elsewhere, like x."""
+    return drop.logical_not().view(torch.uint8).to(x.dtype).view(x.shape)
+
+
+def without(drop: Tensor, x: Tensor) -> Tensor:
+    """Return x, and 0 where `drop` removes an element, whatever it was."""
+    if x.is_cpu and may_read(x):  # there a product takes a fifth of the time of masked_fill
+        return with_zeros(x * kept(drop, x), drop)
+    return x.masked_fill(drop.view(x.shape), 0.0)
+
+
+def with_zeros(y: Tensor, drop: Tensor) -> Tensor:
+    """Return y, a product with `kept`, with 0 in place of 0 * NaN and 0 * inf."""
+    if math.isfinite(y.detach().sum()):
+        return y
+    return y.masked_fill(drop.view(y.shape), 0.0)
 
 
 def dropout_scale(p: float) -> float:

@@ -10,6 +10,7 @@ import torch
 
 import fastformer as ff
 from fastformer.dispatch import backends
+from fastformer.eager import use_formula
 
 B, H, Q, K, D = 2, 3, 17, 20, 8
 
@@ -55,6 +56,13 @@ CALLS = {
         ff.layer_norm, (heads(5, **like), (D,), *torch.randn(2, D, **like), 1e-6), {}),
     "sum": lambda like: (SUM, (heads(5, **like), heads(5, **like), *torch.randn(2, D, **like)), {}),
     "feed_forward": lambda like: (LINEAR, (*layers(**like), "gelu_tanh"), {}),
+    "attention, dropout": lambda like: (SDPA, (*qkv(**like), MASK, 0.3), {}),
+    "causal, dropout": lambda like: (SDPA, (*qkv(5, 5, **like), None, 0.3, True), {}),
+    "nothing visible, dropout": lambda like: (
+        SDPA, (*qkv(**like), MASK & (MASK.sum(1) > 3)[:, None], 0.3), {}),
+    "sum, dropout": lambda like: (
+        SUM, (heads(5, **like), heads(5, **like), *torch.randn(2, D, **like), 0.3), {}),
+    "feed_forward, dropout": lambda like: (LINEAR, (*layers(**like), "relu", 0.3), {}),
     "cross_entropy": lambda like: (ff.cross_entropy, (torch.randn(9, 5, **like), TARGET), {}),
     "smoothed": lambda like: (
         ff.cross_entropy, (torch.randn(9, 5, **like), TARGET, "none", 3, 0.2), {}),
@@ -88,7 +96,9 @@ def test_bits_are_those_of_the_dispatch(monkeypatch, case, dtype):
     wanted = wanted[:3] if op is SDPA else wanted
     for x in wanted:
         x.requires_grad_()
+    torch.manual_seed(1)  # of dropout
     found = differentiated(lambda: op(*given, **options), wanted)
+    torch.manual_seed(1)
     with dispatched(monkeypatch):
         want = differentiated(lambda: op(*given, **options), wanted)
     for a, b in zip(found, want):
@@ -105,6 +115,9 @@ DIRECT = (
     "affine",
     "sum",
     "smoothed",
+    "attention, dropout",
+    "sum, dropout",
+    "feed_forward, dropout",
 )
 
 
@@ -115,6 +128,7 @@ def test_what_goes_past_the_dispatch(monkeypatch, case):
     monkeypatch.setattr(backends, "choose_backend", lambda op, *_: ran.append(op) or CHOICE)
     op, given, options = CALLS[case]({})
     record = backends.OPERATIONS[op.__name__]
+    torch.manual_seed(1)  # of dropout
     want = op(*given, **options)
     assert not ran
     contexts = [
@@ -136,6 +150,7 @@ def test_what_goes_past_the_dispatch(monkeypatch, case):
         logger.setLevel(level)
     assert len(ran) == 5
     assert ff.explain(op.__name__, *given, **options) is CHOICE
+    torch.manual_seed(1)
     again = op(*given, **options)
     assert len(ran) == 6
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (again, want))):
@@ -206,3 +221,19 @@ def test_transforms_and_forward_mode_take_the_whole_path():
     torch.testing.assert_close(found, want)
     _, tangent = torch.func.jvp(lambda q: SDPA(q, k, v), (q,), (torch.ones_like(q),))
     assert tangent.shape == q.shape
+
+
+def test_derivatives_of_attention_with_dropout_are_those_of_the_formula():
+    """In float32, where the first derivative has a backward of its own."""
+    tensors = [x.requires_grad_() for x in qkv()]
+
+    def derivatives():
+        out = SDPA(*tensors, MASK, 0.3, dropout_seed=1)
+        first = torch.autograd.grad(out.square().sum(), tensors, retain_graph=True)
+        graph = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        second = torch.autograd.grad(sum(x.square().sum() for x in graph), tensors)
+        return [*first, *(x.detach() for x in graph), *second]
+
+    found = derivatives()
+    with use_formula():
+        torch.testing.assert_close(found, derivatives(), rtol=1e-4, atol=1e-4)

@@ -2,13 +2,17 @@
 and in whatever tile.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastformer as ff
 from fastformer import checks, use_backend
+from fastformer.nn import stacks
 from fastformer.ops import dropout
+from fastformer.ops.dropout import drawn_ahead, dropped, dropped_hidden, dropped_rows
 
 try:
     import triton
@@ -107,13 +111,12 @@ def test_at_one_the_largest_word_is_dropped_too(backend, device):
 
 def test_numpy_and_torch_draw_the_same():
     """The reference's two ways, one for a CPU and one for a GPU."""
-    seed = -(2**62) - 5
-    tensor = torch.tensor([seed])
+    tensor = torch.tensor([-(2**62) - 5])
     for size in ((3, 30, 80), (20, 5, 7), (2, 100, 1100), (0, 3, 3), (2, 0, 3), (2, 3, 0)):
-        a = dropout._dropped_by_numpy(seed, *size, 2**15)
+        a = dropout._dropped_by_numpy(tensor.numpy(), *size, 2**15)
         assert torch.equal(a, dropout._dropped_by_torch(tensor, *size, 2**15))
         assert a.shape == size
-    a = dropout._dropped_rows_by_numpy(seed, 70, 9, 2**31)
+    [a] = dropout._dropped_rows_by_numpy(tensor.numpy(), 70, 9, 2**31)
     assert torch.equal(a, dropout._dropped_rows_by_torch(tensor, 70, 9, 2**31))
     assert 0.4 < a.float().mean() < 0.6
 
@@ -156,6 +159,21 @@ def test_philox_of_the_kernels(monkeypatch, device):
     weights = weights_of(-7, 0.5, backend="triton", device=device)
     drop = dropout.dropped(torch.tensor([-7], device=device), 1, 40, 56, 0.5)
     assert torch.equal(weights[0] == 0, drop)
+
+
+def test_a_dropped_element_is_zero_whatever_it_was(backend, device):
+    """NaN and inf that dropout removes reach nothing; others stay."""
+    x, residual = torch.full((2, 64), torch.nan, device=device), torch.zeros(2, 64, device=device)
+    x[1] = torch.inf
+    norm = torch.ones(64, device=device), torch.zeros(64, device=device)
+    _, out = ff.dropout_add_layer_norm(x, residual, *norm, dropout_p=0.5, dropout_seed=1)
+    drop = dropped_rows(torch.tensor([1]), 2, 64, 0.5)
+    assert torch.equal((out == 0).cpu(), drop) and 20 < drop.sum() < 108
+    one = torch.ones(1, 1, device=device)
+    for activation in ("relu", "gelu"):
+        options = dict(activation=activation, dropout_p=0.5, dropout_seed=1)
+        out = ff.feed_forward(one.expand(64, 1), one, one[0] * torch.nan, one, None, **options)
+        assert torch.equal((out == 0).cpu(), dropped_hidden(torch.tensor([1]), 64, 1, 0.5))
 
 
 def test_padding_does_not_change_the_mask(backend, device):
@@ -279,3 +297,58 @@ def test_probabilities_are_multiples(device):
     assert abs(drop.sum() - 16) < 5 * 4
     high = dropout.dropped(torch.tensor([1], device=device), 1, 1024, 1024, 1 - 2**-16)
     assert abs((~high).sum() - 16) < 5 * 4
+
+
+def drawn_masks(between=lambda: None):
+    """Draw masks of three sizes, with the seeds that torch draws."""
+    torch.manual_seed(3)
+    masks = []
+    for _ in range(3):
+        for draw, sizes in (
+            (dropped, (4, 10, 9)),
+            (dropped_rows, (20, 6)),
+            (dropped_hidden, (9, 40)),
+        ):
+            masks.append(draw(checks.draw_seeds(1), *sizes, 0.3))
+            between()
+    return masks
+
+
+def test_masks_drawn_ahead_are_those_of_one_draw_each(monkeypatch):
+    want, draws = drawn_masks(), []
+    for name in ("_dropped_by_numpy", "_dropped_rows_by_numpy"):
+        draw = getattr(dropout, name)
+        monkeypatch.setattr(dropout, name, lambda *x, draw=draw: draws.append(x) or draw(*x))
+    for expected in (9, 3, 3):
+        draws.clear()
+        torch.manual_seed(3)  # it is what the context reads
+        with drawn_ahead("test"):
+            assert all(map(torch.equal, drawn_masks(), want))
+        assert len(draws) == expected
+
+
+def test_masks_that_were_expected_wrongly_are_not_used():
+    between = lambda: torch.rand(1)  # noqa: E731
+    want, plans = drawn_masks(between), []
+    for _ in range(3):
+        torch.manual_seed(3)  # it is what the context reads
+        with drawn_ahead("wrong"):
+            assert all(map(torch.equal, drawn_masks(between), want))
+        plans.append(dropout._ahead.plans["wrong"])
+    assert len(plans[0]) == 9 and plans[1:] == [None, None]
+
+
+def test_a_stack_draws_its_masks_ahead(monkeypatch):
+    """And trains with the same bits as without."""
+    model = ff.make_model(11, 11, N=2, d_model=16, d_ff=32, h=2, dropout=0.3)
+    ids = torch.arange(1, 11).view(2, 5)
+
+    def outputs():
+        torch.manual_seed(5)
+        return [model(ids, ids, None, None) for _ in range(3)]
+
+    dropout._ahead.plans.clear()
+    found = outputs()
+    assert [len(plan) for plan in dropout._ahead.plans.values()] == [8, 12]
+    monkeypatch.setattr(stacks, "drawn_ahead", lambda name: contextlib.nullcontext())
+    assert all(map(torch.equal, found, outputs()))

@@ -48,7 +48,7 @@ def usual_call(
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `by_torch` computes the same.
     """
-    if not _are_alike(query, key, value):
+    if not are_alike(query, key, value):
         return None
     try:
         return _usual_call(query, key, value, mask, is_causal, key_lengths)
@@ -80,14 +80,14 @@ def _usual_call(
         if columns < 16 or (is_causal and rows < 16):
             return None
         return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal)
-    if is_causal or not _fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
+    if is_causal or not fits(mask, (batch, heads, rows, columns)) or _is_wrapped(query):
         return None
     if mask.dtype is torch.bool:
         return _masked_attention(query, key, value, mask)
     return _biased_attention(query, key, value, mask) if mask.dtype is query.dtype else None
 
 
-def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether these are tensors of one dtype on a CPU, which torch's op computes."""
     return (
         type(query) is type(key) is type(value) is Tensor
@@ -100,7 +100,7 @@ def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
+def fits(mask: Tensor, scores: tuple[int, ...]) -> bool:
     """Return whether a mask is [Sq, Sk], or of four dimensions that broadcast to the scores."""
     if not (type(mask) is Tensor and mask.is_cpu) or _is_wrapped(mask):
         return False

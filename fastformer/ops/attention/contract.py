@@ -161,14 +161,15 @@ def scaled_dot_product_attention(
         scale is bias is window is alibi_slopes is softcap is sinks is None
         and dropout_seed is shard is None
         and type(dropout_p) is float
-        and not dropout_p
+        and 0.0 <= dropout_p <= 1.0
         and (is_causal is False or (is_causal is True and causal_alignment == "top_left"))
         and return_lse is False
         and causal_alignment in ALIGNMENTS
         and (enable_gqa is False or enable_gqa is True)
         and backends.runs_directly()
     ):
-        out = usual_call(query, key, value, attn_mask, is_causal, key_lengths)
+        given = query, key, value, attn_mask, is_causal, key_lengths
+        out = reference.usual_dropout(*given, dropout_p) if dropout_p else usual_call(*given)
         if out is not None:
             return out
     three = False

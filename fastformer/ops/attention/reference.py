@@ -8,10 +8,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from fastformer.checks import require_dropout, seed_tensor
 from fastformer.description import Attention, beyond_torch
-from fastformer.eager import eager, may_read
-from fastformer.ops.attention.by_torch import by_torch, differentiates, near_zero, torch_computes
+from fastformer.eager import eager, formula, may_read
+from fastformer.ops.attention.arguments import default_scale
+from fastformer.ops.attention.by_torch import (
+    are_alike,
+    by_torch,
+    differentiates,
+    fits,
+    near_zero,
+    torch_computes,
+)
 from fastformer.ops.attention.masks import (
     added_to_scores,
     band_as_mask,
@@ -23,7 +33,7 @@ from fastformer.ops.attention.masks import (
     score_terms,
     visible_keys,
 )
-from fastformer.ops.dropout import dropout_scale, dropped
+from fastformer.ops.dropout import dropout_scale, dropped, kept, with_zeros, without
 
 
 def _grouped(key: Tensor, heads: int) -> Tensor:
@@ -87,6 +97,40 @@ def scaled_dot_product_attention(
     return out, peak + log_sum
 
 
+def usual_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+) -> Tensor | None:
+    """Compute a usual call with dropout and a new seed: tensors [B, H, S, D] of one dtype on a CPU,
+    with the default scale, causality from the top left, a boolean mask, and no other option.
+
+    Return None if the call may be another one, or wrong: this looks at little, so that a small call
+    is fast. `scaled_dot_product_attention` computes the same.
+    """
+    p = require_dropout("dropout_p", dropout_p)
+    if not p or key_lengths is not None or not are_alike(query, key, value):
+        return None
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    (batch, heads, rows, dim), columns = query.shape, key.shape[2]
+    if key.shape != (batch, heads, columns, dim) or value.shape[:3] != key.shape[:3] or not dim:
+        return None
+    scores = batch, heads, rows, columns
+    if mask is not None and (mask.dtype is not torch.bool or not fits(mask, scores)):
+        return None
+    try:
+        seed = seed_tensor(None, p, query.device)
+        attention = Attention(mask, p, is_causal, default_scale(None, dim), dropout_seed=seed)
+        return attention_block(query, key, value, attention, False)
+    except RuntimeError:  # no dense tensors
+        return None
+
+
 def attention_block(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention, return_lse: bool = True
 ) -> Any:
@@ -118,11 +162,14 @@ def attention_block(
     if fast:
         scale = attention.scale
         out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, scale=scale)
+    elif not return_lse and added is None and _saves_passes(query, value, attention):
+        out = _DroppedAttention.apply(query, key, value, visible, attention)
     else:
         scores = _scores(query, key, attention, added, visible)
         out = _weighted(scores, value, attention)
-    empty = None if visible is None else ~visible.any(-1, keepdim=True)
-    if empty is not None and (not may_read(empty) or empty.any()):
+    seen = None if visible is None else visible.any(-1, keepdim=True)
+    empty = None if seen is None or (may_read(seen) and seen.all()) else ~seen
+    if empty is not None:
         out = out.masked_fill(empty, 0.0)
     if not return_lse:
         return out
@@ -165,7 +212,61 @@ def _weighted(scores: Tensor, value: Tensor, attention: Attention) -> Tensor:
     drop = _dropped_weights(weights, attention)
     if drop is None:
         return weights @ value
-    return weights.masked_fill(drop, 0.0) @ value * dropout_scale(attention.dropout_p)
+    return without(drop, weights) @ value * dropout_scale(attention.dropout_p)
+
+
+def _saves_passes(query: Tensor, value: Tensor, attention: Attention) -> bool:
+    """Return whether `_DroppedAttention` computes this call: eager float32 on a CPU, dropout."""
+    return (
+        attention.dropout_p > 0
+        and attention.softcap is attention.sinks is None
+        and query.is_cpu
+        and query.dtype is torch.float32
+        and query.numel() > 0
+        and value.numel() > 0
+        and not formula.always
+        and forward_ad._current_level < 0
+        and eager(query.detach())
+    )
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Compute `_weighted` of the `_scores`, with a backward in few passes. With P the weights, Z
+    the dropout mask, times 1 / (1 - dropout_p), and delta the sum of P Z dO V^T over a row,
+
+        dV = (P Z)^T dO   dS = P (Z dO V^T - delta)   dQ = scale dS K   dK = scale dS^T Q
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visible: Tensor | None,
+        attention: Attention,
+    ) -> Tensor:
+        weights = _softmax(_scores(query, key, attention, None, visible), value.dtype, None)
+        drop = _dropped_weights(weights, attention)
+        assert drop is not None
+        mask = kept(drop, weights).mul_(dropout_scale(attention.dropout_p))
+        ctx.save_for_backward(query, key, value, visible, weights, mask)
+        ctx.attention = attention
+        return with_zeros(weights * mask, drop) @ value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, visible, weights, mask = ctx.saved_tensors
+        attention = ctx.attention
+        if torch.is_grad_enabled():
+            q, k, v = views = [x.view_as(x) for x in inputs]
+            out = _weighted(_scores(q, k, attention, None, visible), v, attention)
+            return *torch.autograd.grad(out, views, grad, create_graph=True), None, None
+        query, key, value = inputs
+        grad_scores = torch._softmax_backward_data(
+            (grad @ value.mT).mul_(mask), weights, -1, weights.dtype
+        ).mul_(attention.scale)
+        return grad_scores @ key, grad_scores.mT @ query, (weights * mask).mT @ grad, None, None
 
 
 def _dropped_weights(weights: Tensor, attention: Attention) -> Tensor | None:
@@ -216,16 +317,16 @@ def attention_gradients(
     here = scores.detach().to(lse.dtype)
     peak, offset = statistics.unsqueeze(-2).unbind(-1)
     weights = (here - peak + offset).exp()
-    kept = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
+    held = weights[..., : key.shape[2]].to(value.dtype)  # without the sink
     moved = grad @ values.detach().mT
-    drop = _dropped_weights(kept, attention)
+    drop = _dropped_weights(held, attention)
     if drop is not None:
         scale = dropout_scale(attention.dropout_p)
-        kept, moved = (x.masked_fill(drop, 0.0) * scale for x in (kept, moved))
+        held, moved = (without(drop, x) * scale for x in (held, moved))
     delta = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1) - grad_lse
     moved = F.pad(moved.to(lse.dtype), (0, weights.shape[-1] - key.shape[2])) - delta.unsqueeze(-1)
     wanted = [x for x in leaves if x is not None]
-    found = (weights * moved).to(scores.dtype), kept.mT @ grad
+    found = (weights * moved).to(scores.dtype), held.mT @ grad
     results = iter(torch.autograd.grad((scores, values), wanted, found))
     return [None if x is None else next(results) for x in leaves]
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
-from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_hidden, of_runs, without
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -44,13 +45,13 @@ def feed_forward(
         # Dropout before relu gives the same result, and needs no mask in the backward: the
         # gradient of relu is 0 at the dropped elements.
         with torch.no_grad():
-            hidden.masked_fill_(drop, 0.0)
+            hidden.copy_(without(drop, hidden))
         hidden = hidden.relu_()
     else:
-        hidden = ACTIVATIONS[activation](hidden).masked_fill(drop, 0.0)
+        hidden = without(drop, ACTIVATIONS[activation](hidden))
     out = hidden @ w_2.t()
-    kept = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
-    out = out * kept if b_2 is None else torch.add(b_2, out, alpha=kept)
+    scale = dropout_scale(dropout_p)  # cheapest at the output: d_out is smaller than d_ff
+    out = out * scale if b_2 is None else torch.add(b_2, out, alpha=scale)
     return out.view(*input.shape[:-1], w_2.shape[0])
 
 
@@ -65,16 +66,17 @@ def usual_feed_forward(
     w_2: Tensor,
     b_2: Tensor | None,
     activation: str,
+    dropout_p: float,
 ) -> Tensor | None:
-    """Compute a usual call without dropout: tensors of one dtype on a CPU, both biases given.
+    """Compute a usual call with a new seed: tensors of one dtype on a CPU, both biases given.
 
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `feed_forward` computes the same.
     """
     if type(input) is not Tensor or not input.is_cpu or input.dtype not in _DTYPES:
         return None
-    dtype, function = input.dtype, ACTIVATIONS.get(activation) if type(activation) is str else None
-    if function is None or b_1 is None or b_2 is None:
+    dtype, known = input.dtype, type(activation) is str and activation in ACTIVATIONS
+    if not known or b_1 is None or b_2 is None:
         return None
     for x in (w_1, b_1, w_2, b_2):
         if type(x) not in _PARAMETERS or x.dtype is not dtype or not x.is_cpu:
@@ -83,8 +85,12 @@ def usual_feed_forward(
         return None
     if b_1.shape != w_1.shape[:1] or b_2.shape != w_2.shape[:1]:
         return None
+    if input.shape[-1:] != w_1.shape[1:] or w_2.shape[1:] != b_1.shape:
+        return None
     try:
-        return F.linear(function(F.linear(input, w_1, b_1)), w_2, b_2)
+        seed = seed_tensor(None, dropout_p, input.device)
+        given = input, w_1, b_1, w_2, b_2, activation, dropout_p
+        return feed_forward(*given, dropout_seed=seed)
     except RuntimeError:  # a wrong shape, or no dense tensors
         return None
 
@@ -107,7 +113,7 @@ def _gated(
         assert dropout_seed is not None
         rows, width = math.prod(input.shape[:-1]), w_2.shape[1]
         drop = of_runs(dropped_hidden, dropout_seed, rows, width, dropout_p, shard)
-        hidden = hidden.masked_fill(drop.view(hidden.shape), 0.0) * dropout_scale(dropout_p)
+        hidden = without(drop, hidden) * dropout_scale(dropout_p)
     return F.linear(hidden, w_2, b_2)
 
 

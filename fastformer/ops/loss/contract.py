@@ -235,7 +235,7 @@ def _loss_options(
             f"there are {classes} classes; expected {least} or more with smoothing='kl'"
         )
     if may_read(target):
-        kept = target.flatten() if every else target[target != ignored]
+        kept = target if every else target.where(target != ignored, 0)  # 0 is a class
         low, high = map(int, kept.aminmax()) if kept.numel() else (0, 0)
         if low < 0 or high >= classes:
             bad = low if low < 0 else high

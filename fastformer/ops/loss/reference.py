@@ -213,11 +213,11 @@ class _LinearLoss(torch.autograd.Function):
             x.scatter_add_(1, t, x.new_full((), off - on).expand(t.shape))
             if off > 0:
                 if pad is not None:
-                    logp[:, pad], x[:, pad] = 0.0, x[:, pad] + off
+                    logp[:, pad] = 0.0
+                    x[:, pad].add_(off)
                 rows.sub_(logp.sum(1, keepdim=True), alpha=off)
                 x.sub_(off)
             rows.add_(constant).masked_fill_(~k, 0.0)
-            x[~k.squeeze(1)] *= 0.0  # not zero_(): NaN stays NaN, as in torch
         ctx.save_for_backward(input, weight, bias, target, logits)
         ctx.labels = ignore_index, label_smoothing, smoothing
         return loss.view(target.shape)
@@ -234,7 +234,8 @@ class _LinearLoss(torch.autograd.Function):
             wanted = [x for x, need in zip((x, w, b), needs) if x is not None and need]
             results = iter(torch.autograd.grad(rows, wanted, grad, create_graph=True))
             return *(next(results) if need else None for need in needs), *[None] * 4
-        g = grad.reshape(-1, 1)
+        # A product, with which NaN in an ignored row stays NaN, as in torch.
+        g = grad.reshape(-1, 1) * (target.reshape(-1, 1) != ctx.labels[0])
         transposed = grad_logits.t()
         dx = (grad_logits @ weight * g).view(input.shape) if needs[0] else None
         x = input.reshape(target.numel(), input.shape[-1])

@@ -155,10 +155,11 @@ def dropout_add_layer_norm(
         unbiased is False
         and dropout_seed is shard is None
         and type(dropout_p) is type(eps) is float
-        and not dropout_p
+        and 0.0 <= dropout_p <= 1.0
         and backends.runs_directly()
     ):
-        found = usual_sum_and_layer_norm(input, residual, weight, bias, eps)
+        p = require_dropout("dropout_p", dropout_p)
+        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps)
         if found is not None:
             return found
     input, residual, shape = _require_sum(input, residual, weight, bias)

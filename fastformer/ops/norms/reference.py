@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastformer.checks import seed_tensor
 from fastformer.description import RowShard
 from fastformer.eager import formula, use_formula
-from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs
+from fastformer.ops.dropout import dropout_scale, dropped_rows, of_runs, without
 
 
 def layer_norm(
@@ -28,7 +29,7 @@ def layer_norm(
     mixed = weight is not None and weight.dtype is not dtype
     mixed = mixed or (bias is not None and bias.dtype is not dtype)
     if not unbiased and not mixed and dtype is not torch.float64:
-        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)
     x = input if input.dtype == torch.float64 else input.float()
     features = tuple(range(-len(normalized_shape), 0))
     if unbiased:  # std, not var.sqrt(): its gradient is finite in a row of equal elements
@@ -62,22 +63,27 @@ def usual_layer_norm(
     """
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
-    if not (type(input) is Tensor and type(weight) in _TENSORS and type(bias) in _TENSORS):
+    if not _is_usual(input, weight, bias, eps):
         return None
+    try:
+        return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):  # a wrong shape, or no dense tensors
+        return None
+
+
+def _is_usual(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
+    """Return whether these are tensors of one dtype on a CPU, which torch's op computes."""
+    if not (type(input) is Tensor and type(weight) in _TENSORS and type(bias) in _TENSORS):
+        return False
     dtype = input.dtype
-    if not (
+    return (
         eps >= 0.0
         and input.is_cpu
         and not input.is_nested
         and dtype in _DTYPES
         and (weight is None or (weight.is_cpu and weight.dtype is dtype))
         and (bias is None or (bias.is_cpu and bias.dtype is dtype))
-    ):
-        return None
-    try:
-        return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):  # a wrong shape, or no dense tensors
-        return None
+    )
 
 
 def rms_norm(
@@ -113,18 +119,30 @@ def dropout_add_layer_norm(
 
 
 def usual_sum_and_layer_norm(
-    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute `dropout_add_layer_norm` without dropout, as `usual_layer_norm` does."""
-    if not (type(input) is type(residual) is Tensor and type(weight) in _TENSORS):
+    """Compute `dropout_add_layer_norm` with a new seed, as `usual_layer_norm` does."""
+    if not (type(residual) is Tensor and _is_usual(input, weight, bias, eps)):
         return None
     if weight is None or not residual.is_cpu or residual.dtype is not input.dtype:
         return None
+    shape = weight.shape
     if residual.layout is not torch.strided or residual.shape != input.shape:
         return None
-    total = residual + input
-    normalized = usual_layer_norm(total, weight.shape, weight, bias, eps)
-    return None if normalized is None else (normalized, total)
+    if (
+        not shape
+        or input.shape[-len(shape) :] != shape
+        or (bias is not None and bias.shape != shape)
+    ):
+        return None
+    seed = seed_tensor(None, dropout_p, input.device)
+    total = _dropout_add(input, residual, shape, dropout_p, seed, None)
+    return torch.layer_norm(total, shape, weight, bias, eps), total
 
 
 def dropout_add_rms_norm(
@@ -144,7 +162,7 @@ def dropout_add_rms_norm(
 def _dropout_add(
     input: Tensor,
     residual: Tensor,
-    shape: list[int],
+    shape: Sequence[int],
     p: float,
     seed: Tensor | None,
     shard: RowShard | None,
@@ -154,7 +172,7 @@ def _dropout_add(
 
 
 def masked(
-    x: Tensor, shape: list[int], p: float, seed: Tensor | None, shard: RowShard | None
+    x: Tensor, shape: Sequence[int], p: float, seed: Tensor | None, shard: RowShard | None
 ) -> Tensor:
     """Return x [.., *shape] with zeros where `dropped_rows` removes an element, not scaled."""
     if p == 0:
@@ -162,8 +180,7 @@ def masked(
     assert seed is not None
     columns = math.prod(shape)
     rows = x.numel() // columns if columns else 0
-    drop = of_runs(dropped_rows, seed, rows, columns, p, shard)
-    return x.masked_fill(drop.view(x.shape), 0.0)
+    return without(of_runs(dropped_rows, seed, rows, columns, p, shard), x)
 
 
 def dropout_add_norm_backward(
@@ -195,5 +212,5 @@ def dropout_add_norm_backward(
     grad, *rest = torch.autograd.grad(normalized, given, grad_normalized, create_graph=True)
     if grad_residual_out is not None:
         grad = grad + grad_residual_out
-    kept = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
-    return [g if need else None for g, need in zip([kept, grad, *rest, None, None], needs)]
+    grad_input = masked(grad, shape, dropout_p, dropout_seed, shard) * dropout_scale(dropout_p)
+    return [g if need else None for g, need in zip([grad_input, grad, *rest, None, None], needs)]

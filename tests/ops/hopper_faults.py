@@ -510,7 +510,7 @@ FAULTS = {
     "a mask of tiles that need none": (
         "masked_tiles",
         "return walk.edges",
-        "return walk.tiles",
+        "return walk.end",
         SPANS,
     ),
     "no mask of queries": ("_scores", "s = gl.where(seen != 0, s", "s = gl.where(True, s", SPANS),

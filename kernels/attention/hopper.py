@@ -38,10 +38,14 @@ from ..common import LOG2E, dropout_words
 from .bounds import inside_run, load_bounds, reads_no_mask
 from .hopper_parts import (
     accumulator,
+    bounds_of_keys,
     copy_in,
     copy_out,
     counter_layout,
+    has_bounds,
+    has_terms,
     like,
+    mask_of,
     pack,
     slot_of,
     spread,
@@ -50,8 +54,6 @@ from .hopper_parts import (
 from .hopper_work import (
     ROWS,
     Rows,
-    has_bounds,
-    has_terms,
     key_of_any_tile,
     key_of_tile,
     make_shared,
@@ -129,9 +131,8 @@ def _copy_terms(
 @gluon.jit
 def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero. `mask`
-    is pointers to the mask and the bias of the first key, their strides, and the number of keys.
+    is that of `mask_of`.
     """
-    MASK, mask_stride, BIAS, bias_stride, keys = mask
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     CHUNK: gl.constexpr = 8  # rows of values, WIDTH columns of which a warp holds in registers
@@ -143,13 +144,7 @@ def _mask(work, mask, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.con
     for t in range(masked):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
-        bound = gl.full([BN], float("inf"), gl.float32, KEYS)
-        if has.bias == 1:
-            bias = gl.load(BIAS + (n0 + j) * bias_stride, mask=n0 + j < keys, other=0)
-            bound = bias.to(gl.float32) * LOG2E
-        if has.mask == 1:
-            byte = gl.load(MASK + (n0 + j) * mask_stride, mask=n0 + j < keys, other=0)
-            bound = gl.where(byte != 0, bound, float("-inf"))
+        bound = bounds_of_keys(mask, n0 + j, has)
         seen = bound != float("-inf")
         # All consumers have read the bounds before.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)
@@ -452,7 +447,7 @@ def hopper_forward_kernel(
     THIRD: gl.constexpr = 2
     # The registers of a thread are asked for so that all consumers get the same number of them.
     if has_bounds(has):
-        mask = head.mask, strides.mask_column, head.bias, strides.bias_column, sizes.keys
+        mask = mask_of(head, has)
         gl.warp_specialize(
             [
                 (_consumer, (FIRST, work, tensors, rows, shared, tile, has, how)),

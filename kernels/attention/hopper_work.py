@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common import LOG2E
 from .bounds import Bounds, reads_no_mask, split_at_run
-from .hopper_parts import barriers, buffer, rows_of, slot_of
+from .hopper_parts import barriers, buffer, has_bounds, has_terms, rows_of, slot_of
 from .scores import keys_of_rows, locate_keys, unmasked_tiles
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of a wgmma
@@ -112,18 +112,6 @@ class Place(NamedTuple):
     term_slot: Any  # of mask and bias of queries and keys
     term_phase: Any
     part: Any  # which tile of that ring
-
-
-@gluon.constexpr_function
-def has_bounds(has):
-    """Return whether keys have a mask or a bias that is the same for all queries."""
-    return has.mask == 1 or has.bias == 1
-
-
-@gluon.constexpr_function
-def has_terms(has):
-    """Return whether a tile of scores has a mask or a bias of queries and keys."""
-    return has.mask == 2 or has.bias == 2
 
 
 @gluon.jit

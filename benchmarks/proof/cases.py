@@ -277,7 +277,8 @@ for _mask in ("2-D mask, dropout", "key bias, dropout", f"{_EVERY}, dropout"):
         }
         if "2-D bias" in _mask:  # of each sequence and head
             _name = f"sm_90 attention bf16 D={_d} {_mask}, own bias, Gluon backward"
-            CASES[_name] = {**_case, "bias": "own bf16"}
+            _tiles = {**_case["choices"], "attention dq": "Gluon 128 64"}
+            CASES[_name] = {**_case, "bias": "own bf16", "choices": _tiles}
 
 for _drop in ("", ", dropout"):
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {

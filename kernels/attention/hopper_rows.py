@@ -179,7 +179,7 @@ def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
         return True
     if plan.head_block <= 64:
         options = has.mask == 2, has.bias > 0, has.alibi, has.softcap, has.left
-        return kernel == "dkdv" or sum(options) <= 2
+        return kernel == "dkdv" or sum(options) + 2 * plan.own_bias_grad <= 2
     cut = has.left or (has.right and has.dropout and kernel == "dkdv")
     return not (has.bias or has.alibi or has.softcap or (has.mask == 2 and cut))
 

@@ -411,6 +411,7 @@ OF_HOPPER_BACKWARD = {
     "2-D mask, dropout": ((1360, 1310), (1370, 1500)),
     "key bias, dropout": ((1060, 1300), (1550, 1880)),
     "2-D mask, 2-D bias, causal, lengths, dropout": ((1680, 1880), (1700, 2300)),
+    "2-D mask, 2-D bias, causal, lengths, dropout, own bias": ((1690, 1770), (1690, 2180)),
 }
 
 

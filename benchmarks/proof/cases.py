@@ -252,6 +252,7 @@ _hopper((64,), ["causal"], "Gluon 192 128, packed")
 _hopper((64, 128), ["plain", "causal"], "Gluon 128 128, persistent")
 
 _BACKWARD = {"attention dkdv": "Gluon 64 128", "attention dq": "Gluon 128 128"}
+_SMALL = {"attention dkdv": "Gluon 32 128", "attention dq": "Gluon 128 64"}
 for _d, _also in (
     (64, ("alibi, causal, dropout", "softcap, causal, dropout")),
     (128, ("packed, causal, dropout",)),
@@ -270,6 +271,16 @@ for _d, _also in (
             **_case,
             "choices": _BACKWARD,
         }
+for _mask in ("2-D mask, dropout", "key bias, dropout", f"{_EVERY}, dropout"):
+    for _d in (64, 128):
+        CASES[f"sm_90 attention bf16 D={_d} {_mask}, Gluon backward"] = _case = {
+            **CASES[f"sm_90 attention bf16 D={_d} {_mask}"],
+            "choices": _SMALL if _d == 128 and "bias" in _mask else _BACKWARD,
+        }
+        if "2-D bias" in _mask:  # of each sequence and head
+            _name = f"sm_90 attention bf16 D={_d} {_mask}, own bias, Gluon backward"
+            _tiles = {**_case["choices"], "attention dq": "Gluon 128 64"}
+            CASES[_name] = {**_case, "bias": "own bf16", "choices": _tiles}
 
 for _drop in ("", ", dropout"):
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {

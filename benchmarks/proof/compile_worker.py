@@ -287,6 +287,7 @@ def call_attention(case: dict[str, Any], recorder: Recorder) -> None:
     if case["bias"]:
         shape, kind = case["bias"].split()
         biases = {"key": (1, 1, 1, length), "2d": (1, heads, length, length), "mask": shapes["2d"]}
+        biases["own"] = (batch, heads, length, length)
         bias = empty(*biases[shape], dtype=DTYPES[kind])
     recorder.large = {x.untyped_storage()._cdata for x in (mask, bias) if x is not None}
     dropout_p, seed = 0.0, None

@@ -38,9 +38,12 @@ from ..common import LOG2E, dropout_words
 from .bounds import inside_run, reads_no_mask
 from .hopper_parts import (
     accumulator,
+    bounds_of_keys,
     copy_in,
     copy_out,
     counter_layout,
+    has_bounds,
+    has_terms,
     like,
     pack,
     slot_of,
@@ -52,8 +55,6 @@ from .hopper_work import (
     Launched,
     at_row,
     block_of,
-    has_bounds,
-    has_terms,
     key_of_any_tile,
     key_of_tile,
     make_shared,
@@ -158,7 +159,6 @@ def _mask(given, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexp
 def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.constexpr):
     """Turn a mask or a bias of keys into bounds, and set the values of masked keys to zero."""
     work = block.work
-    MASK, mask_stride, BIAS, bias_stride, keys = block.mask
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     CHUNK: gl.constexpr = 8  # rows of values, WIDTH columns of which a warp holds in registers
@@ -170,13 +170,7 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
     for t in range(work.walk.first, masked):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
-        bound = gl.full([BN], float("inf"), gl.float32, KEYS)
-        if has.bias == 1:
-            bias = gl.load(BIAS + (n0 + j) * bias_stride, mask=n0 + j < keys, other=0)
-            bound = bias.to(gl.float32) * LOG2E
-        if has.mask == 1:
-            byte = gl.load(MASK + (n0 + j) * mask_stride, mask=n0 + j < keys, other=0)
-            bound = gl.where(byte != 0, bound, float("-inf"))
+        bound = bounds_of_keys(block.mask, n0 + j, has)
         seen = bound != float("-inf")
         # All consumers have read the bounds before.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)

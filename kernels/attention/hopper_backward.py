@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common import LOG2E, dropout_words
-from .hopper_parts import copy_out, like
+from .hopper_parts import copy_in, copy_out, has_terms, like
 from .scores import first_row, locate_head
 
 
@@ -80,6 +80,8 @@ class Tensors(NamedTuple):
     value: Any
     first: Any  # the gradient of the queries, or of the keys
     second: Any  # the gradient of the values
+    mask: Any  # of queries and keys, [rows, keys], or [heads, rows, keys]
+    bias: Any  # the same
 
 
 class Buffers(NamedTuple):
@@ -94,6 +96,8 @@ class Buffers(NamedTuple):
     first: Any  # dQ with a mask: bounds [slots, BN]. dK and dV: the offsets of rows [slots, BM]
     second: Any  # dK and dV: delta [slots, BM]
     peak: Any  # dK and dV, if P has two statistics: the maximum [slots, BM]
+    mask: Any  # of queries and keys, [slots * 2, BM / 2, BN], or [slots * 2, 1, BM, BN / 2]
+    bias: Any  # the same
 
 
 class Barriers(NamedTuple):
@@ -104,8 +108,8 @@ class Barriers(NamedTuple):
 
     own_ready: Any  # 1: the copies of what the program owns
     first_ready: Any  # 1 for each slot: the copies
-    second_ready: Any  # 1: the copies
-    free: Any  # 2: the consumers, which have read both
+    second_ready: Any  # 1: the copies, those of mask and bias of queries and keys among them
+    free: Any  # 2: the consumers, which have read all of these
     rows_ready: Any  # dK and dV, 1: the statistics of rows
     rows_free: Any  # dK and dV, 2: the consumers
     first_masked: Any  # dQ, 1: the mask, once it has stored the bounds and set keys to zero
@@ -167,16 +171,61 @@ def _factor(call, has: gl.constexpr):
 
 
 @gluon.jit
-def terms(s, rows, columns, slope, call, has: gl.constexpr):
-    """Apply softcap and ALiBi to s = q . k, of which |rows - columns| is the distance. Return the
-    scores, with ALiBi in base 2, and the derivative of the softcap.
+def copy_terms(tensors, buffers, part, places, ready, has: gl.constexpr):
+    """Copy a tile of mask and bias of queries and keys. `places` are where they begin."""
+    mask_at, bias_at = places
+    if has.mask == 2:
+        copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part))
+    if has.bias == 2:
+        copy_in(tensors.bias, bias_at, ready, buffers.bias.index(part))
+
+
+@gluon.jit
+def load_terms(
+    s, bound, buffers, part, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, has: gl.constexpr
+):
+    """Return the bias in base 2 and the mask of a tile of scores s. `bound` is a bias of keys; what
+    a call lacks, nobody reads.
     """
+    bias = bound
+    seen = s
+    if has.bias == 2:
+        bias = _tile_of(buffers.bias, part, s, TRANSPOSED).load(LAYOUT).to(gl.float32) * LOG2E
+    if has.mask == 2:
+        seen = _tile_of(buffers.mask, part, s, TRANSPOSED).load(LAYOUT)
+    if has_terms(has):
+        fence_async_shared()  # the next copy must not overtake these loads
+    return bias, seen
+
+
+@gluon.jit
+def _tile_of(tiles, part, s, TRANSPOSED: gl.constexpr):
+    """Return a tile of mask or bias as the scores s lie."""
+    tile = tiles.index(part)
+    if TRANSPOSED:
+        tile = tile.reshape([s.shape[1], s.shape[0]]).permute((1, 0))
+    return tile
+
+
+@gluon.jit
+def terms(s, rows, columns, slope, given, call, has: gl.constexpr):
+    """Apply softcap, bias, ALiBi and mask to s = q . k, of which |rows - columns| is the distance.
+    Return the scores, with a bias or ALiBi in base 2, and the derivative of the softcap. `given`
+    are bias and mask, see `load_terms`.
+    """
+    bias, seen = given
     steepness = s
     if has.softcap:
         s = 1.0 - 2.0 / (gl.exp2(s * call.scale) + 1.0)
         steepness = 1.0 - s * s
+    if has.bias > 0:
+        s = gl.fma(s, like(s, _factor(call, has)), gl.broadcast(bias, s)[0])
+    elif has.alibi:
+        s = s * _factor(call, has)
     if has.alibi:
-        s = gl.fma(_distance(rows, columns), like(s, -slope), s * _factor(call, has))
+        s = gl.fma(_distance(rows, columns), like(s, -slope), s)
+    if has.mask == 2:
+        s = gl.where(seen != 0, s, float("-inf"))
     return s, steepness
 
 

@@ -19,8 +19,10 @@ from .hopper_backward import (
     Statistics,
     Tensors,
     at_most,
+    copy_terms,
     head_of,
     kept_by_dropout,
+    load_terms,
     one_loop,
     probabilities,
     score_gradient,
@@ -31,14 +33,19 @@ from .hopper_backward import (
 from .hopper_parts import (
     accumulator,
     barriers,
+    bounds_of_keys,
     buffer,
     copy_in,
+    has_bounds,
+    mask_of,
     next_slot,
     rows_of,
 )
 from .scores import (
     clamp,
+    first_key,
     locate_block,
+    locate_head,
     locate_keys,
     locate_sequence,
     prepare_call,
@@ -56,14 +63,16 @@ def _transposed_counter_layout(BM, BN):
 
 
 @gluon.jit
-def _copy_queries(work, tensors, shared, tile: gl.constexpr):
-    """Copy keys and values, then of each head that shares them, tile by tile, the queries and the
-    gradients of their output.
+def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
+    """Copy keys and values, then of each head that shares them, tile by tile, the queries, the
+    gradients of their output, and a mask and a bias of queries and keys.
     """
     buffers, bars = shared
     HALF: gl.constexpr = tile.columns // 2
     Q_BYTES: gl.constexpr = tile.rows * tile.dim_block * 2
     DO_BYTES: gl.constexpr = tile.rows * tile.value_block * 2
+    TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
+    strides = work.call.strides
     mbarrier.expect(bars.own_ready, tile.columns * (tile.dim_block + tile.value_block) * 2)
     for half in gl.static_range(2):
         n0 = work.start + half * HALF
@@ -79,9 +88,21 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr):
             mbarrier.wait(bars.free.index(slot), phase ^ 1)
             mbarrier.expect(q_ready, Q_BYTES)
             copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-            mbarrier.expect(do_ready, DO_BYTES)
+            mbarrier.expect(do_ready, DO_BYTES + TERM_BYTES)
             copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
+            for half in gl.static_range(2):
+                n0 = work.start + half * HALF
+                mask_at = [_own_or_shared(member, strides.mask_head), i0, n0]
+                bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
+                part = slot * 2 + half
+                copy_terms(tensors, buffers, part, (mask_at, bias_at), do_ready, has)
             slot, phase = next_slot(slot, phase, tile.slots)
+
+
+@gluon.jit
+def _own_or_shared(x, head_stride):
+    """Return x where each head has a mask or a bias of its own, and 0 where heads share it."""
+    return gl.where(head_stride == 0, 0, x)
 
 
 @gluon.jit
@@ -144,9 +165,11 @@ def _with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.cons
 
 @gluon.jit
 def _dkdv_consumer(
-    which: gl.constexpr, work, tensors, shared, tile: gl.constexpr, has: gl.constexpr
+    which: gl.constexpr, work, tensors, shared, DBIAS, tile: gl.constexpr, has: gl.constexpr
 ):
-    """Compute dK and dV of 64 keys. Tiles that an edge cuts come first."""
+    """Compute dK and dV of 64 keys, and the gradient of a bias of keys. Tiles that an edge cuts
+    come first.
+    """
     buffers, bars = shared
     dtype: gl.constexpr = tensors.first.dtype
     BM: gl.constexpr = tile.rows
@@ -169,6 +192,8 @@ def _dkdv_consumer(
     phase = 0
     for member in range(call.sizes.group):
         head = head_of(work, member, tile, has)
+        bound = bounds_of_keys(mask_of(head, has), j, has)
+        dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin = span.begin if PART == 1 else span.lo
             end = span.begin if PART == 0 else span.hi
@@ -184,7 +209,9 @@ def _dkdv_consumer(
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
                 s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
                 at = j - (work.sequence.shift + i0)
-                s, steepness = terms(s, at, r, head.slope, call, has)
+                of_keys = gl.expand_dims(bound, 1)
+                given = load_terms(s, of_keys, buffers, slot * 2 + which, S, True, has)
+                s, steepness = terms(s, at, r, head.slope, given, call, has)
                 s = _hide_queries(s, j, i0, r, work, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
@@ -192,7 +219,7 @@ def _dkdv_consumer(
                     p, z = _with_signs(p, head, i0, n0, BM, S, has)
                 z = gl.convert_layout(z.to(dtype), gl.DotOperandLayout(0, V, 2))
                 dv = warpgroup_mma(z, do, dv, is_async=True)
-                if has.softcap:
+                if has.softcap and not has.key_grad:
                     p = p * steepness
                 delta = gl.expand_dims(buffers.second.index(slot).load(ROWS), 0)
                 mbarrier.arrive(bars.rows_free.index(slot), count=1)
@@ -201,11 +228,17 @@ def _dkdv_consumer(
                     dp = gl.where(p > 0.0, dp, 0.0)
                     p = gl.abs(p)
                 ds = score_gradient(p, dp, delta, call.factors.inv_keep, has)
+                if has.key_grad:
+                    dbias += gl.sum(ds, 1)
+                    if has.softcap:
+                        ds = ds * steepness
                 z = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, K, 2))
                 dk = warpgroup_mma(z, q, dk, is_async=True)
                 dk, dv = warpgroup_mma_wait(0, [dk, dv])
                 mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
                 slot, phase = next_slot(slot, phase, tile.slots)
+        if has.key_grad:
+            _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has)
     dk = _seen_keys(dk * call.factors.scale, n0, work, tile, has, K)
     store_gradient(dk, n0, k, tensors.first)
     if has.dropout:
@@ -219,10 +252,28 @@ def _seen_keys(x, n0, work, tile: gl.constexpr, has: gl.constexpr, LAYOUT: gl.co
     """Return a gradient [BN / 2, D] of the keys at n0, zero for hidden ones, which may be NaN."""
     j = n0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     ok = j < work.sequence.length
-    if has.mask == 1:
-        MASK = head_of(work, 0, tile, has).mask
-        ok = ok & (gl.load(MASK + j * work.call.strides.mask_column, mask=ok, other=0) != 0)
+    if has_bounds(has):
+        seen = j < 0
+        for member in range(work.call.sizes.group):
+            bound = bounds_of_keys(mask_of(head_of(work, member, tile, has), has), j, has)
+            seen = seen | (bound != float("-inf"))
+        ok = ok & seen
     return gl.where(gl.expand_dims(ok, 1), x, 0.0)
+
+
+@gluon.jit
+def _store_bias_gradient(dbias, bound, j, member, work, DBIAS, has: gl.constexpr):
+    """Store the sums of dS [BN / 2] of the keys j and one head; zero for hidden keys, whose sums
+    may be NaN.
+    """
+    sizes, keys = work.call.sizes, work.call.sizes.keys
+    if has.packed:
+        keys = work.sequence.length
+    h = work.head + member
+    batch_head = work.batch * sizes.heads + h
+    seen = (j < work.sequence.length) & (bound != float("-inf"))
+    place = DBIAS + first_key(batch_head, h, work.sequence, sizes, has)
+    gl.store(place + j, gl.where(seen, dbias, 0.0), mask=j < keys)
 
 
 @gluon.jit
@@ -249,7 +300,7 @@ def _queries_of_keys(n0, sequence, band, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_heads(base, shape, strides, B: gl.constexpr, D: gl.constexpr, BD: gl.constexpr):
+def _rows_of_heads(base, shape, strides, B: gl.constexpr, D, BD: gl.constexpr):
     """Make the TMA descriptor of matrices [heads, rows, D] that are copied in tiles [1, B, BD].
     `shape` and `strides` are those of heads and rows.
     """
@@ -258,6 +309,15 @@ def _rows_of_heads(base, shape, strides, B: gl.constexpr, D: gl.constexpr, BD: g
     heads, rows = shape
     head, row = strides
     return tma.make_tensor_descriptor(base, [heads, rows, D], [head, row, 1], [1, B, BD], LAYOUT)
+
+
+@gluon.jit
+def _terms_of_heads(base, shape, keys, strides, BM: gl.constexpr, BN: gl.constexpr):
+    """Make the same for a mask or a bias of queries and keys, which heads may share."""
+    heads, rows = shape
+    head, row = strides
+    shape = gl.where(head == 0, 1, heads), rows
+    return _rows_of_heads(base, shape, (gl.where(head == 0, row, head), row), BM, keys, BN)
 
 
 @gluon.jit
@@ -270,9 +330,11 @@ def _tiles_of_heads(tensor, count: gl.constexpr):
 
 @gluon.jit
 def _dkdv_tensors(
-    inputs, outputs, place, all_strides, sizes, sequence, tile: gl.constexpr, has: gl.constexpr
+    inputs, outputs, place, all_strides, sizes, head, tile: gl.constexpr, has: gl.constexpr
 ):
-    """Make the descriptors of a program of dK and dV. `place` is (b, g)."""
+    """Make the descriptors of a program of dK and dV. `place` is (b, g), and `head` the first one
+    that shares the keys.
+    """
     BM: gl.constexpr = tile.rows
     HALF: gl.constexpr = tile.columns // 2
     BD: gl.constexpr = tile.dim_block
@@ -281,6 +343,7 @@ def _dkdv_tensors(
     h = g * sizes.group
     DK, DV = outputs
     dk_strides, dv_strides, do_strides, strides = all_strides
+    sequence = head.sequence
     first_query, first_key = sequence.first_query, sequence.first_key
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
     q_base += first_query * strides.query_row
@@ -296,13 +359,24 @@ def _dkdv_tensors(
         keys = sequence.length
     q_steps = strides.query_head, strides.query_row
     do_steps = do_strides.head, do_strides.row
+    query = _rows_of_heads(q_base, rows, q_steps, BM, tile.dim, BD)
+    mask = query
+    bias = query
+    if has.mask == 2:
+        mask_steps = strides.mask_head, strides.mask_row
+        mask = _terms_of_heads(head.mask, rows, exists, mask_steps, BM, HALF)
+    if has.bias == 2:
+        bias_steps = strides.bias_head, strides.bias_row
+        bias = _terms_of_heads(head.bias, rows, exists, bias_steps, BM, HALF)
     return Tensors(
-        query=_rows_of_heads(q_base, rows, q_steps, BM, tile.dim, BD),
+        query=query,
         grad_output=_rows_of_heads(do_base, rows, do_steps, BM, tile.value_dim, BDV),
         key=rows_of(k_base, exists, strides.key_row, HALF, tile.dim, BD),
         value=rows_of(v_base, exists, strides.value_row, HALF, tile.value_dim, BDV),
         first=rows_of(dk_base, keys, dk_strides.row, HALF, tile.dim, BD),
         second=rows_of(dv_base, keys, dv_strides.row, HALF, tile.value_dim, BDV),
+        mask=mask,
+        bias=bias,
     )
 
 
@@ -322,6 +396,8 @@ def _dkdv_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
         first=offsets,
         second=gl.allocate_shared_memory(gl.float32, [tile.slots, tile.rows], FLAT),
         peak=peaks,
+        mask=_tiles_of_heads(tensors.mask, tile.slots * 2) if has.mask == 2 else offsets,
+        bias=_tiles_of_heads(tensors.bias, tile.slots * 2) if has.bias == 2 else offsets,
     )
     q_ready = barriers(tile.slots, 1)
     bars = Barriers(
@@ -356,8 +432,8 @@ def hopper_dkdv_kernel(
     tile: gl.constexpr,
     has: gl.constexpr,
 ):
-    """Compute what `backward_dkdv_kernel` does, for the calls of `hopper_dq_kernel`. With a mask of
-    keys, the heads that share keys share the mask.
+    """Compute what `backward_dkdv_kernel` does. With a mask of keys and without a bias of keys, the
+    heads that share keys share the mask.
     """
     pair, block = locate_block(gl.cdiv(sizes.keys, tile.columns), has, False)
     n0 = block * tile.columns
@@ -371,7 +447,9 @@ def hopper_dkdv_kernel(
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     all_strides = dk_strides, dv_strides, do_strides, strides
-    tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, sequence, tile, has)
+    batch_head = (b * sizes.heads + h).to(gl.int32)
+    head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
+    tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, head, tile, has)
     shared = _dkdv_shared(tensors, tile, has)
     span = _queries_of_keys(n0, sequence, band, tile, has)
     work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
@@ -379,9 +457,9 @@ def hopper_dkdv_kernel(
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_dkdv_consumer, (FIRST, work, tensors, shared, tile, has)),
-            (_dkdv_consumer, (SECOND, work, tensors, shared, tile, has)),
-            (_copy_queries, (work, tensors, shared, tile)),
+            (_dkdv_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+            (_dkdv_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
+            (_copy_queries, (work, tensors, shared, tile, has)),
             (_copy_statistics, (work, shared, tile, has)),
         ],
         [4, 1, 1],

@@ -19,8 +19,10 @@ from .hopper_backward import (
     Statistics,
     Tensors,
     at_most,
+    copy_terms,
     head_of,
     kept_by_dropout,
+    load_terms,
     one_loop,
     probabilities,
     score_gradient,
@@ -31,14 +33,18 @@ from .hopper_backward import (
 from .hopper_parts import (
     accumulator,
     barriers,
+    bounds_of_keys,
     buffer,
     copy_in,
     counter_layout,
+    has_bounds,
+    mask_of,
     next_slot,
     rows_of,
 )
 from .scores import (
     keys_of_rows,
+    locate_head,
     locate_keys,
     locate_rows,
     locate_sequence,
@@ -48,12 +54,15 @@ from .scores import (
 
 
 @gluon.jit
-def _copy_keys(work, tensors, shared, tile: gl.constexpr):
-    """Copy the queries and the gradients of their output, then tile by tile keys and values."""
+def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
+    """Copy the queries and the gradients of their output, then tile by tile keys, values, and a
+    mask and a bias of queries and keys.
+    """
     buffers, bars = shared
     HALF: gl.constexpr = tile.rows // 2
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
+    TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
     mbarrier.expect(bars.own_ready, tile.rows * (tile.dim_block + tile.value_block) * 2)
     for half in gl.static_range(2):
         rows = work.start + half * HALF
@@ -66,31 +75,31 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr):
         mbarrier.wait(bars.free.index(slot), phase ^ 1)
         mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
         copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
-        mbarrier.expect(bars.second_ready.index(slot), V_BYTES)
+        mbarrier.expect(bars.second_ready.index(slot), V_BYTES + TERM_BYTES)
         copy_in(tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot))
+        for half in gl.static_range(2):
+            at = [work.start + half * HALF, n0]
+            ready = bars.second_ready.index(slot)
+            copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, has)
         slot, phase = next_slot(slot, phase, tile.slots)
 
 
 @gluon.jit
 def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Turn the mask of keys into bounds of the scores, and set masked keys and their values to
-    zero.
-    """
+    """Turn a mask or a bias of keys into bounds, and set masked keys and their values to zero."""
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
-    MASK = head_of(work, 0, tile, has).mask
+    mask = mask_of(head_of(work, 0, tile, has), has)
     slot = 0
     phase = 0
     for n0 in range(work.span.lo, work.span.hi, BN):
-        j = n0 + gl.arange(0, BN, layout=KEYS)
-        pointers = MASK + j * work.call.strides.mask_column
-        seen = gl.load(pointers, mask=j < work.call.sizes.keys, other=0) != 0
-        some = gl.sum(seen.to(gl.int32), 0) < BN
+        bound = bounds_of_keys(mask, n0 + gl.arange(0, BN, layout=KEYS), has)
+        some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
         # The keys have arrived. So their slot was free: the bounds before have been read, too.
         mbarrier.wait(bars.first_ready.index(slot), phase)
         bounds = buffers.first.index(slot)
-        bounds.store(gl.where(seen, float("inf"), float("-inf")))
+        bounds.store(bound)
         if some:
             _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)
         mbarrier.arrive(bars.first_masked.index(slot), count=1)
@@ -107,7 +116,7 @@ def _set_to_zero(rows, bounds, BN: gl.constexpr, BD: gl.constexpr):
     WIDTH: gl.constexpr = min(64, BD)  # columns that a warp holds in registers
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
     for first in gl.static_range(0, BN, 8):
-        kept = bounds.slice(first, 8).load(gl.SliceLayout(1, ROWS)) > 0
+        kept = bounds.slice(first, 8).load(gl.SliceLayout(1, ROWS)) != float("-inf")
         if gl.sum(kept.to(gl.int32), 0) < 8:
             for column in gl.static_range(0, BD, WIDTH):
                 part = rows.slice(first, 8).slice(column, WIDTH, dim=1)
@@ -149,8 +158,10 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
-    """Compute dQ of 64 queries."""
+def _dq_consumer(
+    which: gl.constexpr, work, tensors, shared, DBIAS, tile: gl.constexpr, has: gl.constexpr
+):
+    """Compute dQ of 64 queries, and the gradient of a bias that is theirs alone."""
     buffers, bars = shared
     dtype: gl.constexpr = tensors.first.dtype
     HALF: gl.constexpr = tile.rows // 2
@@ -168,8 +179,8 @@ def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr,
     dq = gl.zeros([HALF, tile.dim_block], gl.float32, O)
     none = gl.zeros([HALF, BN], gl.float32, S)
     q, do = buffers.query.index(which), buffers.grad_output.index(which)
-    key_ready = bars.first_masked if has.mask == 1 else bars.first_ready
-    value_ready = bars.second_masked if has.mask == 1 else bars.second_ready
+    key_ready = bars.first_masked if has_bounds(has) else bars.first_ready
+    value_ready = bars.second_masked if has_bounds(has) else bars.second_ready
     mbarrier.wait(bars.own_ready, 0)
     mbarrier.wait(key_ready.index(0), 0, pred=span.lo < span.hi)
     slot = 0
@@ -185,13 +196,16 @@ def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr,
             dp = warpgroup_mma(do, v.permute((1, 0)), none, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
             at = i + (work.sequence.shift - n0)
-            s, steepness = terms(s, at, j, head.slope, call, has)
-            if has.mask == 1:
-                bound = buffers.first.index(slot).load(gl.SliceLayout(0, S))
-                s = gl.minimum(s, gl.expand_dims(bound, 0))
+            bound = s  # what a call lacks, no line reads
+            if has_bounds(has):
+                bound = gl.expand_dims(buffers.first.index(slot).load(gl.SliceLayout(0, S)), 0)
+            given = load_terms(s, bound, buffers, slot * 2 + which, S, False, has)
+            s, steepness = terms(s, at, j, head.slope, given, call, has)
+            if has.mask == 1 and has.bias != 1:
+                s = gl.minimum(s, bound)
             s = _hide_keys(s, i, n0, j, work, PART, has)
             p = probabilities(s, statistics, call, has)
-            if has.softcap:
+            if has.softcap and not tile.bias_grad:
                 p = p * steepness  # P goes into dS alone
             # The wait for the next keys stands before that for the product, because it ends a basic
             # block: otherwise ptxas moves the exponentials behind the product.
@@ -202,6 +216,10 @@ def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr,
                 keep = kept_by_dropout(head, i0, n0, HALF, BN, counter_layout(HALF, BN), has)
                 dp = gl.where(gl.convert_layout(keep, S), dp, 0.0)
             ds = score_gradient(p, dp, statistics.delta, call.factors.inv_keep, has)
+            if tile.bias_grad:
+                _store_bias_gradient(ds, i, n0 + j, work, DBIAS)
+                if has.softcap:
+                    ds = ds * steepness
             dq = warpgroup_mma(gl.convert_layout(ds.to(dtype), P), k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
             mbarrier.arrive(bars.free.index(slot), count=1)  # the products have read it
@@ -212,7 +230,17 @@ def _dq_consumer(which: gl.constexpr, work, tensors, shared, tile: gl.constexpr,
 
 
 @gluon.jit
-def _dq_tensors(inputs, DQ, place, all_strides, sequence, tile: gl.constexpr):
+def _store_bias_gradient(ds, i, j, work, DBIAS):
+    """Store dS [BM / 2, BN] of the queries i and the keys j."""
+    sizes = work.call.sizes
+    row = (work.batch * sizes.heads + work.head) * sizes.queries
+    places = gl.expand_dims((row + i) * sizes.keys, 1) + gl.expand_dims(j, 0)
+    ok = gl.expand_dims(i < sizes.queries, 1) & gl.expand_dims(j < sizes.keys, 0)
+    gl.store(DBIAS + places, ds.to(DBIAS.dtype.element_ty), mask=ok)
+
+
+@gluon.jit
+def _dq_tensors(inputs, DQ, place, all_strides, head, tile: gl.constexpr, has: gl.constexpr):
     """Make the descriptors of a program of dQ. `place` is (b, h, g)."""
     HALF: gl.constexpr = tile.rows // 2
     BN: gl.constexpr = tile.columns
@@ -220,6 +248,7 @@ def _dq_tensors(inputs, DQ, place, all_strides, sequence, tile: gl.constexpr):
     BDV: gl.constexpr = tile.value_block
     b, h, g = place
     dq_strides, do_strides, strides = all_strides
+    sequence = head.sequence
     first, queries = sequence.first_query, sequence.queries
     exists = gl.maximum(sequence.length, 1)  # a descriptor has at least one row
     q_base = inputs.query + b * strides.query_batch + h * strides.query_head
@@ -229,6 +258,12 @@ def _dq_tensors(inputs, DQ, place, all_strides, sequence, tile: gl.constexpr):
     dq_base = DQ + b * dq_strides.batch + h * dq_strides.head + first * dq_strides.row
     k_base, v_base = locate_keys(inputs, strides, sequence, b, g)
     dq = rows_of(dq_base, queries, dq_strides.row, HALF, tile.dim, BD)
+    mask = dq
+    bias = dq
+    if has.mask == 2:
+        mask = rows_of(head.mask, queries, strides.mask_row, HALF, exists, BN)
+    if has.bias == 2:
+        bias = rows_of(head.bias, queries, strides.bias_row, HALF, exists, BN)
     return Tensors(
         query=rows_of(q_base, queries, strides.query_row, HALF, tile.dim, BD),
         grad_output=rows_of(do_base, queries, do_strides.row, HALF, tile.value_dim, BDV),
@@ -236,6 +271,8 @@ def _dq_tensors(inputs, DQ, place, all_strides, sequence, tile: gl.constexpr):
         value=rows_of(v_base, exists, strides.value_row, BN, tile.value_dim, BDV),
         first=dq,
         second=dq,
+        mask=mask,
+        bias=bias,
     )
 
 
@@ -244,7 +281,7 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
     """Make the shared memory of a program of dQ, and its barriers."""
     k_tiles = buffer(tensors.key, tile.slots)
     bounds = k_tiles
-    if has.mask == 1:
+    if has_bounds(has):
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         bounds = gl.allocate_shared_memory(gl.float32, [tile.slots, tile.columns], FLAT)
     buffers = Buffers(
@@ -255,6 +292,8 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
         first=bounds,
         second=bounds,
         peak=bounds,
+        mask=buffer(tensors.mask, tile.slots * 2) if has.mask == 2 else bounds,
+        bias=buffer(tensors.bias, tile.slots * 2) if has.bias == 2 else bounds,
     )
     key_ready = barriers(tile.slots, 1)
     value_ready = barriers(tile.slots, 1)
@@ -265,8 +304,8 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
         free=barriers(tile.slots, 2),
         rows_ready=key_ready,
         rows_free=key_ready,
-        first_masked=barriers(tile.slots, 1) if has.mask == 1 else key_ready,
-        second_masked=barriers(tile.slots, 1) if has.mask == 1 else value_ready,
+        first_masked=barriers(tile.slots, 1) if has_bounds(has) else key_ready,
+        second_masked=barriers(tile.slots, 1) if has_bounds(has) else value_ready,
     )
     return buffers, bars
 
@@ -275,6 +314,7 @@ def _dq_shared(tensors, tile: gl.constexpr, has: gl.constexpr):
 def hopper_dq_kernel(
     inputs,
     DQ,
+    DBIAS,
     OFFSET,
     DELTA,
     optional,
@@ -287,20 +327,22 @@ def hopper_dq_kernel(
     tile: gl.constexpr,
     has: gl.constexpr,
 ):
-    """Compute what `backward_dq_kernel` does, for calls without a bias, and a mask of queries
-    and keys.
+    """Compute what `backward_dq_kernel` does and, with `tile.bias_grad`, also DBIAS
+    [B, H, Sq, Sk], which is zero where no query sees a key by length and band.
 
-    Query, key, value, the gradient of the output and DQ have 16 bits, and are read and written
-    through TMA descriptors, which need addresses and strides in multiples of 16 bytes.
+    Query, key, value, the gradient of the output and DQ have 16 bits. They, and a mask and a bias
+    of queries and keys, are read and written through TMA descriptors, which need addresses and
+    strides in multiples of 16 bytes.
     """
-    _, i0, b, h, g = locate_rows(sizes, tile, has)
+    batch_head, i0, b, h, g = locate_rows(sizes, tile, has)
     sequence = locate_sequence(optional, sizes, b, has)
     if has.packed:
         if i0 >= sequence.queries:
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     all_strides = dq_strides, do_strides, strides
-    tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, sequence, tile)
+    head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
+    tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, head, tile, has)
     shared = _dq_shared(tensors, tile, has)
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
@@ -308,12 +350,12 @@ def hopper_dq_kernel(
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
-    if has.mask == 1:
+    if has_bounds(has):
         gl.warp_specialize(
             [
-                (_dq_consumer, (FIRST, work, tensors, shared, tile, has)),
-                (_dq_consumer, (SECOND, work, tensors, shared, tile, has)),
-                (_copy_keys, (work, tensors, shared, tile)),
+                (_dq_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dq_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
+                (_copy_keys, (work, tensors, shared, tile, has)),
                 (_mask_keys, (work, shared, tile, has)),
             ],
             [4, 1, 1],
@@ -322,9 +364,9 @@ def hopper_dq_kernel(
     else:
         gl.warp_specialize(
             [
-                (_dq_consumer, (FIRST, work, tensors, shared, tile, has)),
-                (_dq_consumer, (SECOND, work, tensors, shared, tile, has)),
-                (_copy_keys, (work, tensors, shared, tile)),
+                (_dq_consumer, (FIRST, work, tensors, shared, DBIAS, tile, has)),
+                (_dq_consumer, (SECOND, work, tensors, shared, DBIAS, tile, has)),
+                (_copy_keys, (work, tensors, shared, tile, has)),
             ],
             [4, 1],
             [240, 24],

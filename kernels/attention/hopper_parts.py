@@ -8,8 +8,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..common import LOG2E
+
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.constexpr_function
+def has_bounds(has):
+    """Return whether keys have a mask or a bias that is the same for all queries."""
+    return has.mask == 1 or has.bias == 1
+
+
+@gluon.constexpr_function
+def has_terms(has):
+    """Return whether a tile of scores has a mask or a bias of queries and keys."""
+    return has.mask == 2 or has.bias == 2
 
 
 @gluon.constexpr_function
@@ -102,3 +116,30 @@ def buffer(tensor, count: gl.constexpr):
     """Make room for that many tiles of a tensor."""
     shape: gl.constexpr = [count, tensor.block_shape[0], tensor.block_shape[1]]
     return gl.allocate_shared_memory(tensor.dtype, shape, tensor.layout)
+
+
+@gluon.jit
+def mask_of(head, has: gl.constexpr):
+    """Return pointers to the mask and the bias of the first key of a head, their strides, and the
+    number of keys.
+    """
+    strides, keys = head.call.strides, head.call.sizes.keys
+    if has.packed:  # what is behind them may be the end of the batch
+        keys = head.sequence.length
+    return head.mask, strides.mask_column, head.bias, strides.bias_column, keys
+
+
+@gluon.jit
+def bounds_of_keys(mask, j, has: gl.constexpr):
+    """Return the bias of the keys j in base 2 or, without one, inf; -inf for a masked key. `mask`
+    is that of `mask_of`.
+    """
+    MASK, mask_stride, BIAS, bias_stride, keys = mask
+    bound = gl.full_like(j.to(gl.float32), float("inf"))
+    if has.bias == 1:
+        bias = gl.load(BIAS + j * bias_stride, mask=j < keys, other=0)
+        bound = bias.to(gl.float32) * LOG2E
+    if has.mask == 1:
+        byte = gl.load(MASK + j * mask_stride, mask=j < keys, other=0)
+        bound = gl.where(byte != 0, bound, float("-inf"))
+    return bound

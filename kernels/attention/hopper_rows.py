@@ -177,13 +177,13 @@ def _is_uncopied(x: Tensor) -> bool:
 # The rows of the backward, by kernel: queries and keys of a tile, warps of a consumer, slots of the
 # ring.
 HOPPER_BACKWARD = {
-    "dq": {"Gluon 128 128": Tiles(128, 128, 4, 2)},
-    "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2)},
+    "dq": {"Gluon 128 128": Tiles(128, 128, 4, 2), "Gluon 128 64": Tiles(128, 64, 4, 2)},
+    "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2), "Gluon 32 128": Tiles(32, 128, 4, 2)},
 }
 
 
 class RingTile(NamedTuple):
-    """Compile-time: `Tile` of scores.py, and the slots of the ring of the backward."""
+    """Compile-time: `Tile` of scores.py, and what the backward needs beside."""
 
     rows: Any
     columns: Any
@@ -196,7 +196,38 @@ class RingTile(NamedTuple):
     recompute_masked: Any
     precision: Any
     acc: Any
-    slots: Any
+    slots: Any  # of the ring
+    term_bytes: Any  # that the mask and the bias of queries and keys take for a score
+    bias_grad: Any  # whether dQ also writes the gradient of a bias
+
+
+def backward_ways(
+    kernel: str, rows: Mapping[str, Tiles], plan: Any, attention: Attention
+) -> list[str]:
+    """Return the rows of a kernel of the backward that compute a call in the shared memory and the
+    registers that there are.
+    """
+    return [name for name, row in rows.items() if _suits(kernel, row, plan, attention)]
+
+
+def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
+    own, other = (row.BM, row.BN) if kernel == "dq" else (row.BN, row.BM)
+    width = plan.tile.dim_block + plan.tile.value_block
+    size = 2 * (own + row.stages * other) * width + 12 * row.stages * other + BARRIERS
+    size += row.stages * row.BM * row.BN * term_bytes(plan, attention)
+    return size <= SHARED and _backward_fits_in_registers(kernel, row, plan)
+
+
+def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
+    """Return whether no loop accesses local memory, as the cost ledger counts it."""
+    has = plan.has
+    if row.BN == 64 or row.BM == 32:
+        return True
+    if plan.head_block <= 64:
+        options = has.mask == 2, has.bias > 0, has.alibi, has.softcap, has.left
+        return kernel == "dkdv" or sum(options) + 2 * plan.own_bias_grad <= 2
+    cut = has.left or (has.right and has.dropout and kernel == "dkdv")
+    return not (has.bias or has.alibi or has.softcap or (has.mask == 2 and cut))
 
 
 def backward_obstacle(
@@ -216,14 +247,8 @@ def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> 
         yield "its backward takes head dims up to 128"
     if any(x.shape[3] % 8 for x in inputs):  # the gradients are contiguous
         yield "its backward takes head dims in multiples of 8"
-    if has.bias:
-        yield "its backward takes no bias"
-    if has.mask == 2:
-        yield "its backward takes no mask of queries and keys"
-    if plan.head_block > 64 and (has.softcap or has.alibi):
-        yield "its backward takes a softcap or ALiBi for head dims up to 64"
     if arguments["sizes"].group > 1:
         if inputs[0].stride(1) <= 0 or grad_output.stride(1) <= 0:
             yield "its backward takes no head that is read more than once"
-        if has.mask == 1 and arguments["strides"].mask_head != 0:
+        if has.mask == 1 and has.bias != 1 and arguments["strides"].mask_head != 0:
             yield "heads that share keys have masks of their own"

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..common import LOG2E
 from .bounds import Bounds, load_bounds, reads_no_mask, split_at_run
-from .hopper_parts import barriers, buffer, rows_of, slot_of
+from .hopper_parts import barriers, buffer, has_bounds, has_terms, mask_of, rows_of, slot_of
 from .scores import (
     first_row,
     keys_of_rows,
@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
     work: Any
     rows: Any
-    mask: Any  # pointers to mask and bias of the first key, their strides, the number of keys
+    mask: Any  # that of `mask_of`
     phase: Any  # of the queries
     b: Any  # sequence
     h: Any  # head
@@ -149,18 +149,6 @@ class Place(NamedTuple):
     term_slot: Any  # of mask and bias of queries and keys
     term_phase: Any
     part: Any  # which tile of that ring
-
-
-@gluon.constexpr_function
-def has_bounds(has):
-    """Return whether keys have a mask or a bias that is the same for all queries."""
-    return has.mask == 1 or has.bias == 1
-
-
-@gluon.constexpr_function
-def has_terms(has):
-    """Return whether a tile of scores has a mask or a bias of queries and keys."""
-    return has.mask == 2 or has.bias == 2
 
 
 @gluon.jit
@@ -253,8 +241,7 @@ def block_of(place, launched, first, phase, tile: gl.constexpr, has: gl.constexp
         sink = gl.load(launched.sinks + h).to(gl.float32)
     row = first_row(batch_head, h, sequence, sizes, has)
     rows = Rows(launched.lse, launched.statistics, row, sequence.queries, sink)
-    mask = head.mask, strides.mask_column, head.bias, strides.bias_column, sizes.keys
-    return Block(work, rows, mask, phase, b, h, g)
+    return Block(work, rows, mask_of(head, has), phase, b, h, g)
 
 
 @gluon.jit

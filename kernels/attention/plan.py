@@ -52,7 +52,17 @@ from .configurations import (
 )
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
-from .hopper_rows import How, RingTile, backward_obstacle, in_turn, obstacle, refused, ways
+from .hopper_rows import (
+    How,
+    RingTile,
+    backward_obstacle,
+    backward_ways,
+    in_turn,
+    obstacle,
+    refused,
+    term_bytes,
+    ways,
+)
 from .scores import (
     BackwardInputs,
     Band,
@@ -184,6 +194,7 @@ class Plan:
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch | BoundedLaunch] = {}
         self.for_hopper: dict[str, How] = {}  # how `hopper_forward_kernel` computes it, by row
+        self.backward_for_hopper: dict[str, list[str]] = {}  # rows, by kernel
         batch, self.heads, q_rows, dim = query.shape
         self.groups, k_rows, width = key.shape[1], key.shape[2], value.shape[3]
         self.batch, self.q_length, self.k_length = batch, q_rows, k_rows
@@ -285,9 +296,9 @@ class Plan:
         grid: Callable[[Tiles, Features], tuple[int, ...]],
         has: Features,
         **own: Any,
-    ) -> None:
-        """Add a launch. `grid` gives the number of programs along one axis, or along the three of
-        `locate_block`; `own` are arguments that no other kernel takes.
+    ) -> Any:
+        """Add a launch, and return its kernel. `grid` gives the number of programs along one axis,
+        or along the three of `locate_block`; `own` are arguments that no other kernel takes.
         """
         tiles, launch, source = self.tiles(name), Launch, self.source
         if name == "forward" and tiles in HOPPER:
@@ -302,7 +313,8 @@ class Plan:
             rows=tiles.BM, columns=tiles.BN, recompute_masked=recompute_masked
         )
         if name in HOPPER_BACKWARD and launch is TMALaunch:
-            tile = RingTile._make((*tile, tiles.stages))
+            bias_grad = name == "dq" and self.own_bias_grad
+            tile = RingTile._make((*tile, tiles.stages, self.term_bytes, bias_grad))
         arguments, bounds = self.arguments, None
         if source is not None:
             bounds = BoundedLaunch(name, tiles, source, self.tile.wide)
@@ -322,6 +334,7 @@ class Plan:
             dict(inputs=self.inputs, optional=OptionalInputs),
         )
         self.launch[name] = made if bounds is None else bounds.then(made)
+        return kernel
 
     def strides(self, x: Tensor) -> RowStrides:
         """Return the strides of x [B, H, S, D]; the first one is 0 for a packed batch."""
@@ -343,7 +356,7 @@ class Plan:
             return (
                 rows(kernel, self.dtype, self.head_block)
                 + gluon_options(forward, hopper_forward_kernel)
-                + gluon_options(HOPPER_BACKWARD.get(kernel, ()), backward) * self.overlaps
+                + gluon_options(self.backward_for_hopper.get(kernel, ()), backward)
             )
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
@@ -548,7 +561,7 @@ class BackwardPlan(Plan):
     """The backward kernels that a call needs.
 
     `bias_grad` says how the gradient of the bias is computed:
-        "tile"  by a kernel of its own
+        "tile"  by a kernel of its own, or with dQ if no sequences and heads share the bias
         "key"   a bias that is the same for all queries: with dK and dV
         "row"   a bias that is the same for all keys: from dlse and the weight of the sink
         ""      it is not needed
@@ -577,6 +590,15 @@ class BackwardPlan(Plan):
         do = self.strides(grad_output)
         self.obstacle = backward_obstacle(self, grad_output, (query, key, value), attention)
         self.overlaps = self.obstacle is None
+        self.term_bytes = term_bytes(self, attention)
+        bias, scores = attention.bias, self.batch * self.heads * self.q_length * self.k_length
+        unshared = bias is not None and bias.numel() == scores
+        self.own_bias_grad = self.bias_grad == "tile" and unshared
+        self.cut = any((self.has.left, self.has.right, self.has.lengths, self.has.shard))
+        self.key_rows = key.shape[2]
+        if self.overlaps:
+            for name, known in HOPPER_BACKWARD.items():
+                self.backward_for_hopper[name] = backward_ways(name, known, self, attention)
         self.add_delta(grad_output, grad_lse, output)
         self.choose_bounds("backward", attention)
         key_grad = self.bias_grad == "key"
@@ -587,10 +609,12 @@ class BackwardPlan(Plan):
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
             has = self.has._replace(key_grad=key_grad)
             self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
+        self.dq_takes_bias = False  # whether its kernel takes the gradient of the bias, too
         if self.needs[0]:
             strides = dict(dq_strides=dq, do_strides=do)
-            self.add("dq", backward_dq_kernel, self.rows, self.has, **strides)
-        if self.bias_grad == "tile":
+            kernel = self.add("dq", backward_dq_kernel, self.rows, self.has, **strides)
+            self.dq_takes_bias = kernel is not backward_dq_kernel
+        if self.bias_grad == "tile" and not (self.dq_takes_bias and self.own_bias_grad):
             assert attention.bias is not None
             self.add_dbias(attention.bias, query, do)
 
@@ -655,15 +679,13 @@ class BackwardPlan(Plan):
             if not self.separate_max:
                 statistics = torch.empty_like(lse)
             launch["delta"](output, grad_output, dlse, lse, delta, statistics)
-        dbias = query.new_empty(0)
-        if self.bias_grad == "key":
-            dbias = lse.new_empty(query.shape[0], self.heads, 1, key.shape[2])
+        dbias = self.room_for_dbias(query, lse, bias)
         if "dkdv" in launch:
             launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, given["dkdv"])
         if "dq" in launch:
-            launch["dq"](inputs, dq, statistics, delta, given["dq"])
+            outputs = (dq, dbias) if self.dq_takes_bias else (dq,)
+            launch["dq"](inputs, *outputs, statistics, delta, given["dq"])
         if "dbias" in launch:
-            dbias = bias.new_empty(bias.shape) if query.numel() else bias.new_zeros(bias.shape)
             launch["dbias"](inputs, dbias, statistics, delta, given["dbias"])
         dsinks, moved = query.new_empty(0), None
         if self.sink_weight:
@@ -677,6 +699,16 @@ class BackwardPlan(Plan):
         if self.bias_grad in ("key", "row"):
             dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
         return [dq, dk, dv, dbias, dsinks]
+
+    def room_for_dbias(self, query: Tensor, lse: Tensor, bias: Tensor | None) -> Tensor:
+        """Return where kernels write the gradient of the bias. It is zero if none writes all."""
+        if bias is None or self.bias_grad not in ("key", "tile"):
+            return query.new_empty(0)
+        if self.bias_grad == "key":
+            return lse.new_empty(query.shape[0], self.heads, 1, self.key_rows)
+        if query.numel() and ("dbias" in self.launch or not self.cut):
+            return bias.new_empty(bias.shape)
+        return bias.new_zeros(bias.shape)
 
     def moved(self, sinks: Tensor, lse: Tensor, statistics: Tensor, delta: Tensor) -> Tensor:
         """Return exp(sink - lse) delta of each row, [B, H, Sq]: minus its share of dsink."""

@@ -5,6 +5,7 @@ the result is wrong.
 
 PLAIN, CAUSAL, MASKED, EMPTY, DROPPED = "plain", "causal", "mask", "lengths", "dropout"
 LOW, WINDOW = "mask, low scores", "window"
+TERMS, BIASED, OWN = "2-D mask, 2-D bias", "bias", "own bias"
 DQ, DKDV = "dq", "dkdv"
 
 
@@ -182,14 +183,14 @@ FAULTS = {
     "dQ: keys that nobody has masked": (
         DQ,
         "_dq_consumer",
-        "bars.first_masked if has.mask == 1 else bars.first_ready",
+        "bars.first_masked if has_bounds(has) else bars.first_ready",
         "bars.first_ready",
         MASKED,
     ),
     "dQ: values that nobody has masked": (
         DQ,
         "_dq_consumer",
-        "bars.second_masked if has.mask == 1 else bars.second_ready",
+        "bars.second_masked if has_bounds(has) else bars.second_ready",
         "bars.second_ready",
         MASKED,
     ),
@@ -203,7 +204,7 @@ FAULTS = {
     "dQ: bounds behind what waits for them": (
         DQ,
         "_mask_keys",
-        '        bounds.store(gl.where(seen, float("inf"), float("-inf")))\n',
+        "        bounds.store(bound)\n",
         "",
         MASKED,
     ),
@@ -212,18 +213,18 @@ FAULTS = {
         "_mask_keys",
         "        mbarrier.wait(bars.first_ready.index(slot), phase)\n"
         "        bounds = buffers.first.index(slot)\n"
-        '        bounds.store(gl.where(seen, float("inf"), float("-inf")))\n',
+        "        bounds.store(bound)\n",
         "        bounds = buffers.first.index(slot)\n"
-        '        bounds.store(gl.where(seen, float("inf"), float("-inf")))\n'
+        "        bounds.store(bound)\n"
         "        mbarrier.wait(bars.first_ready.index(slot), phase)\n",
         MASKED,
     ),
     "dQ: keys given before their bounds": (
         DQ,
         "_mask_keys",
-        '        bounds.store(gl.where(seen, float("inf"), float("-inf")))\n',
+        "        bounds.store(bound)\n",
         "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
-        '        bounds.store(gl.where(seen, float("inf"), float("-inf")))\n',
+        "        bounds.store(bound)\n",
         MASKED,
     ),
     "dQ: two arrivals of the mask": (
@@ -250,7 +251,7 @@ FAULTS = {
     "dQ: no mask": (
         DQ,
         "_dq_consumer",
-        "s = gl.minimum(s, gl.expand_dims(bound, 0))",
+        "s = gl.minimum(s, bound)",
         "s = s",
         LOW,
     ),
@@ -508,7 +509,7 @@ FAULTS = {
         "ok = j <= work.sequence.length",
         EMPTY,
     ),
-    "dK, dV: a mask that is not read": (DKDV, "_seen_keys", "has.mask == 1", "False", MASKED),
+    "dK, dV: a mask that is not read": (DKDV, "_seen_keys", "has_bounds(has)", "False", MASKED),
     "dK, dV: what is removed stays in dV": (
         DKDV,
         "_with_signs",
@@ -606,5 +607,195 @@ FAULTS = {
         "_copy_statistics",
         *without("                buffers.peak.index(slot).store(peak)\n"),
         WINDOW,
+    ),
+    # ------------------------------------------------------ masks and biases, of queries and keys
+    "dQ: a mask that is not copied": (
+        DQ,
+        "copy_terms",
+        *without("        copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part))\n"),
+        TERMS,
+    ),
+    "dQ: half of the bytes of mask and bias": (
+        DQ,
+        "_copy_keys",
+        "tile.columns * tile.term_bytes",
+        "tile.columns * tile.term_bytes // 2",
+        TERMS,
+    ),
+    "dQ: mask and bias that count as keys": (
+        DQ,
+        "_copy_keys",
+        "            ready = bars.second_ready.index(slot)",
+        "            ready = bars.first_ready.index(slot)",
+        TERMS,
+    ),
+    "dQ: mask and bias of the first consumer": (
+        DQ,
+        "_copy_keys",
+        "at = [work.start + half * HALF, n0]",
+        "at = [work.start, n0]",
+        TERMS,
+    ),
+    "dQ: mask and bias of the other consumer": (
+        DQ,
+        "_dq_consumer",
+        "slot * 2 + which, S, False",
+        "slot * 2 + 1 - which, S, False",
+        TERMS,
+    ),
+    "dQ: mask and bias of the next slot": (
+        DQ,
+        "_copy_keys",
+        "slot * 2 + half",
+        "next_slot(slot, phase, tile.slots)[0] * 2 + half",
+        TERMS,
+    ),
+    "dQ: no fence behind mask and bias": (DQ, "load_terms", "fence_async_shared()", "pass", TERMS),
+    "dQ: a bias in base e": (DQ, "load_terms", ".to(gl.float32) * LOG2E", ".to(gl.float32)", TERMS),
+    "dQ: a mask that hides what is seen": (DQ, "terms", "seen != 0", "seen == 0", TERMS),
+    "dQ: the bias of the bounds before": (
+        DQ,
+        "_mask_keys",
+        "        bounds.store(bound)\n"
+        "        if some:\n"
+        "            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n"
+        "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n",
+        "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
+        "        bounds.store(bound)\n"
+        "        if some:\n"
+        "            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n",
+        BIASED,
+    ),
+    "dQ: consumers that do not wait for the bias": (
+        DQ,
+        "has_bounds",
+        "or has.bias == 1",
+        "",
+        BIASED,
+    ),
+    "dQ: a bias's gradient with the softcap": (
+        DQ,
+        "_dq_consumer",
+        "if has.softcap and not tile.bias_grad:",
+        "if has.softcap:",
+        OWN,
+    ),
+    "dQ: a bias's gradient of the first head": (
+        DQ,
+        "_store_bias_gradient",
+        "sizes.heads + work.head)",
+        "sizes.heads)",
+        OWN,
+    ),
+    "dQ: a bias's gradient of keys past the last": (
+        DQ,
+        "_store_bias_gradient",
+        "gl.expand_dims(j < sizes.keys, 0)",
+        "gl.expand_dims(j < sizes.keys + 8, 0)",
+        OWN,
+    ),
+    "dQ: a bias's gradient of the tile before": (
+        DQ,
+        "_dq_consumer",
+        "_store_bias_gradient(ds, i, n0 + j, work, DBIAS)",
+        "_store_bias_gradient(ds, i, gl.where(n0 > 0, n0 - 64, 0) + j, work, DBIAS)",
+        OWN,
+    ),
+    "dK, dV: a bias that is not copied": (
+        DKDV,
+        "copy_terms",
+        *without("        copy_in(tensors.bias, bias_at, ready, buffers.bias.index(part))\n"),
+        TERMS,
+    ),
+    "dK, dV: half of the bytes of mask and bias": (
+        DKDV,
+        "_copy_queries",
+        "tile.columns * tile.term_bytes",
+        "tile.columns * tile.term_bytes // 2",
+        TERMS,
+    ),
+    "dK, dV: mask and bias that count as queries": (
+        DKDV,
+        "_copy_queries",
+        "(mask_at, bias_at), do_ready",
+        "(mask_at, bias_at), q_ready",
+        TERMS,
+    ),
+    "dK, dV: mask and bias of the other consumer": (
+        DKDV,
+        "_dkdv_consumer",
+        "slot * 2 + which, S, True",
+        "slot * 2 + 1 - which, S, True",
+        TERMS,
+    ),
+    "dK, dV: mask and bias that are not turned": (
+        DKDV,
+        "_tile_of",
+        ".permute((1, 0))",
+        "",
+        TERMS,
+    ),
+    "dK, dV: no fence behind mask and bias": (
+        DKDV,
+        "load_terms",
+        "fence_async_shared()",
+        "pass",
+        TERMS,
+    ),
+    "dK, dV: the mask of the first head": (
+        DKDV,
+        "_copy_queries",
+        "_own_or_shared(member, strides.mask_head)",
+        "0",
+        TERMS,
+    ),
+    "dK, dV: a shared bias of each head": (
+        DKDV,
+        "_copy_queries",
+        "_own_or_shared(member, strides.bias_head)",
+        "member",
+        TERMS,
+    ),
+    "dK, dV: the bias of the first head": (
+        DKDV,
+        "_dkdv_consumer",
+        "        bound = bounds_of_keys(mask_of(head, has), j, has)",
+        "        bound = bounds_of_keys(mask_of(head_of(work, 0, tile, has), has), j, has)",
+        BIASED,
+    ),
+    "dK, dV: a bias's gradient of all heads before": (
+        DKDV,
+        "_dkdv_consumer",
+        "dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))",
+        "dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S)) if member == 0 else dbias",
+        BIASED,
+    ),
+    "dK, dV: a bias's gradient of the first head": (
+        DKDV,
+        "_store_bias_gradient",
+        "h = work.head + member",
+        "h = work.head + 0",
+        BIASED,
+    ),
+    "dK, dV: a bias's gradient with the softcap": (
+        DKDV,
+        "_dkdv_consumer",
+        "if has.softcap and not has.key_grad:",
+        "if has.softcap:",
+        BIASED,
+    ),
+    "dK, dV: a bias's gradient of hidden keys": (
+        DKDV,
+        "_store_bias_gradient",
+        "gl.where(seen, dbias, 0.0)",
+        "dbias",
+        BIASED,
+    ),
+    "dK, dV: keys that one head hides": (
+        DKDV,
+        "_seen_keys",
+        "seen = j < 0",
+        "seen = bounds_of_keys(mask_of(head_of(work, 0, tile, has), has), j, has) > 1e9",
+        BIASED,
     ),
 }

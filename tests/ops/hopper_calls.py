@@ -21,7 +21,7 @@ from fastformer import use_backend
 
 ROW = "Gluon 128 128"
 Edit = tuple[str, str, str]  # a function of the kernel, and what to replace in its text
-OUTPUTS = ("O", "LSE", "STATISTICS", "DQ", "DK", "DV")
+OUTPUTS = ("O", "LSE", "STATISTICS", "DQ", "DK", "DV", "DBIAS")
 
 
 @functools.cache

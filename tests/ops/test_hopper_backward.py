@@ -23,12 +23,17 @@ if plan.HOPPER_BACKWARD == {} or not common.INTERPRETED:
     pytest.skip("needs Gluon, and Triton's interpreter", allow_module_level=True)
 
 
-def qkv(sq=130, sk=200, d=64, dv=64, h=2, g=1, b=2, dtype=torch.bfloat16):
-    """Scaled scores with a standard deviation of 2."""
+def qkv(sq=130, sk=200, d=64, dv=64, h=2, g=1, b=2, dtype=torch.bfloat16, bias=None):
+    """Scaled scores with a standard deviation of 2, and a bias whose gradient is asked for."""
     query, key, value = (
         torch.randn(b, n, s, w) for n, s, w in ((h, sq, d), (g, sk, d), (g, sk, dv))
     )
-    return {"query": (2 * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+    x = {"query": (2 * query).to(dtype), "key": key.to(dtype), "value": value.to(dtype)}
+    return x if bias is None else x | {"bias": bias.to(dtype)}
+
+
+def drawn(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 LENGTHS = torch.tensor([0, 67])
@@ -37,6 +42,11 @@ MASK[0, ..., 64:128] = False  # a whole tile
 OF_HEADS = torch.rand(2, 2, 1, 200, generator=torch.Generator().manual_seed(1)) < 0.7
 SLOPES = torch.tensor([0.5, 0.01])
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
+FULL = drawn(2, 1, 130, 208, seed=2) < 0.5
+FULL[1, :, :, 64:128] = FULL[0, :, 7] = False  # a whole tile, and a query that sees no key
+FULL_OF_HEADS = drawn(2, 2, 130, 208, seed=3) < 0.5
+HIDING = drawn(1, 2, 1, 200, seed=4)
+HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {
     "plain": (dict(), {}),
     "whole tiles": (dict(sq=128, sk=256), {}),
@@ -86,8 +96,41 @@ CALLS = {
             **DROPOUT,
         ),
     ),
+    "2-D mask": (dict(sk=208), dict(attn_mask=FULL)),
+    "2-D mask of heads, causal, lengths": (
+        dict(sk=208),
+        dict(attn_mask=FULL_OF_HEADS, is_causal=True, key_lengths=LENGTHS + 100),
+    ),
+    "2-D mask, window, softcap, dropout": (
+        dict(sk=208),
+        dict(attn_mask=FULL, window=(60, 20), softcap=3.0, **DROPOUT),
+    ),
+    "bias": (dict(bias=drawn(200, seed=5)), dict(key_lengths=LENGTHS)),
+    "bias that hides keys, causal": (dict(), dict(bias=HIDING, is_causal=True)),
+    "bias, mask, softcap, alibi, dropout": (
+        dict(h=4, g=2, bias=drawn(1, 4, 1, 200, seed=6)),
+        dict(attn_mask=MASK, softcap=3.0, alibi_slopes=drawn(4, seed=7).abs() / 9, **DROPOUT),
+    ),
+    "2-D bias": (dict(sk=208, bias=drawn(2, 130, 208, seed=8)), {}),
+    "2-D fp32 bias, 2-D mask, causal, dropout": (
+        dict(sk=208),
+        dict(bias=drawn(130, 208, seed=9), attn_mask=FULL, is_causal=True, **DROPOUT),
+    ),
+    "2-D bias, mask, alibi, softcap": (
+        dict(sk=208, bias=drawn(2, 2, 130, 208, seed=10)),
+        dict(attn_mask=drawn(2, 1, 1, 208, seed=11) < 0.5, alibi_slopes=SLOPES, softcap=3.0),
+    ),
+    "2-D bias, 2-D mask, window, lengths, dropout": (
+        dict(sk=208, b=1, bias=drawn(2, 130, 208, seed=15)),
+        dict(attn_mask=FULL[1:], window=(70, 9), key_lengths=LENGTHS[1:] + 40, **DROPOUT),
+    ),
+    "bias, 2-D mask": (dict(sk=208, bias=drawn(2, 1, 1, 208, seed=12)), dict(attn_mask=FULL)),
     "other dims": (dict(d=80, dv=24, h=4, g=2, b=1), dict(is_causal=True)),
     "128 wide": (dict(d=128, dv=128, b=1), dict(is_causal=True, **DROPOUT)),
+    "128 wide, 2-D mask, 2-D bias": (
+        dict(d=128, dv=128, b=1, sk=208, bias=drawn(2, 130, 208, seed=16)),
+        dict(attn_mask=FULL[1:], is_causal=True, **DROPOUT),
+    ),
 }
 
 
@@ -102,16 +145,21 @@ def test_backward(against_oracle, call):
     number = list(CALLS).index(call)
     x = qkv(**sizes, dtype=(torch.float16, torch.bfloat16)[number % 2])
     if number % 3 == 0:
-        x = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
-    tiles = dict(columns=128, slots=3) if call in ("mask", "128 wide") else {}
+        for name in ("query", "key", "value"):
+            x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
+    tiles = dict(columns=128, slots=3) if call in ("mask", "2-D bias") else {}
+    tiles |= {"128 wide": dict(columns=128), "128 wide, 2-D mask, 2-D bias": dict(rows=32)}.get(
+        call, {}
+    )
     with simulated_backward(**tiles) as launched:
         against_oracle(lambda **given: attend(**given, **options), x)
     assert len(launched) == 2
 
 
-@pytest.mark.parametrize("options", [{}, dict(is_causal=True, **DROPOUT)], ids=["plain", "causal"])
-def test_packed(against_oracle, options):
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
+def test_packed(against_oracle, kind):
     """Of 130, 3, 0 and 70 queries with 90, 0, 5 and 140 keys."""
+    options = dict(is_causal=True, **DROPOUT) if kind == "causal" else {}
     query, key, value = (torch.randn(n, h, 64).half() for n, h in ((203, 2), (235, 1), (235, 1)))
     ends = torch.tensor([0, 130, 133, 133, 203]), torch.tensor([0, 90, 90, 95, 235])
     given = dict(cu_seqlens_q=ends[0].int(), cu_seqlens_k=ends[1].int(), max_q=130, max_k=140)
@@ -119,8 +167,11 @@ def test_packed(against_oracle, options):
     def packed(**x):
         return functional.packed_attention(**x, **given, **options)
 
+    x = dict(query=query, key=key, value=value)
+    if kind == "bias":
+        x["bias"] = torch.randn(235).half()
     with simulated_backward() as launched:
-        against_oracle(packed, dict(query=query, key=key, value=value))
+        against_oracle(packed, x)
     assert len(launched) == 2
 
 
@@ -142,10 +193,12 @@ def test_the_same_bits_from_run_to_run(options):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_no_query_may_see_reaches_nothing(bad):
-    x = qkv()
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_what_no_query_may_see_reaches_nothing(by, bad):
+    x = qkv(bias=None if by == "mask" else torch.zeros(MASK.shape).masked_fill(~MASK, -torch.inf))
     hidden = ~MASK[:, 0, 0] | (torch.arange(200) >= 150)
-    options = dict(attn_mask=MASK, key_lengths=torch.tensor([150, 150]))
+    options = dict(attn_mask=MASK) if by == "mask" else {}
+    options["key_lengths"] = torch.tensor([150, 150])
     given = torch.randn_like(x["query"])
     with simulated_backward():
         before = gradients(x, given, **options)
@@ -154,6 +207,7 @@ def test_what_no_query_may_see_reaches_nothing(bad):
         after = gradients(x, given, **options)
     assert all(map(torch.equal, before, after)) and all(t.isfinite().all() for t in after)
     assert not after[1].mT[hidden[:, None, None].expand(2, 1, 64, 200)].any()
+    assert by == "mask" or not after[3][hidden[:, None, None]].any()
 
 
 @pytest.mark.parametrize("options", [dict(attn_mask=MASK[1:]), DROPOUT], ids=["mask", "dropout"])
@@ -177,16 +231,19 @@ def test_nan_that_a_query_sees_is_kept(options, where):
 def test_explain_says_why_a_call_does_not_take_it():
     x = torch.empty(1, 2, 64, 64).half()
     given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
-    why = "not the backward for Hopper: its backward takes no bias"
+    why = "not the backward for Hopper: heads that share keys have masks of their own"
+    masks = dict(attn_mask=torch.ones(1, 2, 1, 64) > 0)
     for arch, options, gradient, words in (
         ("sm_90", {}, True, None),
-        ("sm_90", dict(bias=torch.zeros(64, 64)), True, why),
-        ("sm_90", dict(bias=torch.zeros(64, 64)), False, None),
-        ("sm_80", dict(bias=torch.zeros(64, 64)), True, None),
+        ("sm_90", masks, True, why),
+        ("sm_90", masks | dict(bias=torch.zeros(64)), True, None),
+        ("sm_90", masks, False, None),
+        ("sm_80", masks, True, None),
     ):
         call, query = Attention(**given | options), x.clone().requires_grad_(gradient)
         with replaced(plan, architecture=lambda device, arch=arch: arch):
-            assert launchers.describe(query, call, x, x) == words
+            found = launchers.describe(query, call, x[:, :1], x[:, :1])
+            assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
 
 
 def test_which_calls_a_measurement_may_choose_it_for():
@@ -205,10 +262,10 @@ def test_which_calls_a_measurement_may_choose_it_for():
             assert made.launch[name]._kernel is not kernel
             (key,) = (key for key in asked if key.kernel == f"attention {name}")
             assert key.case.endswith("TMA") == made.overlaps
-            assert (next(iter(plan.HOPPER_BACKWARD[name])) in key.options()) == made.overlaps
+            assert bool(plan.HOPPER_BACKWARD[name].keys() & {*key.options()}) == made.overlaps
         return made.overlaps
 
-    rows, full = torch.ones(3, 1, 1, 8) > 0, torch.ones(3, 1, 8, 8) > 0
+    rows, full = torch.ones(3, 1, 1, 8) > 0, (torch.ones(3, 1, 8, 16) > 0)[..., :8]
     of_heads = torch.ones(3, 2, 1, 8) > 0
     for allowed in (
         {},
@@ -224,6 +281,10 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(attn_mask=rows, dropout_p=0.1),
         dict(attn_mask=rows, g=1),
         dict(attn_mask=of_heads),
+        dict(attn_mask=of_heads, bias=torch.zeros(8), g=1),
+        dict(attn_mask=full, bias=torch.zeros(3, 2, 8, 8), dropout_p=0.1, d=128),
+        dict(bias=torch.zeros(8, 8), is_causal=True),
+        dict(alibi_slopes=torch.ones(2), softcap=1.0, d=72),
         dict(expanded=True),
         dict(d=128),
         dict(d=40),
@@ -233,12 +294,10 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(arch="sm_100"),
         dict(arch="interpreter"),
         dict(dtype=torch.float32),
-        dict(attn_mask=full),
+        dict(attn_mask=full.contiguous()),
         dict(attn_mask=of_heads, g=1),
         dict(expanded=True, g=1),
-        dict(bias=torch.zeros(3, 1, 8, 8)),
-        dict(softcap=1.0, d=72),
-        dict(alibi_slopes=torch.ones(2), d=72),
+        dict(bias=torch.zeros(8, 10)[:, :8]),
         dict(scale=-0.1),
         dict(d=20),
         dict(d=136),
@@ -266,6 +325,15 @@ SHOWN = {
             softcap=3.0,
         ),
     ),
+    "2-D mask, 2-D bias": (
+        dict(sk=208, bias=drawn(2, 1, 130, 208, seed=13)),
+        dict(attn_mask=FULL_OF_HEADS),
+    ),
+    "bias": (dict(bias=HIDING + drawn(1, 2, 1, 1, seed=14)), dict(softcap=3.0)),
+    "own bias": (
+        dict(sq=70, sk=200, b=1, bias=drawn(2, 70, 200, seed=17)),
+        dict(softcap=3.0, window=(60, 20)),
+    ),
 }
 
 
@@ -283,14 +351,19 @@ def shown(call):
     with use_backend("reference"):
         wide = {name: t.double() for name, t in x.items()}
         want = gradients(wide, grad_output.double(), **options)
-    hidden = {"mask": ~MASK[:, 0, 0], "lengths": torch.arange(200) >= LENGTHS[:, None]}.get(call)
+    hidden = {
+        "mask": ~MASK[:, 0, 0],
+        "lengths": torch.arange(200) >= LENGTHS[:, None],
+        "bias": HIDING.isneginf().all(1)[:, 0],
+    }.get(call)
     if hidden is not None:
         for name in ("key", "value"):
             x[name] = x[name].masked_fill(hidden[:, None, :, None], float("nan"))
+    *inputs, bias = x["query"], x["key"], x["value"], x.get("bias")
     seed = options.get("dropout_seed")
     given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.125) | options
     given["dropout_seed"] = None if seed is None else torch.tensor([seed])
-    arguments = pack([*x.values(), Attention(**given)])
+    arguments = pack([*inputs, Attention(**given, bias=bias)])
     saved = launchers.forward(*arguments, False)
     return (grad_output, None, *arguments, *saved), want
 
@@ -300,10 +373,11 @@ def what_is_found(kernel, call, *edits, slots, seed):
     is right.
     """
     arguments, want = shown(call)
-    needs = (True, False, False) if kernel == "dq" else (False, True, True)
+    learned = (kernel, call) in (("dkdv", "bias"), ("dq", "own bias"))
+    needs = (True, False, False, False) if kernel == "dq" else (False, True, True, learned)
     try:
         with simulated_backward(*edits, kernels=(kernel,), slots=slots, seed=seed):
-            have = launchers.backward(*arguments, [*needs, False, False])
+            have = launchers.backward(*arguments, [*needs, False])
     except Fault as fault:
         return str(fault)
     for a, b, needed in zip(have, want, needs):

@@ -190,6 +190,8 @@ class Plan:
     inputs: Callable[..., Any] = Inputs  # how the kernels group the first pointers
     source: Source | None = None  # what bounds are read from
     overlaps = False  # whether the kernels for Hopper can compute the call
+    own_bias_grad = False  # whether a bias needs its gradient that no sequences and heads share
+    term_bytes = 0  # of mask and bias of queries and keys, for a score, in a backward
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> None:
         self.launch: dict[str, Launch | BoundedLaunch] = {}

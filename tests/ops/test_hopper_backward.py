@@ -374,7 +374,7 @@ def what_is_found(kernel, call, *edits, slots, seed):
     """
     arguments, want = shown(call)
     learned = (kernel, call) in (("dkdv", "bias"), ("dq", "own bias"))
-    needs = (True, False, False, False) if kernel == "dq" else (False, True, True, learned)
+    needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
         with simulated_backward(*edits, kernels=(kernel,), slots=slots, seed=seed):
             have = launchers.backward(*arguments, [*needs, False])

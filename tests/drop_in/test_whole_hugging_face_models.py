@@ -323,6 +323,18 @@ def test_a_rotary_function_of_one_tensor(heads):
     torch.testing.assert_close(*found)
 
 
+def test_compiled_rotary_positions():
+    """The compiler finds the globals of the replaced forward, and not those of its file."""
+    layer = made("Llama").model.layers[0].self_attn
+    x, angles = torch.randn(2, 5, 32), torch.randn(2, 5, 4).repeat(1, 1, 2)
+    given = dict(position_embeddings=(angles.cos(), angles.sin()), attention_mask=None)
+    want = layer(x, **given)[0]
+    assert ff.accelerate(layer).replaced == {"": "LlamaAttention"}
+    torch.compiler.reset()
+    outer = torch.compile(lambda x: layer(x, **given)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(outer(x), want)
+
+
 def without_parts(cls):
     """A module of a class, without its parameters and submodules."""
     module = cls.__new__(cls)

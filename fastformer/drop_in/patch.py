@@ -19,7 +19,12 @@ from fastformer.drop_in.replacements.hugging_face import (
     unknown_structure,
 )
 from fastformer.drop_in.replacements.layers import Layer
-from fastformer.drop_in.replacements.rotary import FusedRotaryAttention, disagreement_of, rotations
+from fastformer.drop_in.replacements.rotary import (
+    FusedRotaryAttention,
+    disagreement_of,
+    rotations,
+    unknown_rotation,
+)
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
 from fastformer.drop_in.trial import disagreement
 from fastformer.nn.attention import MultiHeadedAttention
@@ -254,6 +259,8 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
             return FusedModelWithLoss
         if functions := rotations(type(module)):
             return disagreement_of(functions) or FusedRotaryAttention
+        if reason := unknown_rotation(type(module)):
+            return reason
     return _recognized(module)
 
 

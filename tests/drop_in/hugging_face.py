@@ -424,10 +424,9 @@ random weights. Compared are the outputs and the gradient of every parameter, to
 The head dim of the small models is {SMALL["head_dim"]}, where their configuration names it. A
 Llama with head dims of 128, 512 and 520 is compared too (tests/drop_in/test_integrations.py), and a
 Gemma 4 whose head dims are its own, 256 in the layers with a window and 512 in the others: its
-attention agrees, and so does the accelerated model, in which the rotary positions (rotated one
-tensor at a time) and the norms without a weight stay. Above what the kernels take on a GPU, 256 or
-512 ([support](support.md)), the reference computes the layer: `explain` and one line of the log say
-so.
+attention agrees, and so does the accelerated model, in which the norms without a weight stay.
+Above what the kernels take on a GPU, 256 or 512 ([support](support.md)), the reference computes the
+layer: `explain` and one line of the log say so.
 
 | status | types | meaning |
 |---|---|---|

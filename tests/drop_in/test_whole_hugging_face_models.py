@@ -307,6 +307,60 @@ def test_rotary_functions(kind, widths):
     assert set(counts) == widths
 
 
+@pytest.mark.parametrize("heads", [1, 2])  # the dimension of the heads
+def test_a_rotary_function_of_one_tensor(heads):
+    """Gemma 3n rotates queries and keys by two calls: heads before tokens, and after them."""
+    modeling = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
+    (rotation,) = rotary.rotations(modeling.Gemma3nTextAttention).values()
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 8).transpose(1, 3 - heads).requires_grad_()
+    table = torch.randn(2, 5, 4).repeat(1, 1, 2)
+    found, calls = [], []
+    for function in (rotation, rotation.function):
+        with ff.dispatch.backends.observe(on_choice=calls.append):
+            y = function(x, table.cos(), table.sin(), unsqueeze_dim=heads)
+        found.append((y, *torch.autograd.grad(y.sin().sum(), x)))
+    assert len(calls) == 1
+    torch.testing.assert_close(*found)
+
+
+def test_compiled_rotary_positions():
+    """The compiler finds the globals of the replaced forward, and not those of its file."""
+    layer = made("Llama").model.layers[0].self_attn
+    x, angles = torch.randn(2, 5, 32), torch.randn(2, 5, 4).repeat(1, 1, 2)
+    given = dict(position_embeddings=(angles.cos(), angles.sin()), attention_mask=None)
+    want = layer(x, **given)[0]
+    assert ff.accelerate(layer).replaced == {"": "LlamaAttention"}
+    torch.compiler.reset()
+    outer = torch.compile(lambda x: layer(x, **given)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(outer(x), want)
+
+
+def without_parts(cls):
+    """A module of a class, without its parameters and submodules."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    return module
+
+
+# By class of attention: why it keeps its rotary positions.
+KEPT = {
+    "gptj.GPTJAttention": "its apply_rotary_pos_emb takes (tensor, sin, cos); expected",
+    "deepseek_v2.DeepseekV2Attention": "its apply_rotary_emb takes (xq, xk, freqs_cis); expected",
+    "glm_moe_dsa.GlmMoeDsaIndexer": "is called by a forward with a decorator",
+    "roformer.RoFormerSelfAttention": "apply_rotary_position_embeddings is not a function of its",
+    "deepseek_v4.DeepseekV4Attention": "its apply_rotary_pos_emb computes something else than",
+}
+
+
+@pytest.mark.parametrize("name, why", KEPT.items(), ids=list(KEPT))
+def test_the_report_names_rotary_positions_that_stay(name, why):
+    model, kind = name.split(".")
+    cls = getattr(pytest.importorskip(f"transformers.models.{model}.modeling_{model}"), kind)
+    report = ff.accelerate(nn.ModuleList([without_parts(cls)]))
+    assert report.skipped["0"].startswith(f"{kind}: ") and why in report.skipped["0"]
+
+
 class Clamped(nn.Module):
     """Has the parts of a gated feed-forward layer, and computes something else."""
 
@@ -336,17 +390,6 @@ def test_another_formula_is_found_by_the_trial_run(make):
     report = ff.accelerate(nn.Sequential(make()))
     assert "computes something else" in report.skipped["0"]
     assert not report.replaced
-
-
-def test_an_attention_layer_compiles():
-    """Dynamo takes the function of rotary positions from the forward, not from the module."""
-    torch.compiler.reset()
-    layer, x = causal("Llama", **GROUPED).model.layers[0].self_attn, torch.randn(2, 5, 32)
-    given = (x, tuple(torch.randn(2, 2, 5, 8)), None)
-    want = layer(*given)[0]
-    ff.accelerate(layer)
-    compiled = torch.compile(lambda: layer(*given)[0], fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(), want)
 
 
 def test_the_report_names_what_stays():

@@ -1,8 +1,9 @@
 """The rotary positions of Hugging Face's attention layers on the op `rotary_embedding`.
 
-A model of transformers has a function in its file, such as apply_rotary_pos_emb(q, k, cos, sin),
-which its attention layers call in their forward. `accelerate` gives such a layer the same forward,
-in which that name is bound to `Rotation`. It does so if trial runs of function and op agree.
+A model of transformers has a function in its file, such as apply_rotary_pos_emb(q, k, cos, sin) or
+apply_rotary_pos_emb(x, cos, sin), which its attention layers call in their forward. `accelerate`
+gives such a layer the same forward, in which that name is bound to `Rotation` or `RotationOfOne`.
+It does so if trial runs of function and op agree.
 
 Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,7 @@ from fastformer.drop_in.replacements.base import AnySignature, unsupported_tenso
 from fastformer.ops import functional
 
 Pair = tuple[Tensor, Tensor]
-_NAME = re.compile(r"apply_(\w+_)?rot\w*")
-_ARGUMENTS = ["q", "k", "cos", "sin"]
+_NAME = re.compile(r"apply_(\w+_)?(rot|rope)\w*")
 
 
 class Rotation:
@@ -33,7 +33,10 @@ class Rotation:
     op where trial runs have shown that it is the same, and by the function elsewhere.
     """
 
-    def __init__(self, function: Callable[..., Pair]) -> None:
+    # The first arguments of the function.
+    arguments: ClassVar[tuple[str, ...]] = ("q", "k", "cos", "sin")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         functools.update_wrapper(self, function)
         forms = [(name, columns) for name in _SHAPES for columns in (_DIM, _DIM // 2)]
@@ -42,10 +45,24 @@ class Rotation:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any
     ) -> Pair:
+        how = self._how(q, k, cos, sin, args, named)
+        if how is None:
+            return self.function(q, k, cos, sin, *args, **named)
+        return _rotate(q, k, cos, sin, *how)
+
+    def _how(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, args: Any, named: Any
+    ) -> tuple[str, str] | None:
+        """Return how the tensors of a call are laid out, and what its pairs are, for `_rotate`; or
+        None if the function must compute the call.
+        """
         form = None if args or named.keys() - {"unsqueeze_dim"} else _form(q, cos, **named)
-        if form is not None and form in self.forms and _supported(q, k, cos, sin):
-            return _rotate(q, k, cos, sin, form[0], self.forms[form])
-        return self.function(q, k, cos, sin, *args, **named)
+        if form is None or form not in self.forms or not _supported(q, k, cos, sin):
+            return None
+        return form[0], self.forms[form]
+
+    def _original(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **named: Any) -> Any:
+        return self.function(q, k, cos, sin, **named)
 
     def _agreement(self, form: str, columns: int) -> str | None:
         """Return what pairs of features are, one of _PAIRS, or None if no trial run agrees."""
@@ -58,7 +75,7 @@ class Rotation:
         angles = random(*rows, columns // 2).repeat((1,) * len(rows) + (2,))  # as most models do
         named = {"unsqueeze_dim": 2} if form == "rows" else {}
         try:
-            want = self.function(q, k, angles.cos(), angles.sin(), **named)
+            want = self._original(q, k, angles.cos(), angles.sin(), **named)
         except Exception:  # whatever the model's code raises, this form is not for it
             return None
         with backends.use_backend("reference"):
@@ -70,6 +87,24 @@ class Rotation:
                 if all(map(_equal, have, want)):
                     return pairs
         return None
+
+
+class RotationOfOne(Rotation):
+    """The same of a function (x, cos, sin, ..., unsqueeze_dim=1), which rotates queries or keys."""
+
+    arguments = ("x", "cos", "sin")
+
+    def __call__(  # type: ignore[override]
+        self, x: Tensor, cos: Tensor, sin: Tensor, *args: Any, **named: Any
+    ) -> Tensor:
+        how = None if backends.is_dtensor(x) else self._how(x, x, cos, sin, args, named)
+        if how is None:
+            return self.function(x, cos, sin, *args, **named)
+        no_heads = x.narrow(2 if how[0] == "rows" else 1, 0, 0)
+        return _rotate(x, no_heads, cos, sin, *how)[0]
+
+    def _original(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **named: Any) -> Any:
+        return tuple(self.function(x, cos, sin, **named) for x in (q, k))
 
 
 # What a pair of features is, and its angle. The angles of neighbours may come from a table for
@@ -123,8 +158,21 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str, pairs: st
 
 
 @functools.cache
-def _rotation(function: Callable[..., Pair]) -> Rotation:
-    return Rotation(function)
+def _rotation(function: FunctionType) -> Rotation | None:
+    given = (*inspect.signature(function).parameters,)
+    for kind in (Rotation, RotationOfOne):
+        if given[: len(kind.arguments)] == kind.arguments:
+            return kind(function)
+    return None
+
+
+def _called(forward: FunctionType) -> Iterator[tuple[str, FunctionType | None]]:
+    """Yield the names of the rotary functions that a forward calls, with the functions: None for a
+    method.
+    """
+    for name in filter(_NAME.fullmatch, forward.__code__.co_names):
+        function = forward.__globals__.get(name)
+        yield name, function if isinstance(function, FunctionType) else None
 
 
 def rotations(original: type[nn.Module]) -> dict[str, Rotation]:
@@ -132,14 +180,22 @@ def rotations(original: type[nn.Module]) -> dict[str, Rotation]:
     forward = original.forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return {}
-    found = {}
-    for name in forward.__code__.co_names:
-        function = forward.__globals__.get(name)
-        if not _NAME.fullmatch(name) or not isinstance(function, FunctionType):
-            continue
-        if [*inspect.signature(function).parameters][:4] == _ARGUMENTS:
-            found[name] = _rotation(function)
-    return found
+    found = ((name, function and _rotation(function)) for name, function in _called(forward))
+    return {name: rotation for name, rotation in found if rotation is not None}
+
+
+def unknown_rotation(original: type[nn.Module]) -> str | None:
+    """Return why a class without `rotations` keeps its rotary positions, or None if it has none."""
+    forward = inspect.unwrap(original.forward)
+    for name, function in _called(forward) if isinstance(forward, FunctionType) else ():
+        if function is None:
+            return f"its {name} is not a function of its file"
+        if _rotation(function) is not None:
+            return f"its {name} is called by a forward with a decorator"
+        given = ", ".join(inspect.signature(function).parameters)
+        wanted = " or ".join(f"({', '.join(x.arguments)})" for x in (Rotation, RotationOfOne))
+        return f"its {name} takes ({given}); expected {wanted}"
+    return None
 
 
 def disagreement_of(functions: dict[str, Rotation]) -> str | None:
@@ -158,7 +214,7 @@ class FusedRotaryAttention(AnySignature):
         own = original.forward
         assert isinstance(own, FunctionType)
         names = {**own.__globals__, **rotations(original)}
-        names.pop("__name__", None)  # by which Dynamo would look for the names in the module
+        names.pop("__name__", None)  # by it torch.compile would find the module's own globals
         made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         made.__kwdefaults__ = own.__kwdefaults__
         return functools.update_wrapper(made, own)

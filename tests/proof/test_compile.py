@@ -2,7 +2,8 @@
 
 benchmarks/results/compile.json holds what the compiler made of each case, with a digest of the
 sources and one of the GPU IR. Without --all, only the cases whose sources have changed are asked.
-With it all of them are translated; those whose GPU IR differs from the data are compiled.
+With it every third of the others is translated too, and with --slow all of them; those whose GPU IR
+differs from the data are compiled.
 """
 
 import pytest
@@ -16,13 +17,16 @@ COMPARABLE = TABLE.of(compile_gate.checks())
 CHANGED = TABLE.stale(cases.digests())
 ENTRIES = cost.read(TABLE)
 WRITE = "if that is meant: python -m benchmarks.proof.compile_gate --write"
-CASES = [
-    pytest.param(name, marks=[] if name in CHANGED else pytest.mark.with_all)
-    for name in cases.CASES
-]
 
 
-@pytest.mark.parametrize("name", CASES)
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_case:
+        step = 1 if metafunc.config.getoption("--slow") else 3
+        known = [name for name in cases.CASES if name not in CHANGED][::step]
+        names = [*CHANGED, *(pytest.param(name, marks=pytest.mark.with_all) for name in known)]
+        metafunc.parametrize("name", names)
+
+
 def test_case(compiled, name):
     """It is translated as when the data were written, which hold no problem; or it compiles without
     one and into what the data say: no loop of 16-bit attention waits for all of its copies, and

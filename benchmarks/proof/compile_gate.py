@@ -66,6 +66,7 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     ("D=128 packed, causal, dropout, Gluon backward", "hopper_d", 20),
     ("D=128 2-D mask, dropout, Gluon backward", "hopper_d", 40),
     ("D=64 key bias, dropout, Gluon backward", "hopper_dq", 32),
+    ("D=64 2-D mask, 2-D bias, causal, lengths, dropout, Gluon backward", "hopper_dq", 8),
     ("D=128 key bias, dropout, Gluon backward", "hopper_dq", 320),
     ("D=128 key mask, Gluon backward", "hopper_dkdv", 40),
     ("D=128 key mask, Gluon backward", "hopper_dq", 560),
@@ -215,6 +216,7 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         if of_attention and record["ends_early"] != bool(of_sequence):
             say("a branch to the end" if record["ends_early"] else "no end before the work")
         asked_for = record["kernel"] == "backward_dbias"
+        asked_for |= record["kernel"] == "hopper_dq" and case["bias"] == "own bf16"
         large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2
         if large and not asked_for:
             say(f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias")

@@ -682,10 +682,12 @@ class BackwardPlan(Plan):
                 statistics = torch.empty_like(lse)
             launch["delta"](output, grad_output, dlse, lse, delta, statistics)
         dbias = self.room_for_dbias(query, lse, bias)
+        none = query.new_empty(0) if dbias.numel() else dbias
         if "dkdv" in launch:
-            launch["dkdv"](inputs, dk, dv, dbias, statistics, delta, given["dkdv"])
+            of_keys = dbias if self.bias_grad == "key" else none
+            launch["dkdv"](inputs, dk, dv, of_keys, statistics, delta, given["dkdv"])
         if "dq" in launch:
-            outputs = (dq, dbias) if self.dq_takes_bias else (dq,)
+            outputs = (dq, dbias if self.own_bias_grad else none) if self.dq_takes_bias else (dq,)
             launch["dq"](inputs, *outputs, statistics, delta, given["dq"])
         if "dbias" in launch:
             launch["dbias"](inputs, dbias, statistics, delta, given["dbias"])

@@ -41,8 +41,8 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs a GPU. Without --all, leave out the tests marked with_all; a test that is
-    named on the command line always runs.
+    """Skip what needs a GPU. Without --all, leave out the tests marked with_all, and without --slow
+    those marked with_slow; a test that is named on the command line always runs.
     """
     sampled = defaultdict(list)
     for item in items:
@@ -52,10 +52,11 @@ def pytest_collection_modifyitems(config, items):
             sampled[item.nodeid.partition("[")[0]].append(item)
     for group in sampled.values():
         _leave_out_combinations(group)
-    if not config.getoption("all") and not any("::" in argument for argument in config.args):
-        left_out = [item for item in items if item.get_closest_marker("with_all")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("with_all")]
+    if not any("::" in argument for argument in config.args):
+        marks = [f"with_{name}" for name in ("all", "slow") if not config.getoption(name)]
+        left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _leave_out_combinations(items):

@@ -8,6 +8,7 @@ import linecache
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,10 +128,19 @@ def launches_of_its_own():
         launch.plans.clear()
 
 
+_bugs = Counter()  # by test
+
+
 def pytest_itemcollected(item):
-    """Plant bugs with --all alone: benchmarks/results has on record that the tests see them."""
+    """Plant every third bug of a test with --all alone, and the others with --all --slow:
+    benchmarks/results has on record that the tests see them.
+    """
     if hasattr(item, "callspec") and item.callspec.params.get("bug") is not None:
+        of_test = item.nodeid.partition("[")[0]
         item.add_marker(pytest.mark.with_all)
+        if _bugs[of_test] % 3:
+            item.add_marker(pytest.mark.with_slow)
+        _bugs[of_test] += 1
 
 
 @pytest.fixture(scope="session")

@@ -18,15 +18,15 @@ CHANGED = TABLE.stale(cases.digests())
 ENTRIES = cost.read(TABLE)
 WRITE = "if that is meant: python -m benchmarks.proof.compile_gate --write"
 
+KNOWN = [name for name in cases.CASES if name not in CHANGED]
+THIRD = [pytest.param(name, marks=pytest.mark.with_all) for name in KNOWN[::3]]
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.with_all, pytest.mark.with_slow])
+    for name in [*KNOWN[1::3], *KNOWN[2::3]]
+]
 
-def pytest_generate_tests(metafunc):
-    if metafunc.function is test_case:
-        step = 1 if metafunc.config.getoption("--slow") else 3
-        known = [name for name in cases.CASES if name not in CHANGED][::step]
-        names = [*CHANGED, *(pytest.param(name, marks=pytest.mark.with_all) for name in known)]
-        metafunc.parametrize("name", names)
 
-
+@pytest.mark.parametrize("name", [*CHANGED, *THIRD, *OTHERS])
 def test_case(compiled, name):
     """It is translated as when the data were written, which hold no problem; or it compiles without
     one and into what the data say: no loop of 16-bit attention waits for all of its copies, and

@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(config, items):
 
 def _leave_out_combinations(items):
     """Give the mark with_all to the items of a test that are not needed for each value of each
-    parameter to occur. The values that have occurred least come first.
+    parameter to occur, and with_slow to two thirds of them. The values that have occurred least
+    come first.
     """
     values = {item: [(name, id(x)) for name, x in item.callspec.params.items()] for item in items}
     counts = Counter()
@@ -75,8 +76,10 @@ def _leave_out_combinations(items):
         )
         counts.update(values.pop(best))
         items = [item for item in items if item is not best]
-    for item in items:
+    for n, item in enumerate(items):
         item.add_marker(pytest.mark.with_all)
+        if n % 3:
+            item.add_marker(pytest.mark.with_slow)
 
 
 # The processor time of each test, its child processes included, is part of its report, which

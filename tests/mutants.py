@@ -782,9 +782,9 @@ MORE = {
             "query.shape[1])",
         ),
         "bias gradient in float16": (
-            "BackwardPlan.run",
-            "dbias = lse.new_empty(query.shape[0]",
-            "dbias = bias.new_empty(query.shape[0]",
+            "BackwardPlan.room_for_dbias",
+            "return lse.new_empty(query.shape[0]",
+            "return bias.new_empty(query.shape[0]",
         ),
         "strides left out of the key of a plan": ("signature_of", "        key.stride(),\n", ""),
         "options left out of the key of a plan": (

@@ -15,14 +15,14 @@ from fastformer.distributed.context_parallel import Merged
 HEADS, ROWS, CUTS = 2, 24, (0, 7, 16, 24)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
 def test_it_is_the_whole(tmp_path, world):
     """Outputs, lse and gradients, in each case of context_checks.py."""
     run(tmp_path, world, "context")
 
 
 @pytest.mark.with_all
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.with_slow), 4])
 def test_models_are_the_whole(tmp_path, world):
     """Losses and gradients of models whose sequences are sharded, and of the copy task."""
     run(tmp_path, world, "context_model", "context_copy_task")

@@ -522,7 +522,7 @@ def test_pages_of_a_cache_are_what_it_holds(device):
 # ----------------------------------------------------------------------------------------- workers
 
 
-@pytest.mark.with_all
+@pytest.mark.with_slow
 @pytest.mark.parametrize("backend", ["reference", "compile"])
 def test_every_first_call(backend):
     pytest.importorskip("triton")
@@ -552,7 +552,7 @@ def test_every_host_cost():
     assert len(seconds) == len(requests) and min(seconds) > 0
 
 
-@pytest.mark.with_all
+@pytest.mark.with_slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_way_of_several_processes(processes, monkeypatch):
     if torch.cuda.is_available():

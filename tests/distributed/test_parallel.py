@@ -73,7 +73,7 @@ def test_models(tmp_path):
     run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 
 
-@pytest.mark.with_all
+@pytest.mark.with_slow
 def test_copy_task(tmp_path):
     """The losses of each way are those of one process."""
     run(tmp_path, 2, "copy_task")
@@ -106,7 +106,7 @@ def test_bytes_sent(tmp_path):
     run(tmp_path, 2, "bytes_sent")
 
 
-@pytest.mark.with_all
+@pytest.mark.with_slow
 @pytest.mark.parametrize("way", ["ddp", "tensor", "context"])
 def test_torchrun(way, tmp_path, request):
     """The command, as the README has it: it compares itself with one process."""

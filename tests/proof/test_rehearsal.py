@@ -222,7 +222,7 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     assert results.rows and report.speed_block(results) == report.UNMEASURED
 
 
-@pytest.mark.with_all
+@pytest.mark.with_slow
 def test_the_part_that_tunes(environment, tmp_path):
     """Every candidate of a class compiles, and all of them tie: every call takes as long."""
     words = ["--only", "tune", "--out", str(tmp_path / "out")]

@@ -1892,7 +1892,9 @@ SEEN_WITH_ALL = {
     "tests/distributed/test_context_parallel.py::test_models_are_the_whole[4]",
     "tests/distributed/test_parallel.py::test_death_and_resumption",
     "tests/distributed/test_parallel.py::test_models",
+    "tests/distributed/test_parallel.py::test_ops_as_dtensors",
     "tests/distributed/test_parallel.py::test_torchrun[tensor]",
     "tests/drop_in/test_patch.py::test_transformer_with_padding[reference-both paddings]",
+    "tests/ops/test_bounds.py::test_tiles_that_are_visited",
     "tests/ops/test_wrong_calls.py::test_ops[reference-attention_weights]",
 }

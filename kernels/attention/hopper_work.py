@@ -192,9 +192,10 @@ def blocks_of(order):
 
 @gluon.jit
 def number_of_block(n):
-    """Return which block of the order is the n-th of a program. A round is as many blocks as there
-    are programs. Every second round is walked backwards: after the longest block of one round a
-    program computes the shortest of the next.
+    """Return the number, in the launch order, of the n-th block that this program computes.
+
+    In round n each program computes one block. Odd rounds go backwards, so that a program that had
+    the longest block of a round gets the shortest of the next.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     return n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)

@@ -17,6 +17,7 @@ command line do.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -48,7 +49,7 @@ def _round(values: np.ndarray) -> np.ndarray:
 
 
 def _is_bf16(handle: Any) -> bool:
-    return handle.dtype.scalar == tl.bfloat16
+    return handle.dtype.scalar.name == "bf16"
 
 
 def _as_f32(handle: Any) -> Any:
@@ -83,7 +84,7 @@ def _repair_bf16() -> None:
 
     def cast(self: Any, source: Any, target: Any) -> Any:
         from_bf16 = _is_bf16(source)
-        to_bf16 = target.scalar == tl.bfloat16
+        to_bf16 = target.scalar.name == "bf16"
         if from_bf16 and not to_bf16:
             wide = _as_f32(source)
             return wide if target.scalar == tl.float32 else cast_impl(self, wide, target)
@@ -138,34 +139,43 @@ def _repair_speed() -> None:
     options = ti.interpreter_builder.options
     ti.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     _remember_types()
+    _take_short_ways()
     replaced.update(philox_impl=random.philox_impl, philox=common.philox)
     random.philox_impl, common.philox = _philox4x32, _philox2x32
 
 
 def _remember_types() -> None:
-    """Make each block type, tensor shape and numpy dtype once."""
+    """Make each block type, tensor shape, constant and numpy dtype once."""
     make_block_type = tl.block_type.__init__
-    block_types: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, tuple[Any, Any]] = {}
+    block_types: dict[Any, Any] = {}
+    no_shape = tl.core.tuple([]), tl.constexpr(1)
+
+    shapes: dict[Any, Any] = {}  # one object for each, which is quicker to compare than its numbers
+
+    def make(block: Any, element_ty: Any, shape: Any) -> Any:
+        make_block_type(block, element_ty, shape)
+        block.shape = shapes.setdefault(tuple(block.shape), block.shape)
+        block.of_tensors = tl.core.tuple(map(tl.constexpr, block.shape)), tl.constexpr(block.numel)
+        return block
+
+    def new_block_type(cls: Any, element_ty: Any, shape: Any, *rest: Any) -> Any:
+        if cls is not tl.block_type or element_ty.is_ptr():
+            return object.__new__(cls)
+        sizes = tuple(shape.values if type(shape) is tl.core.tuple else shape)
+        known = block_types.get(key := (element_ty.name, sizes))
+        if known is None:
+            numbers = element_ty.name, tuple(getattr(n, "value", n) for n in sizes)
+            known = block_types.get(numbers) or make(object.__new__(cls), element_ty, shape)
+            block_types[key] = block_types[numbers] = known
+        return known
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        if element_ty.is_ptr():
-            return make_block_type(self, element_ty, shape)
-        key = (element_ty, tuple(getattr(n, "value", n) for n in shape))
-        if key not in block_types:
-            make_block_type(self, element_ty, shape)
-            block_types[key] = dict(self.__dict__)
-        self.__dict__.update(block_types[key])
+        if not hasattr(self, "of_tensors"):
+            make(self, element_ty, shape)
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
-        if key not in shapes:
-            shapes[key] = (
-                tl.core.tuple([tl.constexpr(n) for n in key]),
-                tl.constexpr(math.prod(key)),
-            )
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key]
+        self.shape, self.numel = type.of_tensors if type.is_block() else no_shape
 
     np_dtype = ti._get_np_dtype
     np_dtypes: dict[Any, Any] = {}
@@ -177,9 +187,99 @@ def _remember_types() -> None:
             np_dtypes[type.name] = np_dtype(type)
         return np_dtypes[type.name]
 
+    semantic: Any = type(ti.interpreter_semantic)
+    make_constant = semantic.scalar_constant
+    constants: dict[Any, Any] = {}
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        if self is not ti.interpreter_semantic or dtype is None or dtype.is_ptr():
+            return make_constant(self, value, dtype)
+        key = dtype.name, value
+        if key not in constants:
+            constants[key] = make_constant(self, value, dtype)
+        return constants[key]
+
+    tl.block_type.__new__ = new_block_type
     tl.block_type.__init__ = block_type
     tl.tensor.__init__ = tensor
     ti._get_np_dtype = known_np_dtype
+    semantic.scalar_constant = constant
+
+
+def _take_short_ways() -> None:
+    """Decide once what a pair of types is converted to, and call the functions of the language
+    directly.
+    """
+    semantic: Any = type(ti.interpreter_semantic)
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    unwrap = tl.core._unwrap_if_constexpr
+    common_types: dict[Any, Any] = {}  # of two operands: what both are converted to
+    plain = {tl.tensor, tl.constexpr, tl.dtype, int, float, bool, type(None)}
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
+        arithmetic_check: Any = True, div_or_mod: Any = False,
+    ) -> Any:  # fmt: skip
+        a = lhs.type.scalar if type(lhs) is tl.tensor else None
+        b = rhs.type.scalar if type(rhs) is tl.tensor else None
+        pointers = (a and a.is_ptr()) or (b and b.is_ptr())
+        if self is not ti.interpreter_semantic or pointers or not arithmetic_check:
+            return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        key = a.name if a else (type(lhs), lhs), b.name if b else (type(rhs), rhs), div_or_mod
+        common_type = common_types.get(key)
+        if common_type is None:  # the first such call: Triton may refuse it
+            result = check(self, lhs, rhs, div_or_mod=div_or_mod)
+            common_types[key] = result[0].type.scalar
+            return result
+        name = common_type.name
+        if a is None:
+            lhs = self.scalar_constant(lhs, common_type)
+        elif a.name != name:
+            lhs = self.cast(lhs, common_type)
+        if b is None:
+            rhs = self.scalar_constant(rhs, common_type)
+        elif b.name != name:
+            rhs = self.cast(rhs, common_type)
+        return self.broadcast_impl_value(lhs, rhs)
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a is b or (a.is_block() and b.is_block() and a.shape is b.shape):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def unwrap_if_constexpr(o: Any) -> Any:
+        kind = type(o)
+        if kind in plain:
+            return o.value if kind is tl.constexpr else o
+        return unwrap(o)
+
+    checked = tl.program_id.__code__  # of what asks for the argument _semantic, and passes it on
+    members: dict[Any, list[tuple[str, Any, Any]]] = {}
+
+    def interpreted(member: Any) -> Any:
+        call = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def function(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return call(*args, **kwargs, _semantic=ti.interpreter_semantic)
+
+        return function
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in members:
+            members[package] = [
+                (name, member, interpreted(member))
+                for name, member in inspect.getmembers(package, tl.core.is_builtin)
+            ]
+        for name, member, function in members[package]:
+            if getattr(package, name) is member:
+                scope._changes.append((package, name, member))
+                setattr(package, name, function)
+
+    semantic.binary_op_type_checking_impl = operands
+    semantic.broadcast_impl_value = broadcast_impl_value
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
+    ti._patch_builtin = patch_builtin
 
 
 def _philox4x32(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:

@@ -637,10 +637,6 @@ def test_modules_on_meta(name):
             lambda: ff.layer_norm(torch.nested.nested_tensor([floats(2, D), floats(3, D)]), D),
             "input is a nested tensor",
         ),
-        "a base of rotary positions": (
-            lambda: ff.make_decoder(V, 1, D, F, H, positions="rotary", rope_theta=0),
-            r"^rope_theta is 0\.0; expected a positive number",
-        ),
         "a packed batch past the sinusoid": (
             lambda: ff.make_decoder(V, 1, D, F, H, max_len=S - 1)(ids(8), packing()),
             f"^tokens has a sequence of {S} tokens; expected at most max_len = {S - 1}",

@@ -74,6 +74,14 @@ def require_number(name: str, x: float, expected: str = "a number") -> float:
     return float(x)
 
 
+def require_positive(name: str, x: float) -> float:
+    """Require a positive, finite number."""
+    x = require_number(name, x, "a positive number")
+    if not 0.0 < x < float("inf"):
+        raise ValueError(f"{name} is {x}; expected a positive number")
+    return x
+
+
 def require_probability(name: str, p: float) -> float:
     """Require a number in [0, 1]."""
     p = require_number(name, p, "a number in [0, 1]")

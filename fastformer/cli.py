@@ -417,9 +417,15 @@ def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
             _title(run): [math.nan if loss is None else loss for loss in run["losses"]]
             for run in runs
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        title = f"Copy task on {where.get('gpu') or where.get('device')}"
+    except (OSError, ValueError) as error:
         parser.error(f"{path} is not a result of copy-task --json: {error}")
-    return plots.loss_curves(curves, f"Copy task on {where.get('gpu') or where.get('device')}")
+    except (AttributeError, KeyError, TypeError):
+        parser.error(
+            f"{path} is not a result of copy-task --json; expected an object with 'environment' "
+            "and with 'runs', each with its 'backend', 'interpreted' and 'losses'"
+        )
+    return plots.loss_curves(curves, title)
 
 
 # --------------------------------------------------------------------------------------------- tune

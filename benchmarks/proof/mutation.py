@@ -6,6 +6,7 @@
     python -m benchmarks.proof.mutation --draw 300 --seed 7      draws 300; the same command resumes
     python -m benchmarks.proof.mutation --draw 200 --seed 7 --of api  from modules that users call
     python -m benchmarks.proof.mutation --draw 100 --seed 7 --of models  from today's models
+    python -m benchmarks.proof.mutation --draw 60 --of models --add  60 more, by another seed
 
 A mutant is one change of text in one function, in a copy of the checkout. There pytest runs the
 tests that cover the file, quick ones first, and stops at the first failure. A test kills a mutant
@@ -18,7 +19,8 @@ draws mutants by a seed from all changes that the operators of mutation_operator
 kernels, their launchers, the autograd function, the dispatch and the packing. The quick tests try
 all of them first, and the other tests try those that live. The same command resumes the draw, and
 tries the survivors again; the score of a draw counts the first trial only. A larger draw by
-the same seed keeps the verdicts of the smaller one.
+the same seed keeps the verdicts of the smaller one. A draw by another seed, or after a change of
+these files, takes the place of the one that is there; with `--add` it stands beside it.
 
 `--of api` draws from the modules that users call instead, and `--of models` from rotary positions,
 gated activations, packing, saved models and the drop-ins of Hugging Face's models: tests/mutants.py
@@ -53,7 +55,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -578,6 +580,7 @@ class Draw:
     verdicts: list[Verdict]
     commit: str = ""  # that holds these sources
     of: str = "kernels"
+    earlier: list[Draw] = field(default_factory=list)  # that `--add` has kept
 
     def save(self, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
@@ -589,8 +592,17 @@ class Draw:
         path = stem.with_suffix(".json")
         if not path.exists():
             return None
-        fields = json.loads(path.read_text())
-        return cls(**{**fields, "verdicts": [Verdict(**v) for v in fields["verdicts"]]})
+        return cls._of(json.loads(path.read_text()))
+
+    @classmethod
+    def _of(cls, fields: dict[str, Any]) -> Draw:
+        verdicts = [Verdict(**v) for v in fields["verdicts"]]
+        earlier = [cls._of(draw) for draw in fields.get("earlier", ())]
+        return cls(**{**fields, "verdicts": verdicts, "earlier": earlier})
+
+    def all_verdicts(self) -> list[Verdict]:
+        """Return the verdicts of the earlier draws, and of this one."""
+        return [v for draw in (*self.earlier, self) for v in draw.verdicts]
 
     def counts(self, verdicts: Iterable[Verdict]) -> Counter[str]:
         """Count verdicts: killed at first, killed since by a newer test, equivalent, open."""
@@ -607,11 +619,16 @@ class Draw:
 
     def line(self) -> str:
         """State the score in a sentence."""
-        found = self.counts(self.verdicts)
-        tried, seen = len(self.verdicts), found["killed"] + found["killed since"]
+        verdicts = self.all_verdicts()
+        found, tried = self.counts(verdicts), len(verdicts)
+        seen = found["killed"] + found["killed since"]
+        before = "".join(
+            f", after {draw.size} of an earlier state of the code (seed {draw.seed}),"
+            for draw in self.earlier
+        )
         return (
             f"Of {self.candidates:,} changes that operators over the syntax tree make in the "
-            f"{DRAWN[self.of]} {self.size} were drawn (seed {self.seed}) "
+            f"{DRAWN[self.of]} {self.size} were drawn (seed {self.seed}){before} "
             f"and {tried} tried: the tests saw {found['killed']} at first "
             f"({found['killed'] / max(1, tried):.1%}), and see {seen} with those written since "
             f"({seen / max(1, tried):.1%}); {found['equivalent']} change no result, "
@@ -619,26 +636,25 @@ class Draw:
         )
 
     def markdown(self) -> str:
-        kinds = ("killed", "killed since", "equivalent", "open")
-        lines = [
-            "# Mutation score of a draw",
-            "",
-            self.line(),
-            f"`python -m benchmarks.proof.mutation --draw {self.size} --seed {self.seed}"
-            f"{f' --of {self.of}' * (self.of != 'kernels')}` makes the "
-            f"data of the sources of commit {self.commit} (their digest: {self.sources}).",
-            "",
+        kinds, verdicts = ("killed", "killed since", "equivalent", "open"), self.all_verdicts()
+        lines = ["# Mutation score of a draw", "", self.line()]
+        lines += [
+            f"`python -m benchmarks.proof.mutation --draw {draw.size} --seed {draw.seed}"
+            f"{f' --of {self.of}' * (self.of != 'kernels')}{' --add' * bool(draw.earlier)}` makes "
+            f"the data of the sources of commit {draw.commit} (their digest: {draw.sources})."
+            for draw in (*self.earlier, self)
         ]
+        lines.append("")
         for title, of in (("file", "kernel"), ("operator", "operator")):
             lines += [f"| {title} | tried | " + " | ".join(kinds) + " |", "|---" * 6 + "|"]
-            for name in [*sorted({getattr(v, of) for v in self.verdicts}), None]:
-                mine = [v for v in self.verdicts if name in (None, getattr(v, of))]
+            for name in [*sorted({getattr(v, of) for v in verdicts}), None]:
+                mine = [v for v in verdicts if name in (None, getattr(v, of))]
                 found = self.counts(mine)
                 cells = [name or "all", len(mine), *(found[kind] for kind in kinds)]
                 lines.append("| " + " | ".join(map(str, cells)) + " |")
             lines.append("")
         lines += ["Not killed at first:", ""]
-        for v in self.verdicts:
+        for v in verdicts:
             if not v.killed_at_first():
                 why = DRAWN_EQUIVALENT.get((v.kernel, v.name), "open")
                 why = f"now killed by `{v.test}`" if v.verdict == "killed" else why
@@ -648,7 +664,7 @@ class Draw:
             "| file | function | operator | change | verdict | by | s |",
             "|---" * 7 + "|",
         ]
-        for v in self.verdicts:
+        for v in verdicts:
             name, test = v.name.replace("|", "\\|"), v.test.removeprefix("tests/").replace("|", " ")
             test = f"`{test or '-'}`" + " (--all)" * (v.test in SEEN_WITH_ALL)
             cells = [v.kernel, f"`{v.function}`", v.operator, name, v.verdict, test]
@@ -674,6 +690,8 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
         names = {(m.kernel, m.name) for m in chosen}
         kept = [v for v in known.verdicts if (v.kernel, v.name) in names]
         made = replace(known, size=made.size, verdicts=kept)
+    elif known and arguments.add:
+        made.earlier = [*known.earlier, replace(known, earlier=[])]
     fate = {(v.kernel, v.name): v for v in made.verdicts}
     print(f"seed {seed}, {len(mutants)} of {made.candidates} candidates")
     trials, lock = Trials(arguments.workers, arguments.limit), threading.Lock()
@@ -738,7 +756,7 @@ def try_draw(arguments: argparse.Namespace) -> list[Verdict]:
     finally:
         trials.close()
     print(made.line())
-    return made.verdicts
+    return made.all_verdicts()
 
 
 def is_there(test: str) -> bool:
@@ -765,6 +783,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=int, metavar="N", help="draw N mutants and try them")
     parser.add_argument("--of", choices=DRAWN_FROM, default="kernels", help="what to draw from")
     parser.add_argument("--seed", type=int, help="the seed of the draw; random by default")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the draw that is there beside the new one"
+    )
     parser.add_argument(
         "--tests", nargs="+", help="for a draw: only these tests for the mutants that live"
     )

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_int, require_number, require_probability, require_size
+from fastformer.checks import (
+    require_int,
+    require_number,
+    require_positive,
+    require_probability,
+    require_size,
+)
 from fastformer.decoding.steps import Steps, Symbols, make_steps, put_tokens
 
 __all__ = ["Hypotheses", "beam_search", "greedy_decode", "sample", "stream_tokens"]
@@ -408,9 +414,7 @@ def _require_draws(
     min_p: float | None,
     seed: int | None,
 ) -> None:
-    temperature = require_number("temperature", temperature)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}; expected a positive number")
+    require_positive("temperature", temperature)
     if top_k is not None:
         require_size(top_k=top_k)
     if top_p is not None:
@@ -431,9 +435,7 @@ class _Penalty:
     """The repetition penalty: it lowers the scores of the tokens that a row already has."""
 
     def __init__(self, factor: float) -> None:
-        self._factor = require_number("repetition_penalty", factor)
-        if not 0 < self._factor < float("inf"):
-            raise ValueError(f"repetition_penalty is {self._factor}; expected a positive number")
+        self._factor = require_positive("repetition_penalty", factor)
         self._seen: Tensor | None = None  # [R, V], the tokens of each row
 
     def lowered(self, scores: Tensor, steps: Steps) -> Tensor:

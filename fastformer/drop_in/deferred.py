@@ -141,7 +141,7 @@ def _moved(func: Callable[..., Any], x: DeferredLogits, *args: Any, **kwargs: An
         return x
     if func in (Tensor.view, Tensor.reshape):
         sizes = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
-        if not all(isinstance(n, int) for n in sizes) or not sizes or 0 in x.shape:
+        if not sizes or not all(isinstance(n, int) for n in sizes):
             return None
         rows = x.shape[:-1].numel()
         lead = math.prod(n for n in sizes[:-1] if n != -1)

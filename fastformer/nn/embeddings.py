@@ -210,17 +210,22 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _packed(self, packing: Packing) -> Tensor:
-        if packing.longest > self.max_len:
-            raise ValueError(
-                f"x has a sequence of {packing.longest} tokens; "
-                f"expected at most max_len = {self.max_len}"
-            )
+        require_longest("x", packing, self.max_len)
         sequence = packing.indices // max(1, packing.length)
         tokens = torch.arange(len(sequence), device=sequence.device)
         return F.embedding(tokens - packing.cu_seqlens[sequence], self.table)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, max_len={self.max_len}, theta={self.theta}"
+
+
+def require_longest(name: str, packing: Packing, max_len: int) -> None:
+    """Require that no sequence of a packed batch has more than max_len tokens."""
+    if packing.longest > max_len:
+        raise ValueError(
+            f"{name} has a sequence of {packing.longest} tokens; "
+            f"expected at most max_len = {max_len}"
+        )
 
 
 def require_features(name: str, x: Tensor, features: int) -> None:

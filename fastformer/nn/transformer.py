@@ -27,6 +27,7 @@ from fastformer.checks import (
     require_callable,
     require_choice,
     require_flag,
+    require_positive,
     require_size,
     require_tensor,
     shape_of,
@@ -34,7 +35,12 @@ from fastformer.checks import (
 from fastformer.dispatch import backends
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.base import AliasedModule, make_dropout, require_linear_input
-from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
+from fastformer.nn.embeddings import (
+    Embeddings,
+    PositionalEncoding,
+    RotaryEmbedding,
+    require_longest,
+)
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.padding import Packing, require_tokens
 from fastformer.nn.stacks import (
@@ -203,7 +209,7 @@ def _rotary(
         raise ValueError("learned_positions is True with positions 'rotary'; expected False")
     if dim % 2:
         raise ValueError(f"d_model / h is {dim} with positions 'rotary'; expected an even number")
-    return RotaryEmbedding(dim, max_len, theta)
+    return RotaryEmbedding(dim, max_len, require_positive("rope_theta", theta))
 
 
 def _initialised(model: Model) -> Model:
@@ -341,6 +347,9 @@ def _embedded(
     require_tokens(name, tokens, mask)
     if tokens.dim() != 1:
         raise ValueError(f"{name} has shape {shape_of(tokens)}; expected [tokens], as it is packed")
+    for part in embed.children():
+        if isinstance(part, PositionalEncoding):
+            require_longest(name, mask, part.pe.shape[1])
     rows = tokens.unsqueeze(1)  # of one token, which begin at their positions
     return _embedded_from(embed, rows, mask.positions, max(0, mask.length - 1)).squeeze(1)
 

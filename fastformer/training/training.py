@@ -27,7 +27,7 @@ from fastformer.dispatch import backends
 from fastformer.eager import may_read
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import is_unmodified
-from fastformer.nn.transformer import Generator
+from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.ops import functional
 from fastformer.training.batches import Batch
 
@@ -389,7 +389,8 @@ def run_epoch(
             gradients are not finite is left out, and the scheduler does not step either.
 
     Raises:
-        ValueError: data has no batch, a batch has no target, report_every or accumulation_steps is
+        ValueError: data has no batch, a batch has no target, a batch for a `LanguageModel` has a
+            source or one for an `EncoderDecoder` has none, report_every or accumulation_steps is
             below 1, max_grad_norm is not positive and finite, autocast is another dtype, or
             scheduler, max_grad_norm, scaler or more than one of accumulation_steps is given without
             an optimizer.
@@ -421,7 +422,7 @@ def run_epoch(
         batches = iter(bar)
         while group := list(islice(batches, accumulation_steps)):
             for i, batch in enumerate(group, step + 1):
-                _require_target(i, batch)
+                _require_batch(i, batch, model)
             for batch, loss in updates.losses(group):
                 step += 1
                 assert batch.ntokens is not None
@@ -582,13 +583,27 @@ def _require_update(
             raise ValueError(f"{name} is given without an optimizer; expected both or neither")
 
 
-def _require_target(step: int, batch: object) -> None:
-    """Check that batch number `step` is a `Batch` with a target."""
+def _require_batch(step: int, batch: object, model: object) -> None:
+    """Check that batch number `step` is a `Batch` with a target, and with a source if the model
+    takes one.
+    """
     if not hasattr(batch, "tgt_mask"):
         kind = type(batch).__name__
         raise TypeError(f"batch {step} of data is a {kind}; expected a Batch")
     if any(getattr(batch, name, None) is None for name in ("tgt", "tgt_y", "ntokens")):
         raise ValueError(f"batch {step} of data has no target")
+    has_source = getattr(batch, "src", None) is not None
+    forward = getattr(type(model), "forward", None)
+    if has_source and forward is LanguageModel.forward:
+        raise ValueError(
+            f"batch {step} of data has a source, which a LanguageModel does not take; "
+            "expected Batch(None, tgt)"
+        )
+    if not has_source and forward is EncoderDecoder.forward:
+        raise ValueError(
+            f"batch {step} of data has no source, which an EncoderDecoder takes; "
+            "expected Batch(src, tgt)"
+        )
 
 
 def _print_line(step: int, loss: float, tokens_per_second: float) -> None:

@@ -215,6 +215,8 @@ def test_losses_of_deferred_logits(dtype):
         torch.testing.assert_close(
             have, call(exact), rtol=1e-5 if dtype.itemsize > 2 else 1e-2, atol=0
         )
+    none = deferred()[:0].view(-1, 11)
+    assert type(none) is DeferredLogits and none.shape == (0, 11) and none.exp().shape == (0, 11)
     for read in (
         torch.Tensor.exp,
         lambda x: x[..., 0],
@@ -322,6 +324,10 @@ def test_a_rotary_function_of_one_tensor(heads):
         found.append((y, *torch.autograd.grad(y.sin().sum(), x)))
     assert len(calls) == 1
     torch.testing.assert_close(*found)
+    learned = table.cos().requires_grad_()  # no op: the function computes it
+    named = {"unsqueeze_dim": heads}
+    found = [f(x, learned, table.sin(), **named) for f in (rotation, rotation.function)]
+    assert torch.equal(*found) and found[0].requires_grad
 
 
 def test_compiled_rotary_positions():

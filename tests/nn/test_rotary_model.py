@@ -167,7 +167,7 @@ def test_padding_and_hidden_layers_train(device):
         ({"positions": "alibi"}, "positions is 'alibi'; expected one of sinusoidal, rotary"),
         ({"positions": "rotary", "h": 16}, "d_model / h is 1 with positions 'rotary'; expected"),
         ({"positions": "rotary", "learned_positions": True}, "learned_positions is True with"),
-        ({"positions": "rotary", "rope_theta": -1.0}, "theta is -1.0; expected a positive number"),
+        ({"positions": "rotary", "rope_theta": 0}, "^rope_theta is 0.0; expected a positive"),
         ({"rope_theta": 5.0}, "rope_theta is 5.0 with positions 'sinusoidal'; expected 'rotary'"),
         ({"qk_norm": "yes"}, "qk_norm is 'yes'; expected True or False"),
     ],

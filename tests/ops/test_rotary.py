@@ -338,6 +338,7 @@ SCALINGS = {
     "yarn, a factor of cos": {
         "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5,
     },
+    "yarn, of a short length": {"factor": 8.0, "original_max_position_embeddings": 6},
     "yarn, a small theta": {"factor": 8.0, "original_max_position_embeddings": 768},
     "llama3": {
         "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,

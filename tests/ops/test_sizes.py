@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from fastformer.kernels.attention.scores import Features, Sequence, Sizes, first_row
 from fastformer.kernels.launch import constants
+from fastformer.kernels.rotary import _span
 
 GPU = torch.cuda.is_available()
 S, ROWS, WIDTH, CLASSES = (2048, 4096, 512, 32768) if GPU else (48, 6, 16, 33)
@@ -323,6 +324,18 @@ def test_statistics_past_int32(device):
     _places[(1,)](places, 2**20 + 1, 2**13 + 1, sequence, sizes, *packings)
     expected = torch.tensor([(2**20 + 1) * 2**20, (2**13 + 1) * 2**20 + 7], device=device)
     assert torch.equal(places, expected)
+
+
+@triton.jit
+def _numbers(OUT, heads):
+    tl.store(OUT + tl.program_id(0), _span(heads - 1, heads, 1).program)
+
+
+def test_programs_past_int32(device):
+    """Their numbers, by which a norm's partial sums of rotary positions stand in memory."""
+    numbers = torch.zeros(3, dtype=torch.int64, device=device)
+    _numbers[(3,)](numbers, 2**30)
+    assert numbers.tolist() == [n * 2**30 - 1 for n in (1, 2, 3)]
 
 
 @pytest.fixture

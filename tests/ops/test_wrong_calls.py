@@ -637,6 +637,18 @@ def test_modules_on_meta(name):
             lambda: ff.layer_norm(torch.nested.nested_tensor([floats(2, D), floats(3, D)]), D),
             "input is a nested tensor",
         ),
+        "a packed batch past the sinusoid": (
+            lambda: ff.make_decoder(V, 1, D, F, H, max_len=S - 1)(ids(8), packing()),
+            f"^tokens has a sequence of {S} tokens; expected at most max_len = {S - 1}",
+        ),
+        "a batch with a source": (
+            lambda: ff.run_epoch([batch()], language_model(), max),
+            r"batch 1 of data has a source.* LanguageModel.*expected Batch\(None, tgt\)",
+        ),
+        "a batch without one": (
+            lambda: ff.run_epoch([ff.Batch(None, ids(B, T))], model(), max),
+            r"batch 1 of data has no source.* EncoderDecoder.*expected Batch\(src, tgt\)",
+        ),
     }.values(),
 )  # fmt: skip
 def test_what_went_through(call, words):

@@ -292,6 +292,14 @@ def test_a_draw(mutation, untested, monkeypatch, tmp_path, capsys):
     assert larger.size == 3 and {*found.verdicts} < {*larger.verdicts}
     assert larger.counts(larger.verdicts) == {"killed since": 2, "killed": 1}
 
+    words[3] = "5"
+    assert mutation.main([*words, "--add"]) == 0 == mutation.main(words)
+    both = mutation.Draw.load(stem)
+    assert (both.seed, both.earlier) == (5, [larger])
+    assert both.counts(both.all_verdicts()) == {"killed since": 2, "killed": 4}
+    drawn = "3 were drawn (seed 5), after 3 of an earlier state of the code (seed 4), and 6 tried"
+    assert f"{drawn}: the tests saw 4 at first (66.7%)" in both.markdown()
+
 
 def test_a_draw_of_the_modules(mutation, untested, monkeypatch, tmp_path, capsys):
     """The tests that execute a statement try it; where there are none, it survives at once."""
@@ -337,8 +345,8 @@ def test_every_verdict_is_there(mutation):
 def test_every_survivor_of_the_draw_is_explained(mutation):
     """It has become a test, or is named as equivalent with its reason."""
     draws = [mutation.Draw.load(mutation.RESULTS / name) for name in mutation.REPORTS.values()]
-    verdicts = [v for drawn in draws for v in drawn.verdicts]
-    for drawn in draws:
+    verdicts = [v for drawn in draws for v in drawn.all_verdicts()]
+    for drawn in [d for last in draws for d in (*last.earlier, last)]:
         assert len(drawn.verdicts) > drawn.size * 0.8 and drawn.candidates >= 1000
     assert [v for v in verdicts if not v.good()] == []
     named = {(v.kernel, v.name) for v in verdicts if v.verdict in ("survived", "lives")}
@@ -353,7 +361,7 @@ def test_few_mutants_are_seen_with_all_alone(mutation):
     """The tests that the verdicts name run without --all, but for those of 3% of the mutants."""
     verdicts = mutation.load(mutation.RESULTS / "mutation")
     for data in mutation.RESULTS.glob("mutation_draw*.json"):
-        verdicts += mutation.Draw.load(data.with_suffix("")).verdicts
+        verdicts += mutation.Draw.load(data.with_suffix("")).all_verdicts()
     killed = [v for v in verdicts if v.verdict == "killed" and "::" in v.test]
     seen = {v.test for v in killed}
     files = sorted({test.partition("::")[0] for test in seen})

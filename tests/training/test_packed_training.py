@@ -202,5 +202,5 @@ def test_models_name_what_is_wrong():
     with pytest.raises(TypeError, match="or of a packed batch"):
         decoder(tgt, of_tgt)
     short, _ = made("cpu", False, max_len=4)
-    with pytest.raises(ValueError, match="expected positions from 0 to max_len - 1 = 3"):
+    with pytest.raises(ValueError, match="tokens; expected at most max_len = 4"):
         short(tgt, of_tgt)

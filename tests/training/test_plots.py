@@ -149,9 +149,14 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
     assert out.read_text().startswith("<?xml")
     assert drawn["triton, interpreted"] == [2.0, 1.0] and math.isnan(drawn["reference"][2])
 
-    source.write_text("{}")
+    other = f"{source} is not a result of copy-task --json; expected an object with 'environment'"
+    for text in ("no JSON", "[]", '{"environment": [], "runs": []}', "{}"):
+        source.write_text(text)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["plot", "loss-curves", "--json", str(source), "--out", str(out)])
+        complaint = other.partition(";")[0] if text == "no JSON" else other
+        assert stopped.value.code == 2 and complaint in capsys.readouterr().err
     for words, complaint in (
-        (["loss-curves", "--json", str(source)], "is not a result of copy-task --json"),
         (["relu", "--json", str(source)], "relu takes no --json"),
         (["attention-maps", "--steps", "0"], "steps is 0"),
         (["a-portrait"], "invalid choice: 'a-portrait'"),

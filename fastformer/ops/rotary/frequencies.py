@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.checks import FLOATING, require_flag, require_number, require_size
+from fastformer.checks import FLOATING, require_flag, require_positive, require_size
 
 Scaling = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def rotary_frequencies(
     require_size(0, length=length)
     if dim % 2:
         raise ValueError(f"dim is {dim}; expected an even number")
-    theta = _positive("theta", theta)
+    theta = require_positive("theta", theta)
     if dtype not in FLOATING:
         raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
     frequencies, factor = _scaled(dim, length, theta, scaling)
@@ -187,12 +187,5 @@ def _scaled(dim: int, length: int, theta: float, scaling: Scaling | None) -> tup
                 f"{', '.join(('rope_type', *needed, *taken))}"
             )
         if value is not None and name != "truncate":
-            given[name] = _positive(f"scaling[{name!r}]", value)
+            given[name] = require_positive(f"scaling[{name!r}]", value)
     return compute(dim, length, theta, given)
-
-
-def _positive(name: str, x: float) -> float:
-    x = require_number(name, x, "a positive number")
-    if not x > 0 or math.isinf(x):
-        raise ValueError(f"{name} is {x}; expected a positive number")
-    return x

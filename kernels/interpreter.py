@@ -9,16 +9,15 @@ command line do.
 2. Triton 3.6 with numpy >= 2.4: a loop bound known only at run time is a one-element array, which
    int() refuses (triton#9171). Here it is read as a number.
 3. Speed: each call of a helper patches all of `triton.language` again, integer operations check for
-   overflow, types are built again for every value, and Philox takes 35 to 80 operations of 20 us.
-   Here the module is patched once, types are cached, overflow is not checked, and numpy computes
-   Philox.
+   overflow, types are built again for every value and compared at every operation, and Philox takes
+   35 to 80 operations of 20 us. Here the module is patched once, types and constants are made once,
+   two types are compared once, overflow is not checked, and numpy computes Philox.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from typing import Any
 
 import numpy as np
@@ -139,17 +138,18 @@ def _repair_speed() -> None:
     options = ti.interpreter_builder.options
     ti.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     _remember_types()
-    _take_short_ways()
+    _remember_constants()
+    _decide_types_once()
+    _call_directly()
     replaced.update(philox_impl=random.philox_impl, philox=common.philox)
     random.philox_impl, common.philox = _philox4x32, _philox2x32
 
 
 def _remember_types() -> None:
-    """Make each block type, tensor shape, constant and numpy dtype once."""
+    """Make each block type and tensor shape once."""
     make_block_type = tl.block_type.__init__
     block_types: dict[Any, Any] = {}
     no_shape = tl.core.tuple([]), tl.constexpr(1)
-
     shapes: dict[Any, Any] = {}  # one object for each, which is quicker to compare than its numbers
 
     def make(block: Any, element_ty: Any, shape: Any) -> Any:
@@ -177,6 +177,13 @@ def _remember_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = type.of_tensors if type.is_block() else no_shape
 
+    tl.block_type.__new__ = new_block_type
+    tl.block_type.__init__ = block_type
+    tl.tensor.__init__ = tensor
+
+
+def _remember_constants() -> None:
+    """Make each constant, and the numpy dtype of each type, once."""
     np_dtype = ti._get_np_dtype
     np_dtypes: dict[Any, Any] = {}
 
@@ -199,54 +206,51 @@ def _remember_types() -> None:
             constants[key] = make_constant(self, value, dtype)
         return constants[key]
 
-    tl.block_type.__new__ = new_block_type
-    tl.block_type.__init__ = block_type
-    tl.tensor.__init__ = tensor
     ti._get_np_dtype = known_np_dtype
     semantic.scalar_constant = constant
 
 
-def _take_short_ways() -> None:
-    """Decide once what a pair of types is converted to, and call the functions of the language
-    directly.
-    """
+def _decide_types_once() -> None:
+    """Remember which type two operands are converted to, and leave alone what has it."""
     semantic: Any = type(ti.interpreter_semantic)
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    unwrap = tl.core._unwrap_if_constexpr
-    common_types: dict[Any, Any] = {}  # of two operands: what both are converted to
-    plain = {tl.tensor, tl.constexpr, tl.dtype, int, float, bool, type(None)}
+    common_types: dict[Any, Any] = {}
 
-    def operands(
-        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: Any = False, allow_rhs_ptr: Any = False,
-        arithmetic_check: Any = True, div_or_mod: Any = False,
-    ) -> Any:  # fmt: skip
-        a = lhs.type.scalar if type(lhs) is tl.tensor else None
-        b = rhs.type.scalar if type(rhs) is tl.tensor else None
-        pointers = (a and a.is_ptr()) or (b and b.is_ptr())
-        if self is not ti.interpreter_semantic or pointers or not arithmetic_check:
-            return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        key = a.name if a else (type(lhs), lhs), b.name if b else (type(rhs), rhs), div_or_mod
-        common_type = common_types.get(key)
-        if common_type is None:  # the first such call: Triton may refuse it
-            result = check(self, lhs, rhs, div_or_mod=div_or_mod)
-            common_types[key] = result[0].type.scalar
-            return result
-        name = common_type.name
-        if a is None:
-            lhs = self.scalar_constant(lhs, common_type)
-        elif a.name != name:
-            lhs = self.cast(lhs, common_type)
-        if b is None:
-            rhs = self.scalar_constant(rhs, common_type)
-        elif b.name != name:
-            rhs = self.cast(rhs, common_type)
-        return self.broadcast_impl_value(lhs, rhs)
+    def operands(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        pair = tuple(
+            x.type.scalar.name if type(x) is tl.tensor else (type(x), x) for x in (lhs, rhs)
+        )
+        key = *pair, options, *named.items()
+        to = common_types.get(key)
+        if to is None:  # Triton checks the first such call
+            lhs, rhs = check(self, lhs, rhs, *options, **named)
+            if lhs.type.scalar == rhs.type.scalar and not lhs.type.scalar.is_ptr():
+                common_types[key] = lhs.type.scalar
+            return lhs, rhs
+        converted = [
+            x
+            if name == to.name
+            else self.cast(x, to)
+            if type(x) is tl.tensor
+            else self.scalar_constant(x, to)
+            for x, name in zip((lhs, rhs), pair)
+        ]
+        return self.broadcast_impl_value(*converted)
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
         if a is b or (a.is_block() and b.is_block() and a.shape is b.shape):
             return lhs, rhs
         return broadcast(self, lhs, rhs)
+
+    semantic.binary_op_type_checking_impl = operands
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _call_directly() -> None:
+    """Call the functions of the language with little in between."""
+    unwrap = tl.core._unwrap_if_constexpr
+    plain = {tl.tensor, tl.constexpr, tl.dtype, int, float, bool, type(None)}
 
     def unwrap_if_constexpr(o: Any) -> Any:
         kind = type(o)
@@ -276,8 +280,6 @@ def _take_short_ways() -> None:
                 scope._changes.append((package, name, member))
                 setattr(package, name, function)
 
-    semantic.binary_op_type_checking_impl = operands
-    semantic.broadcast_impl_value = broadcast_impl_value
     tl.core._unwrap_if_constexpr = unwrap_if_constexpr
     ti._patch_builtin = patch_builtin
 

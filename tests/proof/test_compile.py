@@ -2,8 +2,8 @@
 
 benchmarks/results/compile.json holds what the compiler made of each case, with a digest of the
 sources and one of the GPU IR. Without --all, only the cases whose sources have changed are asked.
-With it every sixth of the others is translated too, and with --slow all of them; those whose GPU IR
-differs from the data are compiled.
+With it every twelfth of the others is translated too, and with --slow all of them; those whose GPU
+IR differs from the data are compiled.
 """
 
 import pytest
@@ -19,11 +19,11 @@ ENTRIES = cost.read(TABLE)
 WRITE = "if that is meant: python -m benchmarks.proof.compile_gate --write"
 
 KNOWN = [name for name in cases.CASES if name not in CHANGED]
-SOME = [pytest.param(name, marks=pytest.mark.with_all) for name in KNOWN[::6]]
+SOME = [pytest.param(name, marks=pytest.mark.with_all) for name in KNOWN[::12]]
 OTHERS = [
     pytest.param(name, marks=[pytest.mark.with_all, pytest.mark.with_slow])
     for n, name in enumerate(KNOWN)
-    if n % 6
+    if n % 12
 ]
 
 

@@ -166,11 +166,12 @@ def test_case(gpu, name):
     assert report["launches"] >= 4
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
-def test_other_gpus(gpus, capability, request):
-    slow = request.config.getoption("slow")
-    sample = "attention, one gradient for all", "feed_forward, gelu"
-    for name in cases.CASES if slow else sample:
+@pytest.mark.parametrize(
+    "capability, sample",
+    [((8, 0), "attention, one gradient for all"), ((10, 0), "feed_forward, gelu")],
+)
+def test_other_gpus(gpus, capability, sample, request):
+    for name in cases.CASES if request.config.getoption("slow") else [sample]:
         report = gpus(*capability).ask("case", name, compute=False)
         assert not report["problems"], "\n".join([name, *report["problems"]])
 

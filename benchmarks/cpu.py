@@ -129,6 +129,27 @@ def encoder_layer() -> tuple[Call, Call]:
     )
 
 
+def without_padding(translates: bool) -> tuple[Call, Call]:
+    """Forward and backward of a batch without its padding, and with it: half of the tokens."""
+    batch, length, vocab = 8, 64, 2000
+    make = ff.make_model if translates else ff.make_decoder
+    model = make(*(vocab,) * (1 + translates), N=1, dropout=0.1)
+    src, tgt = (torch.randint(1, vocab, (batch, n)) for n in (length, length + 1))
+    lengths = torch.linspace(1, length, batch).int().unsqueeze(1)
+    src[torch.arange(length) >= lengths] = PAD
+    tgt[torch.arange(length + 1) > lengths] = PAD
+    loss_compute = ff.SimpleLossCompute(model.generator, ff.LabelSmoothing(vocab, PAD, 0.1))
+
+    def step(packed: bool) -> None:
+        data = ff.Batch(src if translates else None, tgt, PAD, packed=packed)
+        inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
+        out = model(*(inputs if translates else inputs[1::2]))
+        model.zero_grad()
+        loss_compute(out, data.tgt_y, data.ntokens).backward()
+
+    return lambda: step(True), lambda: step(False)
+
+
 # -------------------------------------------------------------------------------------- decoding
 
 D_MODEL, LAYERS, HEADS, VOCAB, PROMPT, LENGTH = 256, 4, 4, 1000, 16, 80
@@ -226,6 +247,14 @@ CASES = [
     Case(
         "encoder layer, d=512, 4 x 128 tokens, forward and backward",
         "nn.TransformerEncoderLayer", encoder_layer, False,
+    ),
+    Case(
+        "encoder and decoder, d=512, 8 x 64 tokens, packed, forward and backward",
+        "fastformer, half of the tokens padding", lambda: without_padding(True), False,
+    ),
+    Case(
+        "language model, d=512, 8 x 64 tokens, packed, forward and backward",
+        "fastformer, half of the tokens padding", lambda: without_padding(False), False,
     ),
     Case("decoding 64 tokens, batch 1, d=256, 4 layers", GPT_2, decoding, False),
     Case("the same with a paged cache", GPT_2, lambda: decoding(16), False),

@@ -14,6 +14,8 @@ they lack.
     mask         With a mask of keys, one warp of dQ turns its bytes into bounds of the scores, and
                  sets masked keys and values to zero, because 0 * NaN is NaN. A row of dK or dV
                  depends on its own key alone: those of masked keys are set to zero at the end.
+                 With the bounds of bounds.py no tile is walked that a mask hides, and those that
+                 it neither hides nor cuts have a loop that does not read it.
 
 docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernels on a
 CPU and finds accesses that no barrier orders.
@@ -31,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common import LOG2E, dropout_words
+from .bounds import inside_run, reads_no_mask, split_at_run
 from .hopper_parts import copy_in, copy_out, has_terms, like
 from .scores import first_row, locate_head
 
@@ -38,6 +41,9 @@ from .scores import first_row, locate_head
 class Span(NamedTuple):
     """The tiles that a program walks, by their first key, or by their first query for dK and dV.
     No edge cuts a tile from `begin` to `end`.
+
+    Two loops walk them: PART 0 those that an edge may cut, PART 1 the others. Or one loop does,
+    PART 2.
     """
 
     lo: Any
@@ -122,6 +128,57 @@ def one_loop(tile, has):
     loops with dropout and D = 128 would take more registers than there are.
     """
     return int(has.left or (has.dropout and tile.dim_block > 64))
+
+
+@gluon.constexpr_function
+def one_copy_loop(tile, has):
+    """Return the same for a loop that copies, which differs between the two beside bounds alone."""
+    return int(not has.bounds or one_loop(tile, has))
+
+
+@gluon.constexpr_function
+def read_by(PART, has):
+    """Return the features that a loop reads: inside of the bounds of a mask, not the mask. PART is
+    that of `Span`.
+    """
+    return inside_run(has) if PART == 1 and reads_no_mask(has) else has
+
+
+@gluon.jit
+def within_bounds(span, bounds, width: gl.constexpr, has: gl.constexpr):
+    """Return the `Span` that the bounds of a mask leave. From `begin` to `end` it cuts no tile,
+    either, if `reads_no_mask`.
+    """
+    if has.bounds:
+        tiles = span.lo, span.begin, span.end, span.hi
+        edge, _ = split_at_run(tiles, bounds, width, has)
+        lo, hi, begin, gap = edge
+        return Span(lo, begin, begin + gap, hi + gap)
+    else:
+        return span
+
+
+@gluon.jit
+def loop_of(span, middle, LOOP: gl.constexpr, has: gl.constexpr):
+    """Return (begin, end) of the first of two loops, LOOP 0, of the second, 1, or of one, 2. The
+    second begins in the middle; beside bounds it is that of the run, and the first one leaves out
+    as many tiles, see `tile_at`.
+    """
+    if has.bounds and LOOP == 0:
+        return span.lo, span.hi - (span.end - span.begin)
+    elif has.bounds and LOOP == 1:
+        return span.begin, span.end
+    else:
+        return middle if LOOP == 1 else span.lo, middle if LOOP == 0 else span.hi
+
+
+@gluon.jit
+def tile_at(n, span, LOOP: gl.constexpr, has: gl.constexpr):
+    """Return the first key, or query, of the tile at n of a loop, which may jump over the run."""
+    if has.bounds and LOOP == 0:
+        return gl.where(n < span.begin, n, n + (span.end - span.begin))
+    else:
+        return n
 
 
 @gluon.jit
@@ -220,7 +277,7 @@ def terms(s, rows, columns, slope, given, call, has: gl.constexpr):
         steepness = 1.0 - s * s
     if has.bias > 0:
         s = gl.fma(s, like(s, _factor(call, has)), gl.broadcast(bias, s)[0])
-    elif has.alibi:
+    elif has.separate_max:
         s = s * _factor(call, has)
     if has.alibi:
         s = gl.fma(_distance(rows, columns), like(s, -slope), s)

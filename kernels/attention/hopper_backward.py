@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common import LOG2E, dropout_words
 from .bounds import inside_run, reads_no_mask, split_at_run
@@ -137,11 +137,24 @@ def one_copy_loop(tile, has):
 
 
 @gluon.constexpr_function
+def masks_edges(PART, has):
+    """Return whether one loop of all tiles reads a mask of queries and keys at edges alone."""
+    return PART == 2 and has.mask == 2 and reads_no_mask(has)
+
+
+@gluon.constexpr_function
 def read_by(PART, has):
     """Return the features that a loop reads: inside of the bounds of a mask, not the mask. PART is
     that of `Span`.
     """
-    return inside_run(has) if PART == 1 and reads_no_mask(has) else has
+    free = masks_edges(PART, has) or (PART == 1 and reads_no_mask(has))
+    return inside_run(has) if free else has
+
+
+@gluon.jit
+def is_edge(n, span):
+    """Return whether an edge may cut a tile."""
+    return (n < span.begin) | (n >= span.end)
 
 
 @gluon.jit
@@ -173,10 +186,12 @@ def loop_of(span, middle, LOOP: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def tile_at(n, span, LOOP: gl.constexpr, has: gl.constexpr):
-    """Return the first key, or query, of the tile at n of a loop, which may jump over the run."""
+def tile_at(n, span, WIDTH: gl.constexpr, LOOP: gl.constexpr, has: gl.constexpr):
+    """Return the first key, or query, of the tile at n of a loop, which may jump over the run. It
+    is a multiple of the width of a tile.
+    """
     if has.bounds and LOOP == 0:
-        return gl.where(n < span.begin, n, n + (span.end - span.begin))
+        return gl.multiple_of(gl.where(n < span.begin, n, n + (span.end - span.begin)), WIDTH)
     else:
         return n
 
@@ -228,12 +243,28 @@ def _factor(call, has: gl.constexpr):
 
 
 @gluon.jit
-def copy_terms(tensors, buffers, part, places, ready, has: gl.constexpr):
-    """Copy a tile of mask and bias of queries and keys. `places` are where they begin."""
+def expect_terms(
+    ready, edge, BYTES: gl.constexpr, TERMS: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
+):
+    """Let a barrier expect BYTES, and those of mask and bias where `copy_terms` copies them."""
+    if masks_edges(PART, has):
+        mbarrier.expect(ready, BYTES + TERMS, pred=edge)
+        mbarrier.expect(ready, BYTES, pred=edge == 0)
+    else:
+        mbarrier.expect(ready, BYTES + TERMS * has_terms(read_by(PART, has)))
+
+
+@gluon.jit
+def copy_terms(tensors, buffers, part, places, ready, edge, PART: gl.constexpr, has: gl.constexpr):
+    """Copy a tile of mask and bias of queries and keys, if a loop reads it. `places` are where they
+    begin.
+    """
     mask_at, bias_at = places
-    if has.mask == 2:
+    if masks_edges(PART, has):
+        copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part), pred=edge)
+    elif read_by(PART, has).mask == 2:
         copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part))
-    if has.bias == 2:
+    if read_by(PART, has).bias == 2:
         copy_in(tensors.bias, bias_at, ready, buffers.bias.index(part))
 
 
@@ -253,6 +284,13 @@ def load_terms(
     if has_terms(has):
         fence_async_shared()  # the next copy must not overtake these loads
     return bias, seen
+
+
+@gluon.jit
+def masked(s, buffers, part, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, has: gl.constexpr):
+    """Return the scores of a tile, -inf where a mask of queries and keys hides the key."""
+    _, seen = load_terms(s, s, buffers, part, LAYOUT, TRANSPOSED, has)
+    return gl.where(seen != 0, s, float("-inf"))
 
 
 @gluon.jit

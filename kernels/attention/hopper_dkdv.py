@@ -21,10 +21,14 @@ from .hopper_backward import (
     Tensors,
     at_most,
     copy_terms,
+    expect_terms,
     head_of,
+    is_edge,
     kept_by_dropout,
     load_terms,
     loop_of,
+    masked,
+    masks_edges,
     one_copy_loop,
     one_loop,
     probabilities,
@@ -122,14 +126,15 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, PART, WALK)
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
                 at = [member, i0, 0]
                 q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
                 # Both consumers have read what was in the slot; in the first round nobody has to.
                 mbarrier.wait(bars.free.index(slot), phase ^ 1)
                 mbarrier.expect(q_ready, Q_BYTES)
                 copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-                mbarrier.expect(do_ready, DO_BYTES + TERM_BYTES * has_terms(read_by(PART, WALK)))
+                edge = is_edge(i0, span)
+                expect_terms(do_ready, edge, DO_BYTES, TERM_BYTES, PART, WALK)
                 copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
                 for half in gl.static_range(2):
                     n0 = work.start + half * HALF
@@ -137,7 +142,7 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
                     bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
                     part = slot * 2 + half
                     copy_terms(
-                        tensors, buffers, part, (mask_at, bias_at), do_ready, read_by(PART, WALK)
+                        tensors, buffers, part, (mask_at, bias_at), do_ready, edge, PART, WALK
                     )
                 slot, phase = next_slot(slot, phase, tile.slots)
 
@@ -164,7 +169,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, tile.rows):
-                i0 = tile_at(i0, span, PART, WALK)
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
                 i = i0 + gl.arange(0, tile.rows, layout=ROWS)
                 places = row + i
                 peak = 0.0
@@ -184,7 +189,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_queries(s, j, i0, r, work, span, buffers, part, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
@@ -192,8 +197,10 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     before, last = j - (work.right + 1 + i0), j - (work.left + i0)
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
-    elif PART == 2 and (has.left or has.right):
-        if (i0 < work.span.begin) | (i0 >= work.span.end):
+    elif PART == 2 and (has.left or has.right or masks_edges(PART, has)):
+        if is_edge(i0, span):
+            if masks_edges(PART, has):
+                s = masked(s, buffers, part, accumulator(s.shape[1]), True, has)
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -248,7 +255,7 @@ def _dkdv_consumer(
         for PART in gl.static_range(2 * ONE, 2 + ONE):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, BM):
-                i0 = tile_at(i0, span, PART, WALK)
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
                 q = buffers.query.index(slot).reshape([BM, tile.dim_block])
                 do = buffers.grad_output.index(slot).reshape([BM, tile.value_block])
                 mbarrier.wait(bars.first_ready.index(slot), phase)
@@ -265,7 +272,7 @@ def _dkdv_consumer(
                     s, of_keys, buffers, slot * 2 + which, S, True, read_by(PART, WALK)
                 )
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
-                s = _hide_queries(s, j, i0, r, work, PART, has)
+                s = _hide_queries(s, j, i0, r, work, span, buffers, slot * 2 + which, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:

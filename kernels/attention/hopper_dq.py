@@ -21,10 +21,14 @@ from .hopper_backward import (
     Tensors,
     at_most,
     copy_terms,
+    expect_terms,
     head_of,
+    is_edge,
     kept_by_dropout,
     load_terms,
     loop_of,
+    masked,
+    masks_edges,
     one_copy_loop,
     one_loop,
     probabilities,
@@ -44,7 +48,6 @@ from .hopper_parts import (
     copy_in,
     counter_layout,
     has_bounds,
-    has_terms,
     mask_of,
     next_slot,
     rows_of,
@@ -81,22 +84,20 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     for PART in gl.static_range(2 * ONE, 2 + ONE):
         begin, end = loop_of(work.span, work.span.end, PART, has)
         for n0 in range(begin, end, tile.columns):
-            n0 = tile_at(n0, work.span, PART, has)
+            n0 = tile_at(n0, work.span, tile.columns, PART, has)
             # Both consumers have read what was in the slot; in the first round nobody has to.
             mbarrier.wait(bars.free.index(slot), phase ^ 1)
             mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
             copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
-            mbarrier.expect(
-                bars.second_ready.index(slot),
-                V_BYTES + TERM_BYTES * has_terms(read_by(PART, has)),
-            )
+            edge = is_edge(n0, work.span)
+            expect_terms(bars.second_ready.index(slot), edge, V_BYTES, TERM_BYTES, PART, has)
             copy_in(
                 tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot)
             )
             for half in gl.static_range(2):
                 at = [work.start + half * HALF, n0]
                 ready = bars.second_ready.index(slot)
-                copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, read_by(PART, has))
+                copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, edge, PART, has)
             slot, phase = next_slot(slot, phase, tile.slots)
 
 
@@ -115,7 +116,7 @@ def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
         for n0 in range(begin, end, BN):
             some = False
             if has_bounds(read_by(PART, has)):
-                n0 = tile_at(n0, work.span, PART, has)
+                n0 = tile_at(n0, work.span, BN, PART, has)
                 bound = bounds_of_keys(mask, n0 + gl.arange(0, BN, layout=KEYS), has)
                 some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
             # The keys have arrived. So their slot was free: the bounds before have been read, too.
@@ -164,7 +165,7 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
+def _hide_keys(s, i, n0, j, work, buffers, part, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
     band hide the key. PART is that of `Span`.
     """
@@ -174,7 +175,9 @@ def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
     if PART == 0:
         s = gl.where(at_most(j, last - n0), s, float("-inf"))
     elif PART == 2:
-        if (n0 < work.span.begin) | (n0 >= work.span.end):
+        if is_edge(n0, work.span):
+            if masks_edges(PART, has):
+                s = masked(s, buffers, part, accumulator(s.shape[1]), False, has)
             s = gl.where(at_most(j, last - n0), s, float("-inf"))
             if has.left:
                 s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
@@ -219,7 +222,7 @@ def _dq_consumer(
         begin, end = loop_of(span, span.end, LOOP, has)
         for n0 in range(begin, end, BN):
             place = n0
-            n0 = tile_at(place, span, LOOP, has)
+            n0 = tile_at(place, span, BN, LOOP, has)
             k = buffers.key.index(slot)
             v = buffers.value.index(slot)
             s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -234,7 +237,7 @@ def _dq_consumer(
             s, steepness = terms(s, at, j, head.slope, given, call, read_by(LOOP, has))
             if has.mask == 1 and has.bias != 1 and has_bounds(read_by(LOOP, has)):
                 s = gl.minimum(s, bound)
-            s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
+            s = _hide_keys(s, i, n0, j, work, buffers, slot * 2 + which, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
                 p = p * steepness  # P goes into dS alone

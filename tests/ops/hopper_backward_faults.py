@@ -6,7 +6,7 @@ the result is wrong.
 PLAIN, CAUSAL, MASKED, EMPTY, DROPPED = "plain", "causal", "mask", "lengths", "dropout"
 LOW, WINDOW = "mask, low scores", "window"
 TERMS, BIASED, OWN = "2-D mask, 2-D bias", "bias", "own bias"
-SPANS, HOLES = "spans", "holes"
+SPANS, HOLES, ONE = "spans", "holes", "one loop"
 DQ, DKDV = "dq", "dkdv"
 
 
@@ -844,16 +844,16 @@ FAULTS = {
     ),
     "dQ: a mask that the run does not expect": (
         DQ,
-        "_copy_keys",
-        "ready, read_by(PART, has))",
-        "ready, has)",
+        "copy_terms",
+        "elif read_by(PART, has).mask == 2:",
+        "elif has.mask == 2:",
         SPANS,
     ),
     "dQ: bytes of a mask that is not copied": (
         DQ,
-        "_copy_keys",
-        "TERM_BYTES * has_terms(",
-        "TERM_BYTES * bool(",
+        "expect_terms",
+        "TERMS * has_terms(read_by(PART, has))",
+        "TERMS",
         SPANS,
     ),
     "dQ: bounds of the head before": (
@@ -887,21 +887,21 @@ FAULTS = {
     "dQ: the mask of edges without the jump": (
         DQ,
         "_mask_keys",
-        *without("                n0 = tile_at(n0, work.span, PART, has)\n"),
+        *without("                n0 = tile_at(n0, work.span, BN, PART, has)\n"),
         HOLES,
     ),
     "dK, dV: a mask that the run does not expect": (
         DKDV,
-        "_copy_queries",
-        "do_ready, read_by(PART, WALK)",
-        "do_ready, has",
+        "copy_terms",
+        "elif read_by(PART, has).mask == 2:",
+        "elif has.mask == 2:",
         SPANS,
     ),
     "dK, dV: bytes of a mask that is not copied": (
         DKDV,
-        "_copy_queries",
-        "TERM_BYTES * has_terms(",
-        "TERM_BYTES * bool(",
+        "expect_terms",
+        "TERMS * has_terms(read_by(PART, has))",
+        "TERMS",
         SPANS,
     ),
     "dK, dV: the bounds of the first head": (
@@ -928,7 +928,7 @@ FAULTS = {
     "dK, dV: statistics of edges without the jump": (
         DKDV,
         "_copy_statistics",
-        "i0 = tile_at(i0, span, PART, WALK)",
+        "i0 = tile_at(i0, span, tile.rows, PART, WALK)",
         "pass",
         SPANS,
     ),
@@ -945,5 +945,75 @@ FAULTS = {
         "bounds.last > 0",
         "bounds.run_end > 0",
         HOLES,
+    ),
+    "dQ: a mask that one loop does not read": (
+        DQ,
+        "_hide_keys",
+        "masked(s, buffers, part, accumulator(s.shape[1]), False, has)",
+        "s",
+        ONE,
+    ),
+    "dQ: a mask that is copied inside of its bounds": (
+        DQ,
+        "copy_terms",
+        "buffers.mask.index(part), pred=edge)",
+        "buffers.mask.index(part), pred=True)",
+        ONE,
+    ),
+    "dQ: bytes of a mask inside of its bounds": (
+        DQ,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES + TERMS, pred=edge == 0)",
+        ONE,
+    ),
+    "dQ: two arrivals of one copy": (
+        DQ,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES)",
+        ONE,
+    ),
+    "dQ: an edge that one loop takes for free": (
+        DQ,
+        "is_edge",
+        "n >= span.end",
+        "n > span.end",
+        ONE,
+    ),
+    "dK, dV: a mask that one loop does not read": (
+        DKDV,
+        "_hide_queries",
+        "masked(s, buffers, part, accumulator(s.shape[1]), True, has)",
+        "s",
+        ONE,
+    ),
+    "dK, dV: a mask that is copied inside of its bounds": (
+        DKDV,
+        "copy_terms",
+        "buffers.mask.index(part), pred=edge)",
+        "buffers.mask.index(part), pred=True)",
+        ONE,
+    ),
+    "dK, dV: bytes of a mask inside of its bounds": (
+        DKDV,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES + TERMS, pred=edge == 0)",
+        ONE,
+    ),
+    "dK, dV: two arrivals of one copy": (
+        DKDV,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES)",
+        ONE,
+    ),
+    "dK, dV: an edge that one loop takes for free": (
+        DKDV,
+        "is_edge",
+        "n >= span.end",
+        "n > span.end",
+        ONE,
     ),
 }

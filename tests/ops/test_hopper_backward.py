@@ -175,6 +175,10 @@ CALLS = {
         dict(d=128, dv=128, b=1, sk=208, bias=drawn(2, 130, 208, seed=16)),
         dict(attn_mask=FULL[1:], is_causal=True, **DROPOUT),
     ),
+    "256 wide, mask": (
+        dict(d=256, dv=200, b=1, sq=70, sk=140),
+        dict(attn_mask=MASK[1:, ..., 20:160], is_causal=True, **DROPOUT),
+    ),
 }
 
 
@@ -200,12 +204,15 @@ def test_backward(against_oracle, memory_of_nan, call):
         for name in ("query", "key", "value"):
             x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
     tiles = dict(columns=128, slots=3) if call in ("mask", "2-D bias") else {}
-    tiles |= {"128 wide": dict(columns=128), "128 wide, 2-D mask, 2-D bias": dict(rows=32)}.get(
-        call, {}
-    )
+    tiles |= {
+        "128 wide": dict(columns=128),
+        "128 wide, 2-D mask, 2-D bias": dict(rows=32),
+        "256 wide, mask": dict(columns=32, kernels=("dq",)),
+    }.get(call, {})
     with simulated_backward(**tiles, bounds="bounds" in call) as launched:
         against_oracle(lambda **given: attend(**given, **options), x)
-    assert [bool(x["has"].bounds.value) for x in launched] == ["bounds" in call] * 2
+    assert len(launched) == 2 - ("256 wide" in call)
+    assert {bool(x["has"].bounds.value) for x in launched} == {"bounds" in call}
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
@@ -296,6 +303,12 @@ def test_explain_says_why_a_call_does_not_take_it():
         with replaced(plan, architecture=lambda device, arch=arch: arch):
             found = launchers.describe(query, call, x[:, :1], x[:, :1])
             assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
+    wide = torch.empty(1, 2, 64, 256).half().requires_grad_()
+    with replaced(plan, architecture=lambda device: "sm_90"):
+        for options, name in ({}, "dK and dV"), (dict(softcap=1.0, **masks), "dQ and dK and dV"):
+            found = launchers.describe(wide, Attention(**given | options), wide, wide)
+            why = "head dim and options take more registers or shared memory than there are"
+            assert found == f"not {name} for Hopper: {why}"
 
 
 def test_which_calls_a_measurement_may_choose_it_for():
@@ -314,7 +327,9 @@ def test_which_calls_a_measurement_may_choose_it_for():
             assert made.launch[name]._kernel is not kernel
             (key,) = (key for key in asked if key.kernel == f"attention {name}")
             assert key.case.endswith("TMA") == made.overlaps
-            assert bool(plan.HOPPER_BACKWARD[name].keys() & {*key.options()}) == made.overlaps
+            found = plan.HOPPER_BACKWARD[name].keys() & {*key.options()}
+            assert bool(found) == (made.overlaps and (name == "dq" or d <= 128))
+            assert (found == {"Gluon 128 32"}) == (made.overlaps and name == "dq" and d > 128)
         return made.overlaps
 
     rows, full = torch.ones(3, 1, 1, 8) > 0, (torch.ones(3, 1, 8, 16) > 0)[..., :8]
@@ -340,6 +355,8 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(expanded=True),
         dict(d=128),
         dict(d=40),
+        dict(d=136, dropout_p=0.1),
+        dict(d=256, is_causal=True),
     ):
         assert may(**allowed), allowed
     for refused in (
@@ -352,7 +369,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(bias=torch.zeros(8, 10)[:, :8]),
         dict(scale=-0.1),
         dict(d=20),
-        dict(d=136),
+        dict(d=264),
         dict(shift=4),
     ):
         assert not may(**refused), refused

@@ -33,9 +33,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common import LOG2E, dropout_words
-from .bounds import inside_run, reads_no_mask, split_at_run
-from .hopper_parts import copy_in, copy_out, has_terms, like
-from .scores import first_row, locate_head
+from .bounds import split_at_run
+from .hopper_parts import accumulator, copy_in, copy_out, has_terms, like
+from .scores import Features, first_row, locate_head
 
 
 class Span(NamedTuple):
@@ -133,22 +133,27 @@ def one_loop(tile, has):
 @gluon.constexpr_function
 def one_copy_loop(tile, has):
     """Return the same for a loop that copies, which differs between the two beside bounds alone."""
-    return int(not has.bounds or one_loop(tile, has))
+    return int(not has.bounds or has.left or (has.dropout and tile.dim_block > 64))
 
 
 @gluon.constexpr_function
 def masks_edges(PART, has):
     """Return whether one loop of all tiles reads a mask of queries and keys at edges alone."""
-    return PART == 2 and has.mask == 2 and reads_no_mask(has)
+    return PART == 2 and has.bounds == 1 and has.mask == 2 and has.bias == 0
 
 
 @gluon.constexpr_function
 def read_by(PART, has):
     """Return the features that a loop reads: inside of the bounds of a mask, not the mask. PART is
-    that of `Span`.
+    that of `Span`. (What `reads_no_mask` and `inside_run` say stands here again, because Triton 3.6
+    loses the names of a tuple that one such function gives to another.)
     """
-    free = masks_edges(PART, has) or (PART == 1 and reads_no_mask(has))
-    return inside_run(has) if free else has
+    bounded = has.bounds == 2 or (has.bounds == 1 and has.bias == 0)
+    apart = PART == 2 and has.bounds == 1 and has.mask == 2
+    if bounded and (PART == 1 or apart):
+        known = {name: getattr(has, name) for name in Features._fields}
+        return Features(**{**known, "mask": 0, "bias": 0, "bounds": 0})
+    return has
 
 
 @gluon.jit
@@ -287,10 +292,15 @@ def load_terms(
 
 
 @gluon.jit
-def masked(s, buffers, part, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, has: gl.constexpr):
-    """Return the scores of a tile, -inf where a mask of queries and keys hides the key."""
-    _, seen = load_terms(s, s, buffers, part, LAYOUT, TRANSPOSED, has)
-    return gl.where(seen != 0, s, float("-inf"))
+def masked(
+    s, n, span, buffers, part, TRANSPOSED: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
+):
+    """Return the scores of the tile at n, -inf where a mask hides a key that `terms` left."""
+    if masks_edges(PART, has):
+        if is_edge(n, span):
+            _, seen = load_terms(s, s, buffers, part, accumulator(s.shape[1]), TRANSPOSED, has)
+            s = gl.where(seen != 0, s, float("-inf"))
+    return s
 
 
 @gluon.jit

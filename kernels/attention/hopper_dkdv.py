@@ -28,7 +28,6 @@ from .hopper_backward import (
     load_terms,
     loop_of,
     masked,
-    masks_edges,
     one_copy_loop,
     one_loop,
     probabilities,
@@ -80,7 +79,7 @@ def _walk_of(has):
     is none of them: it hides a tile of keys, or it does not.
     """
     known = {name: getattr(has, name) for name in Features._fields}
-    return has if has_terms(has) else Features(**{**known, "bounds": 0})
+    return has if 2 in (has.mask, has.bias) else Features(**{**known, "bounds": 0})
 
 
 @gluon.jit
@@ -189,7 +188,7 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_queries(s, j, i0, r, work, span, buffers, part, PART: gl.constexpr, has: gl.constexpr):
+def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
     hides the key. PART is that of `Span`.
     """
@@ -197,10 +196,8 @@ def _hide_queries(s, j, i0, r, work, span, buffers, part, PART: gl.constexpr, ha
     before, last = j - (work.right + 1 + i0), j - (work.left + i0)
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
-    elif PART == 2 and (has.left or has.right or masks_edges(PART, has)):
-        if is_edge(i0, span):
-            if masks_edges(PART, has):
-                s = masked(s, buffers, part, accumulator(s.shape[1]), True, has)
+    elif PART == 2 and (has.left or has.right):
+        if is_edge(i0, work.span):
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -234,25 +231,22 @@ def _dkdv_consumer(
     K: gl.constexpr = accumulator(tile.dim_block)
     V: gl.constexpr = accumulator(tile.value_block)
     ROWS: gl.constexpr = gl.SliceLayout(0, S)
-    ONE: gl.constexpr = one_loop(tile, has)
     WALK: gl.constexpr = _walk_of(has)
-    call = work.call
     n0 = work.start + which * HALF
     j = n0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
     r = gl.arange(0, BM, layout=ROWS)
     dk = gl.zeros([HALF, tile.dim_block], gl.float32, K)
     dv = gl.zeros([HALF, tile.value_block], gl.float32, V)
     none = gl.zeros([HALF, BM], gl.float32, S)
-    k, v = buffers.key.index(which), buffers.value.index(which)
+    call, k, v = work.call, buffers.key.index(which), buffers.value.index(which)
     mbarrier.wait(bars.own_ready, 0)
     slot = 0
     phase = 0
     for member in range(call.sizes.group):
-        head = head_of(work, member, tile, has)
+        head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
         bound = bounds_of_keys(mask_of(head, has), j, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
-        span = _span_of_head(work, member, tile, has)
-        for PART in gl.static_range(2 * ONE, 2 + ONE):
+        for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
             begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, BM):
                 i0 = tile_at(i0, span, tile.rows, PART, WALK)
@@ -267,12 +261,11 @@ def _dkdv_consumer(
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
                 s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
                 at = j - (work.sequence.shift + i0)
-                of_keys = gl.expand_dims(bound, 1)
-                given = load_terms(
-                    s, of_keys, buffers, slot * 2 + which, S, True, read_by(PART, WALK)
-                )
+                bias, part = gl.expand_dims(bound, 1), slot * 2 + which
+                given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
                 s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
-                s = _hide_queries(s, j, i0, r, work, span, buffers, slot * 2 + which, PART, has)
+                s = masked(s, i0, span, buffers, part, True, PART, WALK)
+                s = _hide_queries(s, j, i0, r, work, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:

@@ -28,7 +28,6 @@ from .hopper_backward import (
     load_terms,
     loop_of,
     masked,
-    masks_edges,
     one_copy_loop,
     one_loop,
     probabilities,
@@ -165,7 +164,7 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 
 
 @gluon.jit
-def _hide_keys(s, i, n0, j, work, buffers, part, PART: gl.constexpr, has: gl.constexpr):
+def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
     band hide the key. PART is that of `Span`.
     """
@@ -176,8 +175,6 @@ def _hide_keys(s, i, n0, j, work, buffers, part, PART: gl.constexpr, has: gl.con
         s = gl.where(at_most(j, last - n0), s, float("-inf"))
     elif PART == 2:
         if is_edge(n0, work.span):
-            if masks_edges(PART, has):
-                s = masked(s, buffers, part, accumulator(s.shape[1]), False, has)
             s = gl.where(at_most(j, last - n0), s, float("-inf"))
             if has.left:
                 s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
@@ -237,7 +234,8 @@ def _dq_consumer(
             s, steepness = terms(s, at, j, head.slope, given, call, read_by(LOOP, has))
             if has.mask == 1 and has.bias != 1 and has_bounds(read_by(LOOP, has)):
                 s = gl.minimum(s, bound)
-            s = _hide_keys(s, i, n0, j, work, buffers, slot * 2 + which, _part_of(LOOP, has), has)
+            s = masked(s, n0, span, buffers, slot * 2 + which, False, LOOP, has)
+            s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
                 p = p * steepness  # P goes into dS alone

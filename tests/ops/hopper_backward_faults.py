@@ -717,8 +717,8 @@ FAULTS = {
     "dK, dV: mask and bias of the other consumer": (
         DKDV,
         "_dkdv_consumer",
-        "slot * 2 + which, S, True",
-        "slot * 2 + 1 - which, S, True",
+        "slot * 2 + which",
+        "slot * 2 + 1 - which",
         TERMS,
     ),
     "dK, dV: mask and bias that are not turned": (
@@ -948,8 +948,8 @@ FAULTS = {
     ),
     "dQ: a mask that one loop does not read": (
         DQ,
-        "_hide_keys",
-        "masked(s, buffers, part, accumulator(s.shape[1]), False, has)",
+        "masked",
+        'gl.where(seen != 0, s, float("-inf"))',
         "s",
         ONE,
     ),
@@ -983,8 +983,8 @@ FAULTS = {
     ),
     "dK, dV: a mask that one loop does not read": (
         DKDV,
-        "_hide_queries",
-        "masked(s, buffers, part, accumulator(s.shape[1]), True, has)",
+        "masked",
+        'gl.where(seen != 0, s, float("-inf"))',
         "s",
         ONE,
     ),

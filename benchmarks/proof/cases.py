@@ -282,6 +282,12 @@ for _mask in ("2-D mask, dropout", "key bias, dropout", f"{_EVERY}, dropout"):
             _tiles = {**_case["choices"], "attention dq": "Gluon 128 64"}
             CASES[_name] = {**_case, "bias": "own bf16", "choices": _tiles}
 
+for _mask in ("plain", "causal, dropout"):
+    CASES[f"sm_90 attention bf16 D=256 {_mask}, Gluon backward"] = {
+        **CASES[f"sm_90 attention bf16 D=256 {_mask}"],
+        "choices": {"attention dq": "Gluon 128 32"},
+    }
+
 for _drop in ("", ", dropout"):
     CASES[f"sm_90 attention bf16 D=64 2-D mask, all tiles{_drop}"] = {
         **CASES[f"sm_90 attention bf16 D=64 2-D mask{_drop}"],

@@ -587,6 +587,12 @@ class Language:
     PropagateNan = tl.PropagateNan
 
     @staticmethod
+    def multiple_of(x: Value, n: int) -> Value:
+        if np.any(x.data % n):
+            raise Fault(f"{_now.where()}: {x.data} is no multiple of {n}")
+        return x
+
+    @staticmethod
     def maximum(a: Any, b: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Value:
         keeps_nan = propagate_nan == tl.PropagateNan.ALL
         return Value((np.maximum if keeps_nan else np.fmax)(*_same(a, b)))

@@ -14,6 +14,8 @@ they lack.
     mask         With a mask of keys, one warp of dQ turns its bytes into bounds of the scores, and
                  sets masked keys and values to zero, because 0 * NaN is NaN. A row of dK or dV
                  depends on its own key alone: those of masked keys are set to zero at the end.
+                 With the bounds of bounds.py no tile is walked that a mask hides, and those that
+                 it neither hides nor cuts have a loop that does not read it.
 
 docs/kernels.md draws who waits for whom. benchmarks/proof/gluon_simulator.py runs the kernels on a
 CPU and finds accesses that no barrier orders.
@@ -28,16 +30,20 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common import LOG2E, dropout_words
-from .hopper_parts import copy_in, copy_out, has_terms, like
-from .scores import first_row, locate_head
+from .bounds import split_at_run
+from .hopper_parts import accumulator, copy_in, copy_out, has_terms, like
+from .scores import Features, first_row, locate_head
 
 
 class Span(NamedTuple):
     """The tiles that a program walks, by their first key, or by their first query for dK and dV.
     No edge cuts a tile from `begin` to `end`.
+
+    Two loops walk them: PART 0 those that an edge may cut, PART 1 the others. Or one loop does,
+    PART 2.
     """
 
     lo: Any
@@ -124,6 +130,77 @@ def one_loop(tile, has):
     return int(has.left or (has.dropout and tile.dim_block > 64))
 
 
+@gluon.constexpr_function
+def one_copy_loop(tile, has):
+    """Return the same for a loop that copies, which differs between the two beside bounds alone."""
+    return int(not has.bounds or has.left or (has.dropout and tile.dim_block > 64))
+
+
+@gluon.constexpr_function
+def masks_edges(PART, has):
+    """Return whether one loop of all tiles reads a mask of queries and keys at edges alone."""
+    return PART == 2 and has.bounds == 1 and has.mask == 2 and has.bias == 0
+
+
+@gluon.constexpr_function
+def read_by(PART, has):
+    """Return the features that a loop reads: inside of the bounds of a mask, not the mask. PART is
+    that of `Span`. (What `reads_no_mask` and `inside_run` say stands here again, because Triton 3.6
+    loses the names of a tuple that one such function gives to another.)
+    """
+    bounded = has.bounds == 2 or (has.bounds == 1 and has.bias == 0)
+    apart = PART == 2 and has.bounds == 1 and has.mask == 2
+    if bounded and (PART == 1 or apart):
+        known = {name: getattr(has, name) for name in Features._fields}
+        return Features(**{**known, "mask": 0, "bias": 0, "bounds": 0})
+    return has
+
+
+@gluon.jit
+def is_edge(n, span):
+    """Return whether an edge may cut a tile."""
+    return (n < span.begin) | (n >= span.end)
+
+
+@gluon.jit
+def within_bounds(span, bounds, width: gl.constexpr, has: gl.constexpr):
+    """Return the `Span` that the bounds of a mask leave. From `begin` to `end` it cuts no tile,
+    either, if `reads_no_mask`.
+    """
+    if has.bounds:
+        tiles = span.lo, span.begin, span.end, span.hi
+        edge, _ = split_at_run(tiles, bounds, width, has)
+        lo, hi, begin, gap = edge
+        return Span(lo, begin, begin + gap, hi + gap)
+    else:
+        return span
+
+
+@gluon.jit
+def loop_of(span, middle, LOOP: gl.constexpr, has: gl.constexpr):
+    """Return (begin, end) of the first of two loops, LOOP 0, of the second, 1, or of one, 2. The
+    second begins in the middle; beside bounds it is that of the run, and the first one leaves out
+    as many tiles, see `tile_at`.
+    """
+    if has.bounds and LOOP == 0:
+        return span.lo, span.hi - (span.end - span.begin)
+    elif has.bounds and LOOP == 1:
+        return span.begin, span.end
+    else:
+        return middle if LOOP == 1 else span.lo, middle if LOOP == 0 else span.hi
+
+
+@gluon.jit
+def tile_at(n, span, WIDTH: gl.constexpr, LOOP: gl.constexpr, has: gl.constexpr):
+    """Return the first key, or query, of the tile at n of a loop, which may jump over the run. It
+    is a multiple of the width of a tile.
+    """
+    if has.bounds and LOOP == 0:
+        return gl.multiple_of(gl.where(n < span.begin, n, n + (span.end - span.begin)), WIDTH)
+    else:
+        return n
+
+
 @gluon.jit
 def kept_by_dropout(
     head, i0, n0, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, has: gl.constexpr
@@ -171,12 +248,28 @@ def _factor(call, has: gl.constexpr):
 
 
 @gluon.jit
-def copy_terms(tensors, buffers, part, places, ready, has: gl.constexpr):
-    """Copy a tile of mask and bias of queries and keys. `places` are where they begin."""
+def expect_terms(
+    ready, edge, BYTES: gl.constexpr, TERMS: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
+):
+    """Let a barrier expect BYTES, and those of mask and bias where `copy_terms` copies them."""
+    if masks_edges(PART, has):
+        mbarrier.expect(ready, BYTES + TERMS, pred=edge)
+        mbarrier.expect(ready, BYTES, pred=edge == 0)
+    else:
+        mbarrier.expect(ready, BYTES + TERMS * has_terms(read_by(PART, has)))
+
+
+@gluon.jit
+def copy_terms(tensors, buffers, part, places, ready, edge, PART: gl.constexpr, has: gl.constexpr):
+    """Copy a tile of mask and bias of queries and keys, if a loop reads it. `places` are where they
+    begin.
+    """
     mask_at, bias_at = places
-    if has.mask == 2:
+    if masks_edges(PART, has):
+        copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part), pred=edge)
+    elif read_by(PART, has).mask == 2:
         copy_in(tensors.mask, mask_at, ready, buffers.mask.index(part))
-    if has.bias == 2:
+    if read_by(PART, has).bias == 2:
         copy_in(tensors.bias, bias_at, ready, buffers.bias.index(part))
 
 
@@ -196,6 +289,18 @@ def load_terms(
     if has_terms(has):
         fence_async_shared()  # the next copy must not overtake these loads
     return bias, seen
+
+
+@gluon.jit
+def masked(
+    s, n, span, buffers, part, TRANSPOSED: gl.constexpr, PART: gl.constexpr, has: gl.constexpr
+):
+    """Return the scores of the tile at n, -inf where a mask hides a key that `terms` left."""
+    if masks_edges(PART, has):
+        if is_edge(n, span):
+            _, seen = load_terms(s, s, buffers, part, accumulator(s.shape[1]), TRANSPOSED, has)
+            s = gl.where(seen != 0, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -220,7 +325,7 @@ def terms(s, rows, columns, slope, given, call, has: gl.constexpr):
         steepness = 1.0 - s * s
     if has.bias > 0:
         s = gl.fma(s, like(s, _factor(call, has)), gl.broadcast(bias, s)[0])
-    elif has.alibi:
+    elif has.separate_max:
         s = s * _factor(call, has)
     if has.alibi:
         s = gl.fma(_distance(rows, columns), like(s, -slope), s)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .bounds import load_bounds_of_keys
 from .hopper_backward import (
     Barriers,
     Buffers,
@@ -20,14 +21,22 @@ from .hopper_backward import (
     Tensors,
     at_most,
     copy_terms,
+    expect_terms,
     head_of,
+    is_edge,
     kept_by_dropout,
     load_terms,
+    loop_of,
+    masked,
+    one_copy_loop,
     one_loop,
     probabilities,
+    read_by,
     score_gradient,
     store_gradient,
     terms,
+    tile_at,
+    within_bounds,
     work_of,
 )
 from .hopper_parts import (
@@ -37,11 +46,13 @@ from .hopper_parts import (
     buffer,
     copy_in,
     has_bounds,
+    has_terms,
     mask_of,
     next_slot,
     rows_of,
 )
 from .scores import (
+    Features,
     clamp,
     first_key,
     locate_block,
@@ -62,6 +73,33 @@ def _transposed_counter_layout(BM, BN):
     return gl.DistributedLinearLayout(rows, lanes, warps, [], [BM // 2, BN // 2])
 
 
+@gluon.constexpr_function
+def _walk_of(has):
+    """Return the features that decide which queries are walked, and how. A mask or a bias of keys
+    is none of them: it hides a tile of keys, or it does not.
+    """
+    known = {name: getattr(has, name) for name in Features._fields}
+    return has if 2 in (has.mask, has.bias) else Features(**{**known, "bounds": 0})
+
+
+@gluon.jit
+def _span_of_head(work, member, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Span` of a head, of which the bounds of its mask leave a part."""
+    span = work.span
+    if has.bounds:
+        call, queries = work.call, work.sequence.queries
+        h = work.head + member
+        bounds = load_bounds_of_keys(call, work.batch, h, work.start, queries, tile, has)
+        if has_terms(has):
+            return within_bounds(span, bounds, tile.rows, has)
+        else:
+            hi = gl.where(bounds.last > 0, span.hi, span.lo)
+            begin = gl.minimum(span.begin, hi) if has.right else span.begin
+            return Span(span.lo, begin, gl.minimum(span.end, hi), hi)
+    else:
+        return span
+
+
 @gluon.jit
 def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     """Copy keys and values, then of each head that shares them, tile by tile, the queries, the
@@ -78,25 +116,34 @@ def _copy_queries(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         n0 = work.start + half * HALF
         copy_in(tensors.key, [n0, 0], bars.own_ready, buffers.key.index(half))
         copy_in(tensors.value, [n0, 0], bars.own_ready, buffers.value.index(half))
+    WALK: gl.constexpr = _walk_of(has)
+    ONE: gl.constexpr = one_copy_loop(tile, WALK)
     slot = 0
     phase = 0
     for member in range(work.call.sizes.group):
-        for i0 in range(work.span.lo, work.span.hi, tile.rows):
-            at = [member, i0, 0]
-            q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
-            # Both consumers have read what was in the slot; in the first round nobody has to.
-            mbarrier.wait(bars.free.index(slot), phase ^ 1)
-            mbarrier.expect(q_ready, Q_BYTES)
-            copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
-            mbarrier.expect(do_ready, DO_BYTES + TERM_BYTES)
-            copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
-            for half in gl.static_range(2):
-                n0 = work.start + half * HALF
-                mask_at = [_own_or_shared(member, strides.mask_head), i0, n0]
-                bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
-                part = slot * 2 + half
-                copy_terms(tensors, buffers, part, (mask_at, bias_at), do_ready, has)
-            slot, phase = next_slot(slot, phase, tile.slots)
+        span = _span_of_head(work, member, tile, has)
+        for PART in gl.static_range(2 * ONE, 2 + ONE):
+            begin, end = loop_of(span, span.begin, PART, WALK)
+            for i0 in range(begin, end, tile.rows):
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+                at = [member, i0, 0]
+                q_ready, do_ready = bars.first_ready.index(slot), bars.second_ready.index(slot)
+                # Both consumers have read what was in the slot; in the first round nobody has to.
+                mbarrier.wait(bars.free.index(slot), phase ^ 1)
+                mbarrier.expect(q_ready, Q_BYTES)
+                copy_in(tensors.query, at, q_ready, buffers.query.index(slot))
+                edge = is_edge(i0, span)
+                expect_terms(do_ready, edge, DO_BYTES, TERM_BYTES, PART, WALK)
+                copy_in(tensors.grad_output, at, do_ready, buffers.grad_output.index(slot))
+                for half in gl.static_range(2):
+                    n0 = work.start + half * HALF
+                    mask_at = [_own_or_shared(member, strides.mask_head), i0, n0]
+                    bias_at = [_own_or_shared(member, strides.bias_head), i0, n0]
+                    part = slot * 2 + half
+                    copy_terms(
+                        tensors, buffers, part, (mask_at, bias_at), do_ready, edge, PART, WALK
+                    )
+                slot, phase = next_slot(slot, phase, tile.slots)
 
 
 @gluon.jit
@@ -111,40 +158,46 @@ def _copy_statistics(work, shared, tile: gl.constexpr, has: gl.constexpr):
     buffers, bars = shared
     queries = work.sequence.queries
     ROWS: gl.constexpr = gl.BlockedLayout([tile.rows // 32], [32], [1], [0])
+    WALK: gl.constexpr = _walk_of(has)
+    ONE: gl.constexpr = one_copy_loop(tile, WALK)
     slot = 0
     phase = 0
     for member in range(work.call.sizes.group):
         row = member * work.call.sizes.query_rows
-        for i0 in range(work.span.lo, work.span.hi, tile.rows):
-            i = i0 + gl.arange(0, tile.rows, layout=ROWS)
-            places = row + i
-            peak = 0.0
-            if has.separate_max:
-                peak = gl.load(work.offsets + places * 2, mask=i < queries, other=0.0)
-                places = places * 2 + 1
-            offset = gl.load(work.offsets + places, mask=i < queries, other=float("-inf"))
-            delta = gl.load(work.deltas + row + i, mask=i < queries, other=0.0)
-            # Both consumers have read the rows before.
-            mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)
-            if has.separate_max:
-                buffers.peak.index(slot).store(peak)
-            buffers.first.index(slot).store(offset)
-            buffers.second.index(slot).store(delta)
-            mbarrier.arrive(bars.rows_ready.index(slot), count=1)
-            slot, phase = next_slot(slot, phase, tile.slots)
+        span = _span_of_head(work, member, tile, has)
+        for PART in gl.static_range(2 * ONE, 2 + ONE):
+            begin, end = loop_of(span, span.begin, PART, WALK)
+            for i0 in range(begin, end, tile.rows):
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
+                i = i0 + gl.arange(0, tile.rows, layout=ROWS)
+                places = row + i
+                peak = 0.0
+                if has.separate_max:
+                    peak = gl.load(work.offsets + places * 2, mask=i < queries, other=0.0)
+                    places = places * 2 + 1
+                offset = gl.load(work.offsets + places, mask=i < queries, other=float("-inf"))
+                delta = gl.load(work.deltas + row + i, mask=i < queries, other=0.0)
+                # Both consumers have read the rows before.
+                mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)
+                if has.separate_max:
+                    buffers.peak.index(slot).store(peak)
+                buffers.first.index(slot).store(offset)
+                buffers.second.index(slot).store(delta)
+                mbarrier.arrive(bars.rows_ready.index(slot), count=1)
+                slot, phase = next_slot(slot, phase, tile.slots)
 
 
 @gluon.jit
 def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BN / 2, BM] of the keys j and the queries i0 + r, -inf where the band
-    hides the key. PART: 0 tiles that an edge may cut, 1 the others, 2 both.
+    hides the key. PART is that of `Span`.
     """
     # Up to where queries come before the key, and up to where they see it.
     before, last = j - (work.right + 1 + i0), j - (work.left + i0)
     if PART == 0 and has.right:
         s = gl.where(at_most(r, before), float("-inf"), s)
     elif PART == 2 and (has.left or has.right):
-        if (i0 < work.span.begin) | (i0 >= work.span.end):
+        if is_edge(i0, work.span):
             if has.right:
                 s = gl.where(at_most(r, before), float("-inf"), s)
             if has.left:
@@ -178,26 +231,25 @@ def _dkdv_consumer(
     K: gl.constexpr = accumulator(tile.dim_block)
     V: gl.constexpr = accumulator(tile.value_block)
     ROWS: gl.constexpr = gl.SliceLayout(0, S)
-    ONE: gl.constexpr = one_loop(tile, has)
-    span, call = work.span, work.call
+    WALK: gl.constexpr = _walk_of(has)
     n0 = work.start + which * HALF
     j = n0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
     r = gl.arange(0, BM, layout=ROWS)
     dk = gl.zeros([HALF, tile.dim_block], gl.float32, K)
     dv = gl.zeros([HALF, tile.value_block], gl.float32, V)
     none = gl.zeros([HALF, BM], gl.float32, S)
-    k, v = buffers.key.index(which), buffers.value.index(which)
+    call, k, v = work.call, buffers.key.index(which), buffers.value.index(which)
     mbarrier.wait(bars.own_ready, 0)
     slot = 0
     phase = 0
     for member in range(call.sizes.group):
-        head = head_of(work, member, tile, has)
+        head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
         bound = bounds_of_keys(mask_of(head, has), j, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
-        for PART in gl.static_range(2 * ONE, 2 + ONE):
-            begin = span.begin if PART == 1 else span.lo
-            end = span.begin if PART == 0 else span.hi
+        for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
+            begin, end = loop_of(span, span.begin, PART, WALK)
             for i0 in range(begin, end, BM):
+                i0 = tile_at(i0, span, tile.rows, PART, WALK)
                 q = buffers.query.index(slot).reshape([BM, tile.dim_block])
                 do = buffers.grad_output.index(slot).reshape([BM, tile.value_block])
                 mbarrier.wait(bars.first_ready.index(slot), phase)
@@ -209,9 +261,10 @@ def _dkdv_consumer(
                 offset = gl.expand_dims(buffers.first.index(slot).load(ROWS), 0)
                 s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
                 at = j - (work.sequence.shift + i0)
-                of_keys = gl.expand_dims(bound, 1)
-                given = load_terms(s, of_keys, buffers, slot * 2 + which, S, True, has)
-                s, steepness = terms(s, at, r, head.slope, given, call, has)
+                bias, part = gl.expand_dims(bound, 1), slot * 2 + which
+                given = load_terms(s, bias, buffers, part, S, True, read_by(PART, WALK))
+                s, steepness = terms(s, at, r, head.slope, given, call, read_by(PART, WALK))
+                s = masked(s, i0, span, buffers, part, True, PART, WALK)
                 s = _hide_queries(s, j, i0, r, work, PART, has)
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p

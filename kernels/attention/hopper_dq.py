@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .bounds import load_bounds
 from .hopper_backward import (
     Barriers,
     Buffers,
@@ -20,14 +21,22 @@ from .hopper_backward import (
     Tensors,
     at_most,
     copy_terms,
+    expect_terms,
     head_of,
+    is_edge,
     kept_by_dropout,
     load_terms,
+    loop_of,
+    masked,
+    one_copy_loop,
     one_loop,
     probabilities,
+    read_by,
     score_gradient,
     store_gradient,
     terms,
+    tile_at,
+    within_bounds,
     work_of,
 )
 from .hopper_parts import (
@@ -63,6 +72,7 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
     K_BYTES: gl.constexpr = tile.columns * tile.dim_block * 2
     V_BYTES: gl.constexpr = tile.columns * tile.value_block * 2
     TERM_BYTES: gl.constexpr = tile.rows * tile.columns * tile.term_bytes
+    ONE: gl.constexpr = one_copy_loop(tile, has)
     mbarrier.expect(bars.own_ready, tile.rows * (tile.dim_block + tile.value_block) * 2)
     for half in gl.static_range(2):
         rows = work.start + half * HALF
@@ -70,18 +80,24 @@ def _copy_keys(work, tensors, shared, tile: gl.constexpr, has: gl.constexpr):
         copy_in(tensors.grad_output, [rows, 0], bars.own_ready, buffers.grad_output.index(half))
     slot = 0
     phase = 0
-    for n0 in range(work.span.lo, work.span.hi, tile.columns):
-        # Both consumers have read what was in the slot; in the first round nobody has to.
-        mbarrier.wait(bars.free.index(slot), phase ^ 1)
-        mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
-        copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
-        mbarrier.expect(bars.second_ready.index(slot), V_BYTES + TERM_BYTES)
-        copy_in(tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot))
-        for half in gl.static_range(2):
-            at = [work.start + half * HALF, n0]
-            ready = bars.second_ready.index(slot)
-            copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, has)
-        slot, phase = next_slot(slot, phase, tile.slots)
+    for PART in gl.static_range(2 * ONE, 2 + ONE):
+        begin, end = loop_of(work.span, work.span.end, PART, has)
+        for n0 in range(begin, end, tile.columns):
+            n0 = tile_at(n0, work.span, tile.columns, PART, has)
+            # Both consumers have read what was in the slot; in the first round nobody has to.
+            mbarrier.wait(bars.free.index(slot), phase ^ 1)
+            mbarrier.expect(bars.first_ready.index(slot), K_BYTES)
+            copy_in(tensors.key, [n0, 0], bars.first_ready.index(slot), buffers.key.index(slot))
+            edge = is_edge(n0, work.span)
+            expect_terms(bars.second_ready.index(slot), edge, V_BYTES, TERM_BYTES, PART, has)
+            copy_in(
+                tensors.value, [n0, 0], bars.second_ready.index(slot), buffers.value.index(slot)
+            )
+            for half in gl.static_range(2):
+                at = [work.start + half * HALF, n0]
+                ready = bars.second_ready.index(slot)
+                copy_terms(tensors, buffers, slot * 2 + half, (at, at), ready, edge, PART, has)
+            slot, phase = next_slot(slot, phase, tile.slots)
 
 
 @gluon.jit
@@ -91,23 +107,31 @@ def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
     BN: gl.constexpr = tile.columns
     KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
     mask = mask_of(head_of(work, 0, tile, has), has)
+    ONE: gl.constexpr = one_copy_loop(tile, has)
     slot = 0
     phase = 0
-    for n0 in range(work.span.lo, work.span.hi, BN):
-        bound = bounds_of_keys(mask, n0 + gl.arange(0, BN, layout=KEYS), has)
-        some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
-        # The keys have arrived. So their slot was free: the bounds before have been read, too.
-        mbarrier.wait(bars.first_ready.index(slot), phase)
-        bounds = buffers.first.index(slot)
-        bounds.store(bound)
-        if some:
-            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)
-        mbarrier.arrive(bars.first_masked.index(slot), count=1)
-        mbarrier.wait(bars.second_ready.index(slot), phase)
-        if some:
-            _set_to_zero(buffers.value.index(slot), bounds, BN, tile.value_block)
-        mbarrier.arrive(bars.second_masked.index(slot), count=1)
-        slot, phase = next_slot(slot, phase, tile.slots)
+    for PART in gl.static_range(2 * ONE, 2 + ONE):
+        begin, end = loop_of(work.span, work.span.end, PART, has)
+        for n0 in range(begin, end, BN):
+            some = False
+            if has_bounds(read_by(PART, has)):
+                n0 = tile_at(n0, work.span, BN, PART, has)
+                bound = bounds_of_keys(mask, n0 + gl.arange(0, BN, layout=KEYS), has)
+                some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
+            # The keys have arrived. So their slot was free: the bounds before have been read, too.
+            mbarrier.wait(bars.first_ready.index(slot), phase)
+            bounds = buffers.first.index(slot)
+            if has_bounds(read_by(PART, has)):
+                bounds.store(bound)
+            if some:
+                _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)
+            # Where nothing is masked the consumers wait for the same barriers.
+            mbarrier.arrive(bars.first_masked.index(slot), count=1)
+            mbarrier.wait(bars.second_ready.index(slot), phase)
+            if some:
+                _set_to_zero(buffers.value.index(slot), bounds, BN, tile.value_block)
+            mbarrier.arrive(bars.second_masked.index(slot), count=1)
+            slot, phase = next_slot(slot, phase, tile.slots)
 
 
 @gluon.jit
@@ -142,19 +166,25 @@ def _statistics_of_rows(i, work, has: gl.constexpr):
 @gluon.jit
 def _hide_keys(s, i, n0, j, work, PART: gl.constexpr, has: gl.constexpr):
     """Return the scores [BM / 2, BN] of the queries i and the keys n0 + j, -inf where length and
-    band hide the key. PART: 0 whole tiles, 1 those that an edge cuts, 2 both.
+    band hide the key. PART is that of `Span`.
     """
     last = i * 0 + work.sequence.length - 1
     if has.right:
         last = gl.minimum(i + work.right, last)
-    if PART == 1:
+    if PART == 0:
         s = gl.where(at_most(j, last - n0), s, float("-inf"))
     elif PART == 2:
-        if (n0 < work.span.begin) | (n0 >= work.span.end):
+        if is_edge(n0, work.span):
             s = gl.where(at_most(j, last - n0), s, float("-inf"))
             if has.left:
                 s = gl.where(at_most(j, i + (work.left - 1 - n0)), float("-inf"), s)
     return s
+
+
+@gluon.constexpr_function
+def _part_of(LOOP, has):
+    """Return the PART of a loop: without bounds, tiles at edges come last."""
+    return LOOP if LOOP == 2 or has.bounds else 1 - LOOP
 
 
 @gluon.jit
@@ -185,10 +215,11 @@ def _dq_consumer(
     mbarrier.wait(key_ready.index(0), 0, pred=span.lo < span.hi)
     slot = 0
     phase = 0
-    for PART in gl.static_range(2 * ONE, 2 + ONE):
-        begin = span.end if PART == 1 else span.lo
-        end = span.end if PART == 0 else span.hi
+    for LOOP in gl.static_range(2 * ONE, 2 + ONE):
+        begin, end = loop_of(span, span.end, LOOP, has)
         for n0 in range(begin, end, BN):
+            place = n0
+            n0 = tile_at(place, span, BN, LOOP, has)
             k = buffers.key.index(slot)
             v = buffers.value.index(slot)
             s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -197,20 +228,22 @@ def _dq_consumer(
             s, dp = warpgroup_mma_wait(1, [s, dp])  # the scores; the other product goes on
             at = i + (work.sequence.shift - n0)
             bound = s  # what a call lacks, no line reads
-            if has_bounds(has):
+            if has_bounds(read_by(LOOP, has)):
                 bound = gl.expand_dims(buffers.first.index(slot).load(gl.SliceLayout(0, S)), 0)
-            given = load_terms(s, bound, buffers, slot * 2 + which, S, False, has)
-            s, steepness = terms(s, at, j, head.slope, given, call, has)
-            if has.mask == 1 and has.bias != 1:
+            given = load_terms(s, bound, buffers, slot * 2 + which, S, False, read_by(LOOP, has))
+            s, steepness = terms(s, at, j, head.slope, given, call, read_by(LOOP, has))
+            if has.mask == 1 and has.bias != 1 and has_bounds(read_by(LOOP, has)):
                 s = gl.minimum(s, bound)
-            s = _hide_keys(s, i, n0, j, work, PART, has)
+            s = masked(s, n0, span, buffers, slot * 2 + which, False, LOOP, has)
+            s = _hide_keys(s, i, n0, j, work, _part_of(LOOP, has), has)
             p = probabilities(s, statistics, call, has)
             if has.softcap and not tile.bias_grad:
                 p = p * steepness  # P goes into dS alone
             # The wait for the next keys stands before that for the product, because it ends a basic
             # block: otherwise ptxas moves the exponentials behind the product.
             after, after_phase = next_slot(slot, phase, tile.slots)
-            mbarrier.wait(key_ready.index(after), after_phase, pred=n0 + BN < span.hi)
+            last = span.end if has.bounds and LOOP == 1 else span.hi
+            mbarrier.wait(key_ready.index(after), after_phase, pred=place + BN < last)
             dp = warpgroup_mma_wait(0, [dp])
             if has.dropout:
                 keep = kept_by_dropout(head, i0, n0, HALF, BN, counter_layout(HALF, BN), has)
@@ -328,7 +361,8 @@ def hopper_dq_kernel(
     has: gl.constexpr,
 ):
     """Compute what `backward_dq_kernel` does and, with `tile.bias_grad`, also DBIAS
-    [B, H, Sq, Sk], which is zero where no query sees a key by length and band.
+    [B, H, Sq, Sk], which is zero where no query sees a key by length, band and the bounds of a
+    mask.
 
     Query, key, value, the gradient of the output and DQ have 16 bits. They, and a mask and a bias
     of queries and keys, are read and written through TMA descriptors, which need addresses and
@@ -346,7 +380,8 @@ def hopper_dq_kernel(
     shared = _dq_shared(tensors, tile, has)
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
-    span = Span(lo, begin, end, hi)
+    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -359,7 +394,7 @@ def hopper_dq_kernel(
                 (_mask_keys, (work, shared, tile, has)),
             ],
             [4, 1, 1],
-            [240, 24, 32],
+            [232, 24, 48],
         )
     else:
         gl.warp_specialize(

@@ -177,7 +177,11 @@ def _is_uncopied(x: Tensor) -> bool:
 # The rows of the backward, by kernel: queries and keys of a tile, warps of a consumer, slots of the
 # ring.
 HOPPER_BACKWARD = {
-    "dq": {"Gluon 128 128": Tiles(128, 128, 4, 2), "Gluon 128 64": Tiles(128, 64, 4, 2)},
+    "dq": {
+        "Gluon 128 128": Tiles(128, 128, 4, 2),
+        "Gluon 128 64": Tiles(128, 64, 4, 2),
+        "Gluon 128 32": Tiles(128, 32, 4, 2),
+    },
     "dkdv": {"Gluon 64 128": Tiles(64, 128, 4, 2), "Gluon 32 128": Tiles(32, 128, 4, 2)},
 }
 
@@ -210,6 +214,16 @@ def backward_ways(
     return [name for name, row in rows.items() if _suits(kernel, row, plan, attention)]
 
 
+def without_rows(plan: Any, attention: Attention) -> list[str]:
+    """Return what of the backward no row computes."""
+    names = {"dq": "dQ", "dkdv": "dK and dV"}
+    return [
+        name
+        for kernel, name in names.items()
+        if not backward_ways(kernel, HOPPER_BACKWARD[kernel], plan, attention)
+    ]
+
+
 def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
     own, other = (row.BM, row.BN) if kernel == "dq" else (row.BN, row.BM)
     width = plan.tile.dim_block + plan.tile.value_block
@@ -221,6 +235,13 @@ def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
 def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
     """Return whether no loop accesses local memory, as the cost ledger counts it."""
     has = plan.has
+    if (
+        plan.head_block > 128 or row.BN == 32
+    ):  # 32 keys are for wide heads; sums of dK and dV do not fit
+        others = has.bias == 2, has.alibi, has.softcap
+        more = any(others) or (has.bias == 1) + has.dropout + has.left + has.right > 1
+        fits = not (1 in (has.mask, has.bias) and more)
+        return plan.head_block > 128 and row.BN == 32 and fits
     if row.BN == 64 or row.BM == 32:
         return True
     if plan.head_block <= 64:
@@ -243,8 +264,8 @@ def _of_backward(plan: Any, inputs: tuple[Tensor, ...], grad_output: Tensor) -> 
     one tensor, and as if they shared a mask of keys.
     """
     has, arguments = plan.has, plan.arguments
-    if plan.head_block > 128:
-        yield "its backward takes head dims up to 128"
+    if plan.head_block > 256:
+        yield "its backward takes head dims up to 256"
     if any(x.shape[3] % 8 for x in inputs):  # the gradients are contiguous
         yield "its backward takes head dims in multiples of 8"
     if arguments["sizes"].group > 1:

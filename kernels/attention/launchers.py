@@ -21,7 +21,7 @@ from ..launch import (
 from ..registration import register
 from .configurations import splits_keys, widest_head
 from .decode import Paging
-from .hopper_rows import backward_obstacle, refused
+from .hopper_rows import backward_obstacle, refused, without_rows
 from .plan import (
     BackwardPlan,
     DecodePlan,
@@ -275,6 +275,9 @@ def describe(
             why = backward_obstacle(plan, like_output, inputs, attention)
             if why not in (None, plan.obstacle):
                 found.append(f"not the backward for Hopper: {why}")
+            elif why is None and (names := without_rows(plan, attention)):
+                why = "head dim and options take more registers or shared memory than there are"
+                found.append(f"not {' and '.join(names)} for Hopper: {why}")
     return ", ".join(found) or None
 
 

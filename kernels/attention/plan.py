@@ -308,7 +308,7 @@ class Plan:
             kernel, tiles, launch = hopper_forward_kernel, HOPPER[tiles], TMALaunch
         elif tiles in (known := HOPPER_BACKWARD.get(name, {})):
             kernel = hopper_dq_kernel if name == "dq" else hopper_dkdv_kernel
-            tiles, launch, source = known[tiles], TMALaunch, None  # it reads the mask itself
+            tiles, launch = known[tiles], TMALaunch
         widest = 256 if name == "forward" else 64 if self.arch == "sm_86" else 128
         recompute_masked = self.tile.recompute_masked and self.head_block <= widest
         tile: Any = self.tile._replace(
@@ -603,6 +603,7 @@ class BackwardPlan(Plan):
                 self.backward_for_hopper[name] = backward_ways(name, known, self, attention)
         self.add_delta(grad_output, grad_lse, output)
         self.choose_bounds("backward", attention)
+        self.cut |= self.source is not None
         key_grad = self.bias_grad == "key"
         sink = attention.sinks is not None
         self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")

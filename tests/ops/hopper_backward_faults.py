@@ -6,6 +6,7 @@ the result is wrong.
 PLAIN, CAUSAL, MASKED, EMPTY, DROPPED = "plain", "causal", "mask", "lengths", "dropout"
 LOW, WINDOW = "mask, low scores", "window"
 TERMS, BIASED, OWN = "2-D mask, 2-D bias", "bias", "own bias"
+SPANS, HOLES, ONE = "spans", "holes", "one loop"
 DQ, DKDV = "dq", "dkdv"
 
 
@@ -39,14 +40,14 @@ FAULTS = {
         "_dq_consumer",
         *without(
             "            mbarrier.wait("
-            "key_ready.index(after), after_phase, pred=n0 + BN < span.hi)\n"
+            "key_ready.index(after), after_phase, pred=place + BN < last)\n"
         ),
         PLAIN,
     ),
     "dQ: a wait for keys past the last": (
         DQ,
         "_dq_consumer",
-        "pred=n0 + BN < span.hi",
+        "pred=place + BN < last",
         "pred=True",
         PLAIN,
     ),
@@ -78,7 +79,7 @@ FAULTS = {
     "dQ: the copies wait for no keys": (
         DQ,
         "_copy_keys",
-        *without("        mbarrier.wait(bars.free.index(slot), phase ^ 1)\n"),
+        *without("            mbarrier.wait(bars.free.index(slot), phase ^ 1)\n"),
         PLAIN,
     ),
     "dQ: no wait for the store": (
@@ -171,13 +172,13 @@ FAULTS = {
     "dQ: zeros over keys that are copied": (
         DQ,
         "_mask_keys",
-        *without("        mbarrier.wait(bars.first_ready.index(slot), phase)\n"),
+        *without("            mbarrier.wait(bars.first_ready.index(slot), phase)\n"),
         MASKED,
     ),
     "dQ: zeros over values that are copied": (
         DQ,
         "_mask_keys",
-        *without("        mbarrier.wait(bars.second_ready.index(slot), phase)\n"),
+        *without("            mbarrier.wait(bars.second_ready.index(slot), phase)\n"),
         MASKED,
     ),
     "dQ: keys that nobody has masked": (
@@ -204,27 +205,28 @@ FAULTS = {
     "dQ: bounds behind what waits for them": (
         DQ,
         "_mask_keys",
-        "        bounds.store(bound)\n",
-        "",
+        *without("                bounds.store(bound)\n"),
         MASKED,
     ),
     "dQ: bounds over those that are read": (
         DQ,
         "_mask_keys",
-        "        mbarrier.wait(bars.first_ready.index(slot), phase)\n"
-        "        bounds = buffers.first.index(slot)\n"
-        "        bounds.store(bound)\n",
-        "        bounds = buffers.first.index(slot)\n"
-        "        bounds.store(bound)\n"
-        "        mbarrier.wait(bars.first_ready.index(slot), phase)\n",
+        "            mbarrier.wait(bars.first_ready.index(slot), phase)\n"
+        "            bounds = buffers.first.index(slot)\n"
+        "            if has_bounds(read_by(PART, has)):\n"
+        "                bounds.store(bound)\n",
+        "            bounds = buffers.first.index(slot)\n"
+        "            if has_bounds(read_by(PART, has)):\n"
+        "                bounds.store(bound)\n"
+        "            mbarrier.wait(bars.first_ready.index(slot), phase)\n",
         MASKED,
     ),
     "dQ: keys given before their bounds": (
         DQ,
         "_mask_keys",
-        "        bounds.store(bound)\n",
-        "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
-        "        bounds.store(bound)\n",
+        "                bounds.store(bound)\n",
+        "                mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
+        "                bounds.store(bound)\n",
         MASKED,
     ),
     "dQ: two arrivals of the mask": (
@@ -237,15 +239,15 @@ FAULTS = {
     "dQ: a tile without a mask": (
         DQ,
         "_mask_keys",
-        "range(work.span.lo, work.span.hi, BN)",
-        "range(work.span.lo, work.span.hi - BN, BN)",
+        "range(begin, end, BN)",
+        "range(begin, end - BN, BN)",
         MASKED,
     ),
     "dQ: a tile that is not copied": (
         DQ,
         "_copy_keys",
-        "range(work.span.lo, work.span.hi, tile.columns)",
-        "range(work.span.lo, work.span.hi - tile.columns, tile.columns)",
+        "range(begin, end, tile.columns)",
+        "range(begin, end - tile.columns, tile.columns)",
         PLAIN,
     ),
     "dQ: no mask": (
@@ -258,7 +260,9 @@ FAULTS = {
     "dQ: masked keys stay": (
         DQ,
         "_mask_keys",
-        *without("            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n"),
+        *without(
+            "                _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n"
+        ),
         MASKED,
     ),
     # -------------------------------------------------------------------------- dQ: numbers
@@ -345,7 +349,7 @@ FAULTS = {
     "dK, dV: statistics over those that are read": (
         DKDV,
         "_copy_statistics",
-        *without("            mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)\n"),
+        *without("                mbarrier.wait(bars.rows_free.index(slot), phase ^ 1)\n"),
         PLAIN,
     ),
     "dK, dV: no wait for the stores": (
@@ -373,8 +377,8 @@ FAULTS = {
     "dK, dV: a ring that begins again with each head": (
         DKDV,
         "_copy_queries",
-        "            at = [member, i0, 0]",
-        "            slot = slot * 1 if i0 > 0 else 0\n            at = [member, i0, 0]",
+        "                at = [member, i0, 0]",
+        "                slot = slot * 1 if i0 > 0 else 0\n                at = [member, i0, 0]",
         PLAIN,
     ),
     "dK, dV: phase after the wrap": (
@@ -433,10 +437,10 @@ FAULTS = {
     "dK, dV: statistics given too early": (
         DKDV,
         "_copy_statistics",
-        "            buffers.second.index(slot).store(delta)\n"
-        "            mbarrier.arrive(bars.rows_ready.index(slot), count=1)\n",
-        "            mbarrier.arrive(bars.rows_ready.index(slot), count=1)\n"
-        "            buffers.second.index(slot).store(delta)\n",
+        "                buffers.second.index(slot).store(delta)\n"
+        "                mbarrier.arrive(bars.rows_ready.index(slot), count=1)\n",
+        "                mbarrier.arrive(bars.rows_ready.index(slot), count=1)\n"
+        "                buffers.second.index(slot).store(delta)\n",
         PLAIN,
     ),
     "dK, dV: the values of the other consumer": (
@@ -456,7 +460,7 @@ FAULTS = {
     "dK, dV: queries that nobody expects": (
         DKDV,
         "_copy_queries",
-        *without("            mbarrier.expect(q_ready, Q_BYTES)\n"),
+        *without("                mbarrier.expect(q_ready, Q_BYTES)\n"),
         PLAIN,
     ),
     "dK, dV: no fence before the stores": (
@@ -605,7 +609,7 @@ FAULTS = {
     "dK, dV: no maximum of its own": (
         DKDV,
         "_copy_statistics",
-        *without("                buffers.peak.index(slot).store(peak)\n"),
+        *without("                    buffers.peak.index(slot).store(peak)\n"),
         WINDOW,
     ),
     # ------------------------------------------------------ masks and biases, of queries and keys
@@ -656,14 +660,17 @@ FAULTS = {
     "dQ: the bias of the bounds before": (
         DQ,
         "_mask_keys",
-        "        bounds.store(bound)\n"
-        "        if some:\n"
-        "            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n"
-        "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n",
-        "        mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
-        "        bounds.store(bound)\n"
-        "        if some:\n"
-        "            _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n",
+        "            if has_bounds(read_by(PART, has)):\n"
+        "                bounds.store(bound)\n"
+        "            if some:\n"
+        "                _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n"
+        "            # Where nothing is masked the consumers wait for the same barriers.\n"
+        "            mbarrier.arrive(bars.first_masked.index(slot), count=1)\n",
+        "            mbarrier.arrive(bars.first_masked.index(slot), count=1)\n"
+        "            if has_bounds(read_by(PART, has)):\n"
+        "                bounds.store(bound)\n"
+        "            if some:\n"
+        "                _set_to_zero(buffers.key.index(slot), bounds, BN, tile.dim_block)\n",
         BIASED,
     ),
     "dQ: a bias's gradient with the softcap": (
@@ -710,8 +717,8 @@ FAULTS = {
     "dK, dV: mask and bias of the other consumer": (
         DKDV,
         "_dkdv_consumer",
-        "slot * 2 + which, S, True",
-        "slot * 2 + 1 - which, S, True",
+        "slot * 2 + which",
+        "slot * 2 + 1 - which",
         TERMS,
     ),
     "dK, dV: mask and bias that are not turned": (
@@ -783,5 +790,230 @@ FAULTS = {
         "range(work.call.sizes.group)",
         "range(1)",
         BIASED,
+    ),
+    # ------------------------------------------------------------------ the bounds of a mask
+    "dQ: no bounds": (
+        DQ,
+        "within_bounds",
+        "return Span(lo, begin, begin + gap, hi + gap)",
+        "return span",
+        SPANS,
+    ),
+    "dQ: a run that is one tile too long": (
+        DQ,
+        "within_bounds",
+        "begin + gap, hi + gap",
+        "begin + gap + width, hi + gap",
+        SPANS,
+    ),
+    "dQ: edges that leave out no run": (
+        DQ,
+        "loop_of",
+        "span.hi - (span.end - span.begin)",
+        "span.hi",
+        SPANS,
+    ),
+    "dQ: a run that begins with the edges": (
+        DQ,
+        "loop_of",
+        "return span.begin, span.end",
+        "return span.lo, span.end",
+        SPANS,
+    ),
+    "dQ: edges without the jump": (DQ, "tile_at", "n < span.begin", "n < span.hi", SPANS),
+    "dQ: a jump that is one tile late": (
+        DQ,
+        "tile_at",
+        "n < span.begin",
+        "n <= span.begin",
+        SPANS,
+    ),
+    "dQ: a wait for keys past the run": (
+        DQ,
+        "_dq_consumer",
+        "span.end if has.bounds and LOOP == 1 else span.hi",
+        "span.hi",
+        SPANS,
+    ),
+    "dQ: edges that read no mask": (
+        DQ,
+        "_dq_consumer",
+        "given, call, read_by(LOOP, has))",
+        "given, call, read_by(1, has))",
+        SPANS,
+    ),
+    "dQ: a mask that the run does not expect": (
+        DQ,
+        "copy_terms",
+        "elif read_by(PART, has).mask == 2:",
+        "elif has.mask == 2:",
+        SPANS,
+    ),
+    "dQ: bytes of a mask that is not copied": (
+        DQ,
+        "expect_terms",
+        "TERMS * has_terms(read_by(PART, has))",
+        "TERMS",
+        SPANS,
+    ),
+    "dQ: bounds of the head before": (
+        DQ,
+        "hopper_dq_kernel",
+        "load_bounds(optional, strides, b, h,",
+        "load_bounds(optional, strides, b, 1 - h,",
+        SPANS,
+    ),
+    "dQ: bounds of the first queries": (
+        DQ,
+        "hopper_dq_kernel",
+        "i0 // tile.rows, has)",
+        "0, has)",
+        SPANS,
+    ),
+    "dQ: bounds of keys that the run has not stored": (
+        DQ,
+        "_dq_consumer",
+        "if has_bounds(read_by(LOOP, has)):",
+        "if has_bounds(has):",
+        HOLES,
+    ),
+    "dQ: keys of the run that nobody gives": (
+        DQ,
+        "_mask_keys",
+        "range(begin, end, BN)",
+        "range(begin, end if PART == 0 else begin, BN)",
+        HOLES,
+    ),
+    "dQ: the mask of edges without the jump": (
+        DQ,
+        "_mask_keys",
+        *without("                n0 = tile_at(n0, work.span, BN, PART, has)\n"),
+        HOLES,
+    ),
+    "dK, dV: a mask that the run does not expect": (
+        DKDV,
+        "copy_terms",
+        "elif read_by(PART, has).mask == 2:",
+        "elif has.mask == 2:",
+        SPANS,
+    ),
+    "dK, dV: bytes of a mask that is not copied": (
+        DKDV,
+        "expect_terms",
+        "TERMS * has_terms(read_by(PART, has))",
+        "TERMS",
+        SPANS,
+    ),
+    "dK, dV: the bounds of the first head": (
+        DKDV,
+        "_span_of_head",
+        "h = work.head + member",
+        "h = work.head + 0",
+        SPANS,
+    ),
+    "dK, dV: a mask of queries and keys that cuts no tile": (
+        DKDV,
+        "_span_of_head",
+        "if has_terms(has):",
+        "if False:",
+        SPANS,
+    ),
+    "dK, dV: statistics without bounds": (
+        DKDV,
+        "_copy_statistics",
+        "span = _span_of_head(work, member, tile, has)",
+        "span = work.span",
+        SPANS,
+    ),
+    "dK, dV: statistics of edges without the jump": (
+        DKDV,
+        "_copy_statistics",
+        "i0 = tile_at(i0, span, tile.rows, PART, WALK)",
+        "pass",
+        SPANS,
+    ),
+    "dK, dV: edges that read no mask": (
+        DKDV,
+        "_dkdv_consumer",
+        "given, call, read_by(PART, WALK))",
+        "given, call, read_by(1, WALK))",
+        SPANS,
+    ),
+    "dK, dV: a mask of keys that hides tiles that are seen": (
+        DKDV,
+        "_span_of_head",
+        "bounds.last > 0",
+        "bounds.run_end > 0",
+        HOLES,
+    ),
+    "dQ: a mask that one loop does not read": (
+        DQ,
+        "masked",
+        'gl.where(seen != 0, s, float("-inf"))',
+        "s",
+        ONE,
+    ),
+    "dQ: a mask that is copied inside of its bounds": (
+        DQ,
+        "copy_terms",
+        "buffers.mask.index(part), pred=edge)",
+        "buffers.mask.index(part), pred=True)",
+        ONE,
+    ),
+    "dQ: bytes of a mask inside of its bounds": (
+        DQ,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES + TERMS, pred=edge == 0)",
+        ONE,
+    ),
+    "dQ: two arrivals of one copy": (
+        DQ,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES)",
+        ONE,
+    ),
+    "dQ: an edge that one loop takes for free": (
+        DQ,
+        "is_edge",
+        "n >= span.end",
+        "n > span.end",
+        ONE,
+    ),
+    "dK, dV: a mask that one loop does not read": (
+        DKDV,
+        "masked",
+        'gl.where(seen != 0, s, float("-inf"))',
+        "s",
+        ONE,
+    ),
+    "dK, dV: a mask that is copied inside of its bounds": (
+        DKDV,
+        "copy_terms",
+        "buffers.mask.index(part), pred=edge)",
+        "buffers.mask.index(part), pred=True)",
+        ONE,
+    ),
+    "dK, dV: bytes of a mask inside of its bounds": (
+        DKDV,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES + TERMS, pred=edge == 0)",
+        ONE,
+    ),
+    "dK, dV: two arrivals of one copy": (
+        DKDV,
+        "expect_terms",
+        "mbarrier.expect(ready, BYTES, pred=edge == 0)",
+        "mbarrier.expect(ready, BYTES)",
+        ONE,
+    ),
+    "dK, dV: an edge that one loop takes for free": (
+        DKDV,
+        "is_edge",
+        "n >= span.end",
+        "n > span.end",
+        ONE,
     ),
 }

@@ -55,13 +55,16 @@ def simulated_backward(
     columns: int = 64,
     slots: int = 2,
     seed: int = 0,
+    bounds: bool = False,
 ) -> Iterator[list[Any]]:
     """The same for the kernels of the backward: tiles of `rows` queries for dK and dV, and of
     `columns` keys for dQ.
     """
     tiles = dict(dq=Tiles(128, columns, 4, slots), dkdv=Tiles(rows, 128, 4, slots))
     known = dict(HOPPER_BACKWARD={n: {ROW: tiles[n]} for n in kernels})
-    with chosen({f"attention {n}": ROW for n in kernels}, known, edits, seed) as launched:
+    ways = {f"attention {n}": ROW for n in kernels}
+    ways["attention backward bounds"] = "bounds" if bounds else "all tiles"
+    with chosen(ways, known, edits, seed) as launched:
         yield launched
 
 

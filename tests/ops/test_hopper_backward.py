@@ -36,6 +36,12 @@ def drawn(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def spans(sq, sk, width, step):
+    """A mask of queries and keys: each query sees `width` keys, the last one `step` further."""
+    begin = torch.linspace(0, step, sq).long()[:, None]
+    return (torch.arange(sk) >= begin) & (torch.arange(sk) < begin + width)
+
+
 LENGTHS = torch.tensor([0, 67])
 MASK = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(0)) < 0.7
 MASK[0, ..., 64:128] = False  # a whole tile
@@ -45,6 +51,13 @@ DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
 FULL = drawn(2, 1, 130, 208, seed=2) < 0.5
 FULL[1, :, :, 64:128] = FULL[0, :, 7] = False  # a whole tile, and a query that sees no key
 FULL_OF_HEADS = drawn(2, 2, 130, 208, seed=3) < 0.5
+# Each query sees 200 keys of 464, and the second head another 200; the first ones see no tile of
+# the last keys, and no query those at the end.
+SPANS = torch.stack([spans(140, 440, 200, step) for step in (240, 30)])[None]
+SPANS = torch.nn.functional.pad(SPANS, (0, 24))
+LONG_SPANS = torch.stack([spans(300, 464, 200, step) for step in (264, 30)])[None]
+HOLES = torch.ones(2, 1, 1, 448) > 0
+HOLES[0, ..., 10:20] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
 HIDING = drawn(1, 2, 1, 200, seed=4)
 HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {
@@ -125,11 +138,46 @@ CALLS = {
         dict(attn_mask=FULL[1:], window=(70, 9), key_lengths=LENGTHS[1:] + 40, **DROPOUT),
     ),
     "bias, 2-D mask": (dict(sk=208, bias=drawn(2, 1, 1, 208, seed=12)), dict(attn_mask=FULL)),
+    "2-D mask of heads, bounds": (dict(sq=140, sk=464), dict(attn_mask=SPANS)),
+    "2-D mask, causal, lengths, dropout, bounds": (
+        dict(sq=300, sk=304, b=1, h=1),
+        dict(
+            attn_mask=spans(300, 304, 200, 60),
+            is_causal=True,
+            key_lengths=LENGTHS[1:] + 200,
+            **DROPOUT,
+        ),
+    ),
+    "2-D mask, window, softcap, bounds": (
+        dict(sq=140, sk=464, b=1),
+        dict(attn_mask=SPANS[:, :1], window=(300, 250), softcap=3.0),
+    ),
+    "2-D mask of numbers, bounds": (
+        dict(sq=140, sk=464, b=1),
+        dict(bias=torch.zeros(140, 464).masked_fill(~SPANS[0, 0], -torch.inf)),
+    ),
+    "2-D mask, bias of its own, bounds": (
+        dict(sq=140, sk=464, b=1, bias=drawn(1, 2, 140, 464, seed=18)),
+        dict(attn_mask=SPANS[:, :1]),
+    ),
+    "mask, dropout, bounds": (dict(sq=70, sk=448), dict(attn_mask=HOLES, **DROPOUT)),
+    "bias of 0 and -inf, causal, bounds": (
+        dict(sk=448, sq=300, b=1),
+        dict(bias=torch.zeros(448).masked_fill(~HOLES[1, 0, 0], -torch.inf), is_causal=True),
+    ),
+    "128 wide, 2-D mask, dropout, bounds": (
+        dict(d=128, dv=128, b=1, h=1, sq=140, sk=464),
+        dict(attn_mask=SPANS[0, 0], **DROPOUT),
+    ),
     "other dims": (dict(d=80, dv=24, h=4, g=2, b=1), dict(is_causal=True)),
     "128 wide": (dict(d=128, dv=128, b=1), dict(is_causal=True, **DROPOUT)),
     "128 wide, 2-D mask, 2-D bias": (
         dict(d=128, dv=128, b=1, sk=208, bias=drawn(2, 130, 208, seed=16)),
         dict(attn_mask=FULL[1:], is_causal=True, **DROPOUT),
+    ),
+    "256 wide, mask": (
+        dict(d=256, dv=200, b=1, sq=70, sk=140),
+        dict(attn_mask=MASK[1:, ..., 20:160], is_causal=True, **DROPOUT),
     ),
 }
 
@@ -138,8 +186,16 @@ def attend(**given):
     return functional.scaled_dot_product_attention(**given, enable_gqa=True)
 
 
+@pytest.fixture
+def memory_of_nan():
+    """Let memory that nobody has written hold NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("call", list(CALLS))
-def test_backward(against_oracle, call):
+def test_backward(against_oracle, memory_of_nan, call):
     """In float16 and bfloat16 by turns, and of memory [B, S, H, D]."""
     sizes, options = CALLS[call]
     number = list(CALLS).index(call)
@@ -148,12 +204,15 @@ def test_backward(against_oracle, call):
         for name in ("query", "key", "value"):
             x[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
     tiles = dict(columns=128, slots=3) if call in ("mask", "2-D bias") else {}
-    tiles |= {"128 wide": dict(columns=128), "128 wide, 2-D mask, 2-D bias": dict(rows=32)}.get(
-        call, {}
-    )
-    with simulated_backward(**tiles) as launched:
+    tiles |= {
+        "128 wide": dict(columns=128),
+        "128 wide, 2-D mask, 2-D bias": dict(rows=32),
+        "256 wide, mask": dict(columns=32, kernels=("dq",)),
+    }.get(call, {})
+    with simulated_backward(**tiles, bounds="bounds" in call) as launched:
         against_oracle(lambda **given: attend(**given, **options), x)
-    assert len(launched) == 2
+    assert len(launched) == 2 - ("256 wide" in call)
+    assert {bool(x["has"].bounds.value) for x in launched} == {"bounds" in call}
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bias"])
@@ -244,6 +303,12 @@ def test_explain_says_why_a_call_does_not_take_it():
         with replaced(plan, architecture=lambda device, arch=arch: arch):
             found = launchers.describe(query, call, x[:, :1], x[:, :1])
             assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
+    wide = torch.empty(1, 2, 64, 256).half().requires_grad_()
+    with replaced(plan, architecture=lambda device: "sm_90"):
+        for options, name in ({}, "dK and dV"), (dict(softcap=1.0, **masks), "dQ and dK and dV"):
+            found = launchers.describe(wide, Attention(**given | options), wide, wide)
+            why = "head dim and options take more registers or shared memory than there are"
+            assert found == f"not {name} for Hopper: {why}"
 
 
 def test_which_calls_a_measurement_may_choose_it_for():
@@ -262,7 +327,9 @@ def test_which_calls_a_measurement_may_choose_it_for():
             assert made.launch[name]._kernel is not kernel
             (key,) = (key for key in asked if key.kernel == f"attention {name}")
             assert key.case.endswith("TMA") == made.overlaps
-            assert bool(plan.HOPPER_BACKWARD[name].keys() & {*key.options()}) == made.overlaps
+            found = plan.HOPPER_BACKWARD[name].keys() & {*key.options()}
+            assert bool(found) == (made.overlaps and (name == "dq" or d <= 128))
+            assert (found == {"Gluon 128 32"}) == (made.overlaps and name == "dq" and d > 128)
         return made.overlaps
 
     rows, full = torch.ones(3, 1, 1, 8) > 0, (torch.ones(3, 1, 8, 16) > 0)[..., :8]
@@ -288,6 +355,8 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(expanded=True),
         dict(d=128),
         dict(d=40),
+        dict(d=136, dropout_p=0.1),
+        dict(d=256, is_causal=True),
     ):
         assert may(**allowed), allowed
     for refused in (
@@ -300,7 +369,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
         dict(bias=torch.zeros(8, 10)[:, :8]),
         dict(scale=-0.1),
         dict(d=20),
-        dict(d=136),
+        dict(d=264),
         dict(shift=4),
     ):
         assert not may(**refused), refused
@@ -308,7 +377,7 @@ def test_which_calls_a_measurement_may_choose_it_for():
 
 # The calls that show planted faults: of five tiles of queries and six of keys, of seven with edges,
 # with a mask, also of keys whose weights are exp(24) before the softmax divides them, with one
-# sequence without keys, with dropout, and with what else there is.
+# sequence without keys, with dropout, with what else there is, and with the bounds of a mask.
 SHOWN = {
     "plain": (dict(sq=300, sk=330, b=1), {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
@@ -334,7 +403,14 @@ SHOWN = {
         dict(sq=70, sk=200, b=1, bias=drawn(2, 70, 200, seed=17)),
         dict(softcap=3.0, window=(60, 20)),
     ),
+    "spans": (dict(sq=300, sk=464, b=1), dict(attn_mask=LONG_SPANS)),
+    "holes": (dict(sk=448), dict(attn_mask=HOLES)),
+    "one loop": (
+        dict(sq=300, sk=464, b=1),
+        dict(attn_mask=LONG_SPANS, window=(300, 250)),
+    ),
 }
+BOUNDED = "spans", "holes", "one loop"
 
 
 @functools.cache
@@ -353,6 +429,7 @@ def shown(call):
         want = gradients(wide, grad_output.double(), **options)
     hidden = {
         "mask": ~MASK[:, 0, 0],
+        "holes": ~HOLES[:, 0, 0],
         "lengths": torch.arange(200) >= LENGTHS[:, None],
         "bias": HIDING.isneginf().all(1)[:, 0],
     }.get(call)
@@ -376,7 +453,8 @@ def what_is_found(kernel, call, *edits, slots, seed):
     learned = (kernel, call) in (("dkdv", "bias"), ("dq", "own bias"))
     needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
-        with simulated_backward(*edits, kernels=(kernel,), slots=slots, seed=seed):
+        how = dict(slots=slots, seed=seed, bounds=call in BOUNDED)
+        with simulated_backward(*edits, kernels=(kernel,), **how):
             have = launchers.backward(*arguments, [*needs, False])
     except Fault as fault:
         return str(fault)

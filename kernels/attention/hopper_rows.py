@@ -235,9 +235,7 @@ def _suits(kernel: str, row: Tiles, plan: Any, attention: Attention) -> bool:
 def _backward_fits_in_registers(kernel: str, row: Tiles, plan: Any) -> bool:
     """Return whether no loop accesses local memory, as the cost ledger counts it."""
     has = plan.has
-    if (
-        plan.head_block > 128 or row.BN == 32
-    ):  # 32 keys are for wide heads; sums of dK and dV do not fit
+    if plan.head_block > 128 or row.BN == 32:  # these tiles of dQ are for wide heads
         others = has.bias == 2, has.alibi, has.softcap
         more = any(others) or (has.bias == 1) + has.dropout + has.left + has.right > 1
         fits = not (1 in (has.mask, has.bias) and more)

@@ -410,10 +410,10 @@ def test_the_forward_for_hopper_computes_exponentials_beside_products(case):
 OF_HOPPER_BACKWARD = {
     "plain": ((370, 410), (510, 590)),
     "causal": ((370, 410), (510, 590)),
-    "key mask": ((450, 490), (510, 590)),
+    "key mask": ((370, 405), (510, 590)),
     "plain, dropout": ((930, 1070), (1160, 1290)),
     "causal, dropout": ((930, 1100), (1160, 1420)),
-    "2-D mask, dropout": ((1360, 1310), (1370, 1500)),
+    "2-D mask, dropout": ((920, 1310), (1160, 1500)),
     "key bias, dropout": ((1060, 1300), (1550, 1880)),
     "2-D mask, 2-D bias, causal, lengths, dropout": ((1680, 1880), (1700, 2300)),
     "2-D mask, 2-D bias, causal, lengths, dropout, own bias": ((1690, 1770), (1690, 2180)),

@@ -106,11 +106,11 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("attention fp32 D=256", "forward", 119),
         ("attention fp32 D=256", "backward_dkdv", 887),
         ("D=128 plain, Gluon", "hopper_forward", 22),
-        ("D=128 plain, dropout, Gluon", "hopper_forward", 28),
+        ("D=128 plain, dropout, Gluon", "hopper_forward", 27),
         ("D=128 causal, Gluon", "hopper_forward", 24),
         ("D=128 causal, dropout, Gluon", "hopper_forward", 29),
         ("D=128 key mask, Gluon", "hopper_forward", 23),
-        ("D=128 key mask, dropout, Gluon", "hopper_forward", 45),
+        ("D=128 key mask, dropout, Gluon", "hopper_forward", 34),
         ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 38),
         ("D=128 softcap, causal, Gluon", "hopper_forward", 34),
         ("D=128 key bias, Gluon", "hopper_forward", 23),
@@ -126,13 +126,18 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 10),
         ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 21),
         ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 10),
+        ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 39),
+        ("D=128 plain, Gluon 128 128, persistent", "hopper_forward", 26),
     ),
 }
 VERSION = ".".join(metadata.version("triton").split(".")[:2])
 KNOWN_LOCAL = LOCAL + LOCAL_OF.get(VERSION, ())
 
-# Kernels that run all exponentials of whole tiles beside a product.
+# Kernels that run all exponentials of whole tiles beside a product, and where they do not, by the
+# version: ptxas 13.4 moves those of dQ behind the product.
 OVERLAPPED = ("hopper_forward", "hopper_dkdv", "hopper_dq")
+APART_OF: dict[str, tuple[tuple[str, str], ...]] = {"3.9": (("D=128 2-D mask, ", "hopper_dq"),)}
+KNOWN_APART = APART_OF.get(VERSION, ())
 
 
 @dataclass(frozen=True)
@@ -509,7 +514,8 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
             problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
         if e.part != "rest" and e.local > max(known, default=0):
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
-        if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1:
+        apart = any(part in e.case and kernel == e.kernel for part, kernel in KNOWN_APART)
+        if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1 and not apart:
             problems.append(f"{loop}: {e.overlap:.0%} of its exponentials run beside a product")
     return problems
 

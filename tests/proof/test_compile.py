@@ -67,6 +67,7 @@ def test_what_is_known_of_gluon_on_other_versions(version, monkeypatch):
     assert table.triton == version
     spills = compile_gate.SPILLS + compile_gate.SPILLS_OF[short]
     monkeypatch.setattr(cost, "KNOWN_LOCAL", cost.LOCAL + cost.LOCAL_OF[short])
+    monkeypatch.setattr(cost, "KNOWN_APART", cost.APART_OF.get(short, ()))
     entries = [e for found in cost.read(table).values() for e in found]
     assert not cost.misused_registers(entries) + cost.waits(entries)
     kernels = [(n, compile_gate.Kernel(*k)) for n, c in table.cases.items() for k in c["kernels"]]
@@ -80,6 +81,8 @@ def test_what_is_known_of_gluon_on_other_versions(version, monkeypatch):
     for part, of, n in cost.LOCAL_OF[short]:
         found = [e.local for e in entries if part in e.case and of == e.kernel]
         assert any(n - 1 < local <= n for local in found) or "Gluon" not in part, (part, of)
+    for part, of in cost.APART_OF.get(short, ()):
+        assert any(e.overlap != 1 for e in entries if part in e.case and of == e.kernel)
 
 
 def test_a_translation_is_of_what_is_launched(compiled):

@@ -4,6 +4,7 @@ themselves in float64.
 
 import contextlib
 import copy
+import gc
 import importlib.util
 import itertools
 import pickle
@@ -1246,19 +1247,26 @@ def test_transforms_of_functions(backend, device):
     assert "torch.func" in str(report)
 
 
+def replace_under_ddp():
+    model = nn.parallel.DistributedDataParallel(encoder("cpu"))
+    report = ff.accelerate(model)
+    assert "module.layers.0.self_attn" in report.replaced
+    model(torch.randn(N, S, E)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    ff.restore(model)
+    assert type(model.module) is nn.TransformerEncoder
+
+
 def test_under_ddp(tmp_path):
     torch.distributed.init_process_group(
         "gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
-        model = nn.parallel.DistributedDataParallel(encoder("cpu"))
-        report = ff.accelerate(model)
-        assert "module.layers.0.self_attn" in report.replaced
-        model(torch.randn(N, S, E)).sum().backward()
-        assert all(p.grad is not None for p in model.parameters())
-        ff.restore(model)
-        assert type(model.module) is nn.TransformerEncoder
+        replace_under_ddp()
     finally:
+        # A model that outlives its process group ends it with the GIL held, and may wait for ever
+        # for a thread of gloo that needs the GIL.
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 

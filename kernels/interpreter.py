@@ -211,7 +211,7 @@ def _remember_constants() -> None:
 
 
 def _decide_types_once() -> None:
-    """Remember which type two operands are converted to, and leave alone what has it."""
+    """Remember which type a pair of operands is converted to, so that Triton decides it once."""
     semantic: Any = type(ti.interpreter_semantic)
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     common_types: dict[Any, Any] = {}
@@ -258,11 +258,11 @@ def _call_directly() -> None:
             return o.value if kind is tl.constexpr else o
         return unwrap(o)
 
-    checked = tl.program_id.__code__  # of what asks for the argument _semantic, and passes it on
+    wrapper = tl.program_id.__code__  # Triton's wrapper, which only checks an argument
     members: dict[Any, list[tuple[str, Any, Any]]] = {}
 
     def interpreted(member: Any) -> Any:
-        call = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+        call = member.__wrapped__ if getattr(member, "__code__", None) is wrapper else member
 
         def function(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
             return call(*args, **kwargs, _semantic=ti.interpreter_semantic)

@@ -162,6 +162,7 @@ def _remember_types() -> None:
         if cls is not tl.block_type or element_ty.is_ptr():
             return object.__new__(cls)
         sizes = tuple(shape.values if type(shape) is tl.core.tuple else shape)
+        # The sizes may be constexpr: they are looked up as they are, then as numbers.
         known = block_types.get(key := (element_ty.name, sizes))
         if known is None:
             numbers = element_ty.name, tuple(getattr(n, "value", n) for n in sizes)
@@ -258,7 +259,8 @@ def _call_directly() -> None:
             return o.value if kind is tl.constexpr else o
         return unwrap(o)
 
-    wrapper = tl.program_id.__code__  # Triton's wrapper, which only checks an argument
+    # All built-in functions have this wrapper, which only checks that `_semantic` is given.
+    wrapper = tl.program_id.__code__
     members: dict[Any, list[tuple[str, Any, Any]]] = {}
 
     def interpreted(member: Any) -> Any:

@@ -10,7 +10,7 @@ the round. A ratio is the median over the rounds of the peer's time divided by f
 1, fastformer is faster. The times are those of the processor. The result is compared once, before
 the timing.
 
-`python -m benchmarks.report --readme` tabulates the file in the README.
+`python -m benchmarks.report --evidence` tabulates the file in docs/evidence.md.
 """
 
 from __future__ import annotations

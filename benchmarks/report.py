@@ -1,7 +1,7 @@
 """Makes tables and plots of measured figures.
 
     python -m benchmarks.report results.json --out FOLDER    tables (Markdown) and plots
-    python -m benchmarks.report --readme                     the README's block of figures, made
+    python -m benchmarks.report --evidence                   the figures of docs/evidence.md, made
                                                              from benchmarks/results
 
 It reads the files of `pytest --benchmark-only --benchmark-json=results.json` and of
@@ -36,7 +36,7 @@ LEGEND = [
     "run; it exceeds 1 if the data fit a cache that the copy for BW does not fit",
     "by events: no CUDA graph could be captured, and the time includes that of the host",
 ]
-# The README shows the largest size of each of these families that has a figure of a kernel.
+# docs/evidence.md shows the largest size of each of these families that has a figure of a kernel.
 HEADLINES = [
     r"attention padding\+dropout d=64 ",
     r"attention plain d=128 ",
@@ -50,13 +50,13 @@ HEADLINES = [
     r"encoder layer ",
     r"Transformer ",
 ]
-START, END = "<!-- figures: python -m benchmarks.report --readme -->", "<!-- end of figures -->"
-PICTURE = "benchmarks/results/headline.png"
-CPU_PICTURE = "docs/figures/cpu.png"
+START, END = "<!-- figures: python -m benchmarks.report --evidence -->", "<!-- end of figures -->"
+PICTURE = "figures/headline.png"  # beside the page
+CPU_PICTURE = "figures/cpu.png"
 UNMEASURED = (
     "Speed on a GPU is **not measured** yet: `benchmarks/results` holds no run on one. If you have "
     "an H100 or H200 and ten minutes, "
-    "[docs/first_run.md](docs/first_run.md) says how to measure it."
+    "[First run](first_run.md) says how to measure it."
 )
 STAND_IN = "no GPU but a stand-in"  # the name of benchmarks.gpu.stand_in's: its times mean nothing
 
@@ -357,11 +357,11 @@ def write(results: Results, folder: Path) -> list[Path]:
     return [report, *pictures]
 
 
-# ----------------------------------------------------------------------------------------- README
+# ---------------------------------------------------------------------------------------- evidence
 
 
-def readme_block(results: Results) -> str:
-    """The figures that the README shows: the speed on a GPU, or that it was not measured; and what
+def evidence_block(results: Results) -> str:
+    """The figures of docs/evidence.md: the speed on a GPU, or that it was not measured; and what
     is known without a GPU, from the committed accuracy ledger, mutation report and compile table.
     """
     return "\n".join(
@@ -379,7 +379,9 @@ def cpu_table() -> list[str]:
     data = cpu.load()
     machine = data["machine"]
     return [
-        f"**One CPU thread** ({machine['processor']}, torch {machine['torch']}). Each row is the "
+        "## One CPU thread",
+        "",
+        f"({machine['processor']}, torch {machine['torch']}). Each row is the "
         f"median of {data['rounds']} rounds, in which fastformer and its peer take turns in one "
         "process; the ratio is the peer's time divided by fastformer's: above 1, fastformer is "
         "faster. `python -m benchmarks.cpu --write` measures it.",
@@ -388,7 +390,7 @@ def cpu_table() -> list[str]:
         "",
         f"![Ratios of the times on a CPU]({CPU_PICTURE})",
         "",
-        f"`python -m benchmarks.cpu --plot {CPU_PICTURE}` draws the figure from the same file.",
+        f"`python -m benchmarks.cpu --plot docs/{CPU_PICTURE}` draws the figure from the same file.",
     ]
 
 
@@ -398,7 +400,9 @@ def accuracy_table() -> list[str]:
         rows = [row for row in csv.DictReader(file) if row["condition"] == "benign"]
     dtypes = ("float32", "float16", "bfloat16")
     lines = [
-        "**Accuracy.** Each cell holds the largest relative error against float64, over the output "
+        "## Accuracy",
+        "",
+        "Each cell holds the largest relative error against float64, over the output "
         "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
         "eager PyTorch overflows. `python -m benchmarks.proof.accuracy --print` lists "
         "every case.",
@@ -427,7 +431,9 @@ def compile_table() -> list[str]:
         for _, _, _, spill, serialised, *_, of_kernel in case["kernels"]:
             kernels.setdefault(name.split()[0], {})[of_kernel] = spill, serialised
     lines = [
-        "**Compiled code.** The shipped configurations are compiled ahead of time: all of them for "
+        "## Compiled code",
+        "",
+        "The shipped configurations are compiled ahead of time: all of them for "
         "sm_90, and a selection for the other architectures. A kernel spills when its values do "
         "not fit the registers and the compiler moves some of them to slow local memory; the "
         "fourth column is the largest spill of a kernel, in bytes per thread, loads and stores "
@@ -452,7 +458,8 @@ def mutation_line() -> str:
     verdicts = json.loads((RESULTS / "mutation.json").read_text())["written"]
     unseen = sum(verdict["verdict"] == "unseen" for verdict in verdicts)
     return (
-        f"**Planted bugs.** The tests see {len(verdicts) - unseen} of {len(verdicts)} bugs that "
+        "## Planted bugs\n\n"
+        f"The tests see {len(verdicts) - unseen} of {len(verdicts)} bugs that "
         "were planted in the kernels (`python -m benchmarks.proof.mutation`)."
     )
 
@@ -495,7 +502,7 @@ def measured(row: Row) -> bool:
 
 
 def headline_family(results: Results) -> tuple[str, list[Row]] | None:
-    """Return the family that the README draws: the first one measured at several lengths."""
+    """Return the family that docs/evidence.md draws: the first one measured at several lengths."""
     shown = {rows[0]["group"] for rows in _headlines(results)}
     for family, rows in results.families().items():
         lengths = {row["length"] for row in rows}
@@ -509,11 +516,11 @@ def _size(rows: Sequence[Row]) -> float:
 
 
 def with_figures(text: str, block: str) -> str:
-    """Return the README with the block between its marks. Raises ValueError if it has none."""
+    """Return the page with the block between its marks. Raises ValueError if it has none."""
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)
     if not (start and end):
-        raise ValueError(f"the README has no block {START} ... {END}")
+        raise ValueError(f"the page has no block {START} ... {END}")
     return f"{before}{START}\n{block}\n{END}{after}"
 
 
@@ -526,10 +533,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "results", nargs="*", type=Path, help=f"JSON files; the default is {RESULTS.name}/gpu*.json"
     )
     add("--out", type=folder, help="the folder for report.md and the plots")
-    add("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="the README to update")
+    page = ROOT / "docs" / "evidence.md"
+    add("--evidence", nargs="?", type=Path, const=page, help="the page to update")
     options = parser.parse_args(argv)
-    if not (options.out or options.readme):
-        parser.error("nothing to do: give --out FOLDER or --readme")
+    if not (options.out or options.evidence):
+        parser.error("nothing to do: give --out FOLDER or --evidence")
     paths = options.results or sorted(RESULTS.glob("gpu*.json"))
     if missing := [str(path) for path in paths if not path.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
@@ -544,14 +552,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"Wrote {path}")
         if not importlib.util.find_spec("matplotlib"):
             print("Without plots: matplotlib is not installed")
-    if options.readme:
-        text = options.readme.read_text()
-        options.readme.write_text(with_figures(text, readme_block(results)))
+    if options.evidence:
+        text = options.evidence.read_text()
+        options.evidence.write_text(with_figures(text, evidence_block(results)))
         if family := headline_family(results):
-            path = options.readme.parent / PICTURE
+            path = options.evidence.parent / PICTURE
             path.parent.mkdir(parents=True, exist_ok=True)
             draw(*family).savefig(path, dpi=100)
-        print(f"Wrote {options.readme}")
+        print(f"Wrote {options.evidence}")
 
 
 if __name__ == "__main__":

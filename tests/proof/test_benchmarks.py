@@ -129,13 +129,13 @@ def test_report_writes_tables_and_pictures(benchmarks, results, tmp_path):
         assert fact in caption
 
 
-def test_the_readme_says_what_is_measured_and_what_is_not(benchmarks, results, tmp_path):
+def test_the_evidence_says_what_is_measured_and_what_is_not(benchmarks, results, tmp_path):
     report = benchmarks.report
-    source, readme = tmp_path / "results.json", tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    source, page = tmp_path / "results.json", tmp_path / "evidence.md"
+    page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     source.write_text(json.dumps({"rows": results.rows}))
-    report.main([str(source), "--readme", str(readme)])
-    text = readme.read_text()
+    report.main([str(source), "--evidence", str(page)])
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
     assert "| attention causal d=64 S=2048 forward, triton | 16 | 0.5 |" in text
     assert "S=512" not in text and "Measured on Imaginary 1, driver 1.0" in text
@@ -145,17 +145,17 @@ def test_the_readme_says_what_is_measured_and_what_is_not(benchmarks, results, t
     for one in results.rows:
         one["gpu"] = None
     source.write_text(json.dumps({"rows": results.rows}))
-    report.main([str(source), "--readme", str(readme)])
-    assert "Speed on a GPU is **not measured** yet" in readme.read_text()
-    assert "| attention causal" not in readme.read_text()
+    report.main([str(source), "--evidence", str(page)])
+    assert "Speed on a GPU is **not measured** yet" in page.read_text()
+    assert "| attention causal" not in page.read_text()
     with pytest.raises(ValueError, match="has no block"):
         report.with_figures("no marks", "block")
 
 
-def test_the_readme_is_up_to_date(benchmarks):
-    text = (ROOT / "README.md").read_text()
+def test_the_evidence_is_up_to_date(benchmarks):
+    text = (ROOT / "docs" / "evidence.md").read_text()
     results = benchmarks.report.load(*sorted(benchmarks.report.RESULTS.glob("gpu*.json")))
-    assert benchmarks.report.with_figures(text, benchmarks.report.readme_block(results)) == text
+    assert benchmarks.report.with_figures(text, benchmarks.report.evidence_block(results)) == text
 
 
 def test_times_on_a_cpu_are_ratios_of_turns(tmp_path, monkeypatch, capsys):

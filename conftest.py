@@ -1,11 +1,19 @@
-"""Chooses Triton's mode before anything imports triton, keeps benchmarks/ out of plain `pytest`,
-and holds the shared fixtures.
+"""Chooses Triton's mode before anything imports triton, selects the tests of a run, and holds the
+shared fixtures.
 """
 
 import itertools
 import os
+import sys
+import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
+
+# Without one of these a GPU is hidden, from child processes as well: the tests run in the
+# interpreter everywhere, because compiling every kernel that they launch would take an hour.
+# Processes of pytest-xdist have the same arguments.
+if not {"--gpu", "--benchmark-only"} & {*sys.argv}:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
 
 # Read when NumPy is loaded. A second thread would take the core of the other test process, and sum
 # in another order: the interpreter's products are NumPy's.
@@ -15,6 +23,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent
+KILLERS = {*(ROOT / "tests" / "killers.txt").read_text().splitlines()}
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # read by `import triton` and by each @triton.jit
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,6 +35,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run what takes long")
     parser.addoption("--all", action="store_true", help="also run what is marked with_all")
+    parser.addoption("--gpu", action="store_true", help="run the tests of tests/gpu.txt on a GPU")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -44,14 +54,17 @@ def pytest_collection_modifyitems(config, items):
     """Skip what needs a GPU. Without --all, leave out the tests marked with_all, and without --slow
     those marked with_slow; a test that is named on the command line always runs.
     """
-    sampled = defaultdict(list)
+    functions = defaultdict(list)
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.get_closest_marker("sample"):
-            sampled[item.nodeid.partition("[")[0]].append(item)
-    for group in sampled.values():
-        _leave_out_combinations(group)
+        if not item.get_closest_marker("with_all") and not item.get_closest_marker("with_slow"):
+            values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            backends = [x for x in values if isinstance(x, str) and x in ("reference", "triton")]
+            functions[(item.nodeid.partition("[")[0], *backends)].append(item)
+    for cases in functions.values():
+        if not cases[0].get_closest_marker("all_cases"):
+            _leave_out_cases(cases)
     if not any("::" in argument for argument in config.args):
         marks = [f"with_{name}" for name in ("all", "slow") if not config.getoption(name)]
         left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
@@ -59,26 +72,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
 
 
-def _leave_out_combinations(items):
-    """Give the mark with_all to the items of a test that are not needed for each value of each
-    parameter to occur, and with_slow to two thirds of them. The values that have occurred least
-    come first.
+def _leave_out_cases(cases):
+    """Mark the cases of a test under one backend with_all, but for those that KILLERS lists (each
+    was the first to fail for a planted bug), or else the one whose name has the lowest checksum.
+    Where the test is marked `sample`, two thirds of those left out also get the mark with_slow.
     """
-    values = {item: [(name, id(x)) for name, x in item.callspec.params.items()] for item in items}
-    counts = Counter()
-    while any(not counts[value] for item in items for value in values[item]):
-        best = max(
-            items,
-            key=lambda item: (
-                sum(not counts[value] for value in values[item]),
-                -sum(counts[value] for value in values[item]),
-            ),
-        )
-        counts.update(values.pop(best))
-        items = [item for item in items if item is not best]
-    for n, item in enumerate(items):
+    checksums = {item: zlib.crc32(item.nodeid.encode()) for item in cases}
+    chosen = {item for item in cases if item.nodeid in KILLERS}
+    chosen = chosen or {min(cases, key=checksums.__getitem__)}
+    for item in checksums.keys() - chosen:
         item.add_marker(pytest.mark.with_all)
-        if n % 3:
+        if item.get_closest_marker("sample") and checksums[item] % 3:
             item.add_marker(pytest.mark.with_slow)
 
 

@@ -23,7 +23,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent
-KILLERS = {*(ROOT / "tests" / "killers.txt").read_text().splitlines()}
+KILLERS, ON_GPU = (
+    {*(ROOT / "tests" / name).read_text().splitlines()} for name in ("killers.txt", "gpu.txt")
+)
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # read by `import triton` and by each @triton.jit
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -65,11 +67,15 @@ def pytest_collection_modifyitems(config, items):
     for cases in functions.values():
         if not cases[0].get_closest_marker("all_cases"):
             _leave_out_cases(cases)
-    if not any("::" in argument for argument in config.args):
+    if any("::" in argument for argument in config.args):
+        return
+    if config.getoption("gpu") and not config.getoption("all"):
+        left_out = {item for item in items if item.nodeid not in ON_GPU}
+    else:
         marks = [f"with_{name}" for name in ("all", "slow") if not config.getoption(name)]
         left_out = {item for item in items if any(map(item.get_closest_marker, marks))}
-        config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _leave_out_cases(cases):
@@ -84,6 +90,47 @@ def _leave_out_cases(cases):
         item.add_marker(pytest.mark.with_all)
         if item.get_closest_marker("sample") and checksums[item] % 3:
             item.add_marker(pytest.mark.with_slow)
+
+
+# How many kernels the tests of --gpu launch, in the interpreter or on a GPU, which compiles each:
+# they differ in the function, in compile-time constants and options, or in dtypes and alignments.
+
+_kernels = set()
+
+
+def pytest_configure(config):
+    if config.getoption("gpu"):
+        from fastformer.kernels import launch
+
+        start = launch.Launch.through_triton
+
+        def count(self, *pointers):
+            name = self._kernel.fn.__module__, self._kernel.fn.__name__
+            _kernels.add(str((name, self._options, _kinds((pointers, self._arguments)))))
+            return start(self, *pointers)
+
+        launch.Launch.through_triton = count
+
+
+def _kinds(x):
+    """What Triton compiles for an argument or a group of arguments."""
+    if isinstance(x, tuple):
+        return tuple(map(_kinds, x))
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is int:
+        return x == 1 or (x % 16 == 0, abs(x) < 2**31)
+    return type(x) if isinstance(x, float) else str(x)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["kernels"] = [*_kernels]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    _kernels.update(getattr(node, "workeroutput", {}).get("kernels", []))
 
 
 # The processor time of each test, its child processes included, is part of its report, which
@@ -108,7 +155,9 @@ def pytest_runtest_makereport():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the ten slowest files."""
+    """Print the ten slowest files and, with --gpu, the number of kernels."""
+    if terminalreporter.config.getoption("gpu"):
+        terminalreporter.write_line(f"{len(_kernels)} kernels were launched")
     files = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if hasattr(report, "cpu_seconds"):

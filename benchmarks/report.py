@@ -390,7 +390,7 @@ def cpu_table() -> list[str]:
         "",
         f"![Ratios of the times on a CPU]({CPU_PICTURE})",
         "",
-        f"`python -m benchmarks.cpu --plot docs/{CPU_PICTURE}` draws the figure from the same file.",
+        f"`python -m benchmarks.cpu --plot docs/{CPU_PICTURE}` draws it from the same file.",
     ]
 
 

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
     """
     functions = defaultdict(list)
     for item in items:
-        if "gpu" in item.keywords and not HAS_GPU:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if not item.get_closest_marker("with_all") and not item.get_closest_marker("with_slow"):
             values = item.callspec.params.values() if hasattr(item, "callspec") else ()

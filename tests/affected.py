@@ -40,7 +40,7 @@ def changed(since: str) -> set[str]:
 @functools.cache
 def modules() -> dict[str, str]:
     """Return the Python files by the names under which they are imported."""
-    found = {}
+    found = {"fastformer_command": "fastformer_command.py"}
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts

@@ -259,7 +259,7 @@ def _trained(
     settings: Settings, backend: str, limit: float, verbose: bool, way: OneProcess
 ) -> tuple[Run, EncoderDecoder]:
     is_interpreted = interpreted(backend, settings.device)
-    write = _write_line if verbose else _ignore_line
+    write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
     write(f"\n{backend}{way.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
@@ -409,10 +409,6 @@ def _arrow(settings: Settings, decoded: list[int]) -> str:
 def _write_line(line: str) -> None:
     tqdm.write(line, file=sys.stdout)  # above the progress bar, if there is one
     sys.stdout.flush()
-
-
-def _ignore_line(line: str) -> None:
-    pass
 
 
 def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:

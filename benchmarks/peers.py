@@ -47,7 +47,7 @@ ON_GPU = dict.fromkeys(
     "needs a GPU",
 ) | {
     "triton": "needs a GPU: the speed of the interpreter means nothing",
-    "compile": "torch.compile needs a C++ compiler on a CPU",
+    "compile": "is compared on a GPU alone",
     "flex": "flex_attention has no gradient on a CPU",
 }
 

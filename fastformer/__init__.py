@@ -1,6 +1,5 @@
 """The standard Transformer on fused Triton kernels, with a PyTorch reference for every op."""
 
-import sys
 from pathlib import Path
 
 from fastformer._version import __version__
@@ -73,9 +72,6 @@ from fastformer.training.training import (
     run_epoch,
 )
 from fastformer.tuning.tuner import Tuning, tune
-
-# The name of the class stands for the module, too: `import fastformer.context_parallel`.
-sys.modules[f"{__name__}.context_parallel"] = sys.modules[context_parallel.__module__]
 
 __all__ = [
     "Batch",

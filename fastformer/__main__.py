@@ -2,7 +2,7 @@
 
 import sys
 
-from fastformer.cli import main
+from fastformer_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

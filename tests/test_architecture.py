@@ -219,14 +219,6 @@ def test_no_module_hides_a_public_name(name):
     )
 
 
-def test_context_parallel_is_a_class_and_a_module():
-    module = importlib.import_module("fastformer.context_parallel")
-    assert module is importlib.import_module("fastformer.distributed.context_parallel")
-    from fastformer.context_parallel import context_parallel
-
-    assert ff.context_parallel is context_parallel is module.context_parallel
-
-
 def test_kernels_are_imported_under_fastformer():
     kernels = importlib.import_module("fastformer.kernels")
     assert Path(kernels.__file__).resolve().parent.name == "kernels"

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import fastformer
-from fastformer import cli
+import fastformer_command
+from fastformer import environment
 from fastformer.dispatch import backends
-from fastformer.training import checkpoints, copy_task
+from fastformer.training import checkpoints, copy_task, parallel_copy_task, plots, training
 from fastformer.tuning import tuner
+from fastformer_command import main
 
 SIZES = ["--batch=2", "--length=3", "--vocab=6", "--layers=1", "--d-model=8", "--d-ff=16"]
 SIZES += ["--heads=1", "--warmup=4"]
@@ -28,21 +30,25 @@ def environment_restored(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "0"))
 
 
-def run_python(*words):
-    """Another process, as a user's: nothing has chosen Triton's mode in it."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "FASTF"))}
-    environment["PYTHONPATH"] = str(Path(fastformer.__file__).parents[1])
+def run_python(*words, **options):
+    """Another process, as a user's: nothing has chosen Triton's mode in it, and Python buffers."""
+    mine = ("TRITON_", "FASTF", "PYTHONUNBUFFERED")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(mine)}
+    paths = [*options.pop("paths", []), Path(fastformer.__file__).parents[1]]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    return subprocess.run(command, text=True, env=environment, timeout=600, **options)
 
 
 def copied(*words):
-    return cli.main(["copy-task", *SIZES, *words])
+    return main(["copy-task", *SIZES, *words])
 
 
 # -------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.with_all
 def test_the_command_trains_both_backends_and_writes_what_it_found(tmp_path):
     written, drawn = tmp_path / "result.json", tmp_path / "curves.png"
     done = run_python(
@@ -52,6 +58,8 @@ def test_the_command_trains_both_backends_and_writes_what_it_found(tmp_path):
     assert done.stderr == ""
     assert "untrained: 1 3 2 -> 1 " in done.stdout
     assert "Largest loss difference between reference and triton over steps 1..1: " in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("passed: the losses of both runs agree within ") and "1..1; " in last
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
     result = json.loads(written.read_text())
@@ -74,7 +82,48 @@ def test_the_command_trains_both_backends_and_writes_what_it_found(tmp_path):
     assert "--steps 1 " in environment["command"] and "--d-model 8 " in environment["command"]
 
 
-def test_importing_the_command_imports_no_triton_and_no_matplotlib():
+def test_what_needs_no_torch_does_not_import_it(tmp_path):
+    """A module torch that cannot be imported comes first on the path."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    code = """
+import contextlib, sys
+from fastformer_command import main
+for words in (["--version"], ["--help"], ["copy-task", "--help"], ["plot", "--help"], ["coppy"],
+              ["copy-task", "--speed", "3"], ["copy-task", "--steps", "many"], ["plot", "x"], []):
+    with contextlib.suppress(SystemExit):
+        main(words)
+    assert "torch" not in sys.modules and "fastformer" not in sys.modules, words
+"""
+    done = run_python("-c", code, paths=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"fastformer {fastformer.__version__}\nusage: ")
+
+
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    done = run_python("-m", "fastformer_command", "info", paths=[tmp_path])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "\nInterrupted\n", "")
+
+
+def test_a_reader_that_has_ended_is_no_error():
+    """`fastformer --help | true`; Python does not complain at exit."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_python("-m", "fastformer_command", "--help", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = run_python("-m", "fastformer_command", "--help", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "fastformer: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.with_all
+def test_importing_what_the_commands_do_imports_no_triton_and_no_matplotlib():
     heavy = "[m for m in ('triton', 'matplotlib', 'fastformer.kernels') if m in sys.modules]"
     done = run_python("-c", f"import sys, fastformer.cli; print({heavy})")
     assert done.stdout.strip() == "[]", done.stderr
@@ -100,7 +149,7 @@ def test_the_command_on_record_gives_the_same_runs(tmp_path):
     first = json.loads(written.read_text())
     words = first["environment"]["command"].split()
     assert words[:2] == ["fastformer", "copy-task"]
-    assert cli.main([*words[1:], "--json", str(written)]) == 0
+    assert main([*words[1:], "--json", str(written)]) == 0
     assert json.loads(written.read_text())["runs"][0]["losses"] == first["runs"][0]["losses"]
 
 
@@ -140,6 +189,7 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
         ("--device meta", "argument --device: 'meta' cannot be used on this machine"),
         ("--json /nowhere/x.json", "argument --json: '/nowhere/x.json' is in a folder that does"),
         ("--json /", "argument --json: '/' is a folder; expected a file"),
+        ("--parallel no", "argument --parallel: invalid choice: 'no'"),
         ("--plot curves.xyz", "argument --plot: curves.xyz ends in 'xyz'; expected one of"),
         ("--plot /nowhere/x.png", "argument --plot: '/nowhere/x.png' is in a folder that does"),
         ("--speed 3", "unrecognized arguments: --speed 3"),
@@ -151,7 +201,7 @@ def test_a_failure_is_exit_status_1_and_still_written(monkeypatch, capsys, tmp_p
 def test_a_bad_option_is_one_line_and_exit_status_2(words, message, capsys, monkeypatch):
     monkeypatch.setattr(copy_task, "compare", lambda *_: pytest.fail("it trained"))
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["copy-task", *words.split()])
+        main(["copy-task", *words.split()])
     assert stopped.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -172,18 +222,27 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkey
         ["--checkpoint", str(tmp_path / "file" / "within")],
     ):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["copy-task", *words])
+            main(["copy-task", *words])
         error = capsys.readouterr().err.splitlines()[-1]
         assert stopped.value.code == 2 and f"argument {words[0]}: " in error
         assert "cannot be written: " in error
     assert (tmp_path / "file").read_text() == "kept"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "file"]
-    assert cli._output_file(str(tmp_path / "new")) == tmp_path / "new"
+    assert fastformer_command._output_file(str(tmp_path / "new")) == tmp_path / "new"
     assert not (tmp_path / "new").exists()  # the check leaves nothing
 
 
+def test_the_options_have_the_values_of_the_package():
+    """The options are read before the package is imported, so they repeat what it knows."""
+    given = vars(fastformer_command._parser().parse_args(["copy-task"]))
+    defaults = copy_task.Settings().plain
+    assert {name: given[name] for name in defaults} == defaults
+    assert fastformer_command.PARALLEL == parallel_copy_task.WAYS
+    assert [*fastformer_command.FIGURES] == [*plots.PICTURES, "attention-maps", "loss-curves"]
+
+
 def test_help_says_what_each_option_is_by_default():
-    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    (commands,) = (a for a in fastformer_command._parser()._actions if isinstance(a.choices, dict))
     shown = 0
     for parser in commands.choices.values():
         for action in parser._actions:
@@ -194,34 +253,23 @@ def test_help_says_what_each_option_is_by_default():
     assert shown > 25
 
 
-INTERRUPTED = """
-import os, signal, sys
-from fastformer import cli
-from fastformer.training import copy_task, training
+def test_ctrl_c_ends_with_one_line_and_writes_what_there_is(tmp_path, capsys, monkeypatch):
+    steps, add = itertools.count(1), training._Meter.add
 
-class Meter(training._Meter):
-    def add(self, *given, count=[0]):
-        count[0] += 1
-        if count[0] == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        super().add(*given)
+    def interrupted(meter, *given):
+        if next(steps) == 4:
+            raise KeyboardInterrupt
+        add(meter, *given)
 
-training._Meter = Meter
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_ctrl_c_ends_with_one_line_and_writes_what_there_is(tmp_path):
+    monkeypatch.setattr(training._Meter, "add", interrupted)
     written, drawn = tmp_path / "result.json", tmp_path / "curves.png"
-    (tmp_path / "run.py").write_text(INTERRUPTED)
-    files = ["--json", written, "--plot", drawn]
-    done = run_python(tmp_path / "run.py", "copy-task", *SIZES, "--steps=9", *files)
-    assert done.returncode == 130 and done.stderr == ""
-    lines = [line for line in done.stdout.splitlines() if line]
+    assert copied("--steps=9", "--json", str(written), "--plot", str(drawn)) == 130
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line]
     assert lines[-3:] == [
         "Interrupted: reference trained 4 of 9 steps", f"Wrote {written}", f"Wrote {drawn}",
     ]  # fmt: skip
-    assert "triton" not in done.stdout and drawn.read_bytes().startswith(b"\x89PNG")
+    assert "triton" not in printed and drawn.read_bytes().startswith(b"\x89PNG")
     (run,) = json.loads(written.read_text())["runs"]
     assert run["interrupted"] and len(run["losses"]) == 4 and run["decoded"] is None
 
@@ -247,8 +295,8 @@ def test_ctrl_c_elsewhere_is_one_line(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.environment, "devices", interrupted)
-    assert cli.main(["info"]) == 130 and capsys.readouterr().out == "\nInterrupted\n"
+    monkeypatch.setattr(environment, "devices", interrupted)
+    assert main(["info"]) == 130 and capsys.readouterr().out == "\nInterrupted\n"
 
 
 def losses_of(path):
@@ -306,7 +354,11 @@ def test_ctrl_c_while_a_checkpoint_is_written(capsys, monkeypatch, tmp_path):
 def test_both_backends_have_checkpoints_of_their_own(tmp_path, capsys):
     for _ in range(2):
         assert copied("--steps", "1", "--checkpoint", str(tmp_path)) == 0
-    assert capsys.readouterr().out.count("the checkpoint has all of the 1 steps") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("the checkpoint has all of the 1 steps") == 2
+    verdict = printed.splitlines()[-1]
+    assert verdict.startswith("passed: the losses of both runs agree within ")
+    assert "nothing is decoded" not in printed
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob("*/*")) == [
         "reference/step-1", "triton/step-1",
     ]  # fmt: skip
@@ -315,16 +367,55 @@ def test_both_backends_have_checkpoints_of_their_own(tmp_path, capsys):
 def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["copy-task", "--plot", "curves.png"])
+        main(["copy-task", "--plot", "curves.png"])
     assert stopped.value.code == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert 'pip install ".[plot]"' in capsys.readouterr().err
+
+
+@pytest.fixture
+def full_disk():
+    """No file may hold more than 2 kB."""
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["copy-task", *SIZES, "--backend=reference", "--steps=99", "--json"], "result.json"),
+        (["plot", "relu", "--out"], "relu.png"),
+        (["copy-task", *SIZES, "--backend=reference", "--steps=1", "--checkpoint"], "step-1"),
+    ],
+    ids=["json", "figure", "checkpoint"],
+)
+def test_a_full_disk_is_one_line_and_leaves_no_part(words, name, full_disk, tmp_path, capsys):
+    place = tmp_path if name == "step-1" else tmp_path / name
+    assert main([*words, str(place)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"fastformer: error: .*{tmp_path / name} cannot be written: .*large", line)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_ends_ends_the_training(monkeypatch):
+    """`fastformer copy-task | head -2`"""
+    reader, writer = os.pipe()
+    steps = []
+    monkeypatch.setattr(copy_task, "run_epoch", lambda *_, report, **__: steps.append(report))
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        os.close(reader)
+        assert copied("--backend=reference", "--steps=1") == 141
+    assert steps == []
 
 
 # --------------------------------------------------------------------------------------- the rest
 
 
 def test_info_says_what_each_op_takes_and_why(capsys):
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"^fastformer +{re.escape(fastformer.__version__)}$", printed, re.MULTILINE)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", printed, re.MULTILINE)
@@ -339,14 +430,14 @@ def test_info_says_what_each_op_takes_and_why(capsys):
 def test_info_says_if_triton_lacks_gluon(capsys, monkeypatch, has):
     plan = pytest.importorskip("fastformer.kernels.attention.plan")
     monkeypatch.setattr(plan, "HOPPER", {"Gluon 128 128": None} if has else {})
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     assert ("\ngluon       not in this Triton" in capsys.readouterr().out) != has
 
 
 def test_info_under_another_backend(capsys, monkeypatch):
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     with fastformer.use_backend("triton"):
-        assert cli.main(["info"]) == 0
+        assert main(["info"]) == 0
     assert (
         "triton backend cannot run layer_norm: triton is not installed" in capsys.readouterr().out
     )
@@ -355,7 +446,7 @@ def test_info_under_another_backend(capsys, monkeypatch):
 def test_an_unknown_backend_in_the_environment_is_named(monkeypatch, capsys):
     monkeypatch.setattr(backends, "_default", "fastest")
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["info"])
+        main(["info"])
     assert stopped.value.code == 2
     assert "FASTFORMER_BACKEND is 'fastest'" in capsys.readouterr().err
 
@@ -372,7 +463,7 @@ def no_gpu(monkeypatch):
 
 def test_tune_lists_its_work_without_a_gpu(no_gpu, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTFORMER_TUNING", str(tmp_path / "here.json"))
-    assert cli.main([*ONE, "--dry-run"]) == 0
+    assert main([*ONE, "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "rms_norm bfloat16 M=4096 N=512 weight, forward + backward",
         f"1 calls; the results go to {tmp_path / 'here.json'}",
@@ -382,7 +473,7 @@ def test_tune_lists_its_work_without_a_gpu(no_gpu, capsys, monkeypatch, tmp_path
 
 def test_tune_says_that_there_is_no_gpu(no_gpu, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune"])
+        main(["tune"])
     assert stopped.value.code == 2
     assert "measures on a GPU, and there is none on this machine" in capsys.readouterr().err
 
@@ -400,7 +491,7 @@ def test_tune_says_that_there_is_no_gpu(no_gpu, capsys):
 )
 def test_bad_options_of_tune(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", *words])
+        main(["tune", *words])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -420,7 +511,7 @@ def test_tune_prints_and_names_what_it_wrote(done, capsys, monkeypatch, tmp_path
     monkeypatch.setattr(tuner, "measure", run)
     monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
     more = ["--candidates", "@|torch", "--consan"] if done else []
-    assert cli.main([*ONE, "--minutes", "3", "--out", str(out), *more]) == 0
+    assert main([*ONE, "--minutes", "3", "--out", str(out), *more]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("forward + backward: triton (triton 2.0 us)")
     assert ("The time is up after 3 minutes; the next run goes on from here" in printed) != done
@@ -431,17 +522,17 @@ def test_tune_where_nothing_may_be_written(capsys, monkeypatch):
     monkeypatch.setattr(tuner, "gpu", lambda: torch.device("cuda", 0))
     monkeypatch.setenv("FASTFORMER_TUNING", "off")
     with pytest.raises(SystemExit) as stopped:
-        cli.main(ONE)
+        main(ONE)
     assert stopped.value.code == 2
     assert "FASTFORMER_TUNING is off" in capsys.readouterr().err
 
 
 def test_version_and_usage(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--version"])
+        main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"fastformer {fastformer.__version__}\n"
     with pytest.raises(SystemExit) as stopped:
-        cli.main([])
+        main([])
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err

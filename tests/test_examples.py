@@ -1,8 +1,10 @@
 """The examples run from a user's place, and fail where they do not do what they say."""
 
 import os
+import runpy
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -11,23 +13,23 @@ from benchmarks import ROOT
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda p: p.stem)
-def test_example(path, tmp_path, request):
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_example(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        runpy.run_path(str(path), run_name="__main__")
+    assert "difference" in capsys.readouterr().out
+
+
+@pytest.mark.with_slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("parallel/*.py")), ids=lambda p: p.stem)
+def test_parallel_example(path, tmp_path):
+    """Two processes of torchrun."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "error::UserWarning", str(path)]
-    if path.parent.name == "parallel":
-        if not request.config.getoption("--slow"):
-            pytest.skip("two processes of torchrun, which --slow runs")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            str(path),
-        ]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(path)]
     done = subprocess.run(
-        command,
+        [sys.executable, "-W", "error::UserWarning", *words],
         cwd=tmp_path,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -102,14 +102,18 @@ class Checkpoints:
         import torch.distributed.checkpoint as dcp
 
         state = self._collected(torch.stack(list(losses)).cpu())
+        path = self._folder / f"step-{len(losses)}"
         with warnings.catch_warnings():
             for expected in (_ALONE, _REPLACED):
                 warnings.filterwarnings("ignore", expected)
             try:
-                dcp.save(state, checkpoint_id=str(self._folder / f"step-{len(losses)}"))
+                dcp.save(state, checkpoint_id=str(path))
             except dcp.CheckpointException as error:
                 _raise_interrupt(error)
-                raise
+                if _is_first():  # on a full disk a part of it would stay in the way
+                    shutil.rmtree(path, ignore_errors=True)
+                reason = next(iter(error.failures.values()))[0]
+                raise OSError(f"checkpoint {path} cannot be written: {reason}") from error
         if _is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"

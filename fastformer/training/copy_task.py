@@ -51,6 +51,7 @@ __all__ = [
     "loss_difference",
     "summary",
     "train",
+    "verdict",
 ]
 
 PAD, START = 0, 1
@@ -192,15 +193,15 @@ def interpreted(backend: str, device: torch.device) -> bool:
 class OneProcess:
     """How the model is trained: here, in one process.
 
-    The subclasses in `parallel_copy_task` train with several processes. name: a suffix for the
-    printed title of the run. timed: whether the speed of decoding is measured. checkpoints: where
-    they are saved, or None.
+    `parallel_copy_task.Parallel` trains with several processes. name: a suffix for the
+    printed title of the run. checkpoints: where they are saved, or None. timed: whether the speed
+    of decoding is measured.
     """
 
-    name, timed = "", True
+    name = ""
 
-    def __init__(self, checkpoints: Checkpoints | None = None) -> None:
-        self.checkpoints = checkpoints
+    def __init__(self, checkpoints: Checkpoints | None = None, timed: bool = True) -> None:
+        self.checkpoints, self.timed = checkpoints, timed
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
@@ -258,7 +259,7 @@ def _trained(
     settings: Settings, backend: str, limit: float, verbose: bool, way: OneProcess
 ) -> tuple[Run, EncoderDecoder]:
     is_interpreted = interpreted(backend, settings.device)
-    write = _write_line if verbose else _ignore_line
+    write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
     write(f"\n{backend}{way.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
@@ -325,8 +326,6 @@ def _trained(
             if len(losses) == settings.steps:
                 timed = way.timed and not is_interpreted
                 decoded, decoding = _decoded(settings, model, timed, write)
-            else:
-                write("  the training is incomplete, so nothing is decoded")
         except KeyboardInterrupt:
             interrupted = True
     speed, parallel = statistics.median(speeds or [math.nan]), way.name.removeprefix(", ") or None
@@ -336,9 +335,9 @@ def _trained(
 
 
 _INTERPRETED_NOTE = (
-    "  (Python runs each program of a kernel. These are the first steps of the same run:\n"
-    f"  as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}. "
-    "The speed says nothing about the kernels.)"
+    "  (Python runs each program of a kernel. To compare the losses, these are the first steps of\n"
+    f"  the same run: as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}.\n"
+    "  --full trains all of them. The speed says nothing about the kernels.)"
 )
 
 
@@ -351,8 +350,9 @@ def _decoded(
 ) -> tuple[list[int], tuple[float, float] | None]:
     """Return the decoded sentence, and the speeds of decoding if `timed`."""
     decoded = _decode(settings, model.eval())
-    verdict = "a copy" if decoded == settings.sentence else "NOT a copy"
-    write(f"  trained:   {_arrow(settings, decoded)}   {verdict}")
+    result = "NOT a copy" if settings.steps >= DEFAULT_STEPS else "not a copy yet"
+    result = "a copy" if decoded == settings.sentence else result
+    write(f"  trained:   {_arrow(settings, decoded)}   {result}")
     if not timed:
         return decoded, None
     kept, again = decoding = _decoding_speeds(settings, model)
@@ -411,10 +411,6 @@ def _write_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _ignore_line(line: str) -> None:
-    pass
-
-
 def _items_within(data: Iterable[T], seconds: float, least: int) -> Iterator[T]:
     """Yield at least `least` items, then more while the next fits into `seconds`.
 
@@ -458,8 +454,10 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
 
     The faults are: a run with the default number of steps or more does not copy; the losses of the
     two backends differ by more than 1e-4 in the first 20 steps; the final losses differ by more
-    than 0.1, if both runs have the default number of steps or more.
+    than 0.1, if both runs have the default number of steps or more. Interrupted runs have none.
     """
+    if runs[-1].interrupted:
+        return []
     found = [
         f"{run.backend}: trained {len(run.losses)} steps and does not copy the sequence"
         for run in runs
@@ -479,13 +477,39 @@ def faults(settings: Settings, runs: Sequence[Run]) -> list[str]:
     return found
 
 
+def verdict(settings: Settings, runs: Sequence[Run]) -> str:
+    """Return in one sentence what runs without faults show: that the losses of two runs agree, and
+    that the model copies.
+    """
+    said = ["nothing was compared"]
+    difference = loss_difference(runs)
+    if difference is not None:
+        steps = min(COMPARED_STEPS, *(len(run.losses) for run in runs))
+        said = [f"the losses of both runs agree within {difference:.1e} over steps 1..{steps}"]
+    for run in runs:
+        if run.parallel != runs[-1].parallel:
+            continue  # the few steps in one process
+        if run.decoded == settings.sentence:
+            end = "copies the sequence"
+        elif run.decoded is None:
+            end = f"trained {len(run.losses)} of {settings.steps} steps (--full trains all)"
+        else:
+            end = f"does not copy yet ({DEFAULT_STEPS} steps are enough)"
+        said.append(f"{run.title}: {end}")
+    return "; ".join(said)
+
+
 def compare(
-    settings: Settings, backends: Sequence[str], checkpoints: Path | None = None
+    settings: Settings,
+    backends: Sequence[str],
+    checkpoints: Path | None = None,
+    limit: float = INTERPRETED_SECONDS,
 ) -> list[Run]:
     """Train on each backend in turn, and print the progress and the comparison.
 
     checkpoints: the folder of the run's checkpoints, which has one for each backend if there are
-    several; None for none. Ctrl-C ends the runs: the last one is `interrupted`.
+    several; None for none. limit: as in `train`. Ctrl-C ends the runs: the last one is
+    `interrupted`.
     """
     s = settings
     parameters = sum(p.numel() for p in s.model().parameters())
@@ -502,7 +526,7 @@ def compare(
             folder = checkpoints / backend if len(backends) > 1 else checkpoints
             way = OneProcess(Checkpoints(folder, settings.plain))
         try:
-            runs.append(train(settings, backend, way=way))
+            runs.append(train(settings, backend, limit=limit, way=way))
         except KeyboardInterrupt:  # before the first step
             is_interpreted = interpreted(backend, settings.device)
             runs.append(Run(backend, is_interpreted, [], math.nan, None, interrupted=True))

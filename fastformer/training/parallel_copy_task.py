@@ -46,7 +46,7 @@ from fastformer.training.copy_task import (
     train,
 )
 
-__all__ = ["WAYS", "Alone", "Parallel", "compare", "data_parallel", "process_group"]
+__all__ = ["WAYS", "Parallel", "compare", "data_parallel", "process_group"]
 
 WAYS = ("ddp", "fsdp", "tensor", "context")
 TOLERANCE = 1e-5  # of the loss difference from one process, in float32
@@ -99,12 +99,6 @@ def data_parallel(model: nn.Module) -> nn.Module:
     return DDP(model, **option)
 
 
-class Alone(OneProcess):
-    """Training in one process, as the baseline of a comparison; decoding is not timed."""
-
-    timed = False
-
-
 def compare(settings: Settings, backend: str, way: Parallel) -> tuple[list[Run], list[str]]:
     """Train by `way`, train the first steps in one process, and compare the losses.
 
@@ -114,7 +108,7 @@ def compare(settings: Settings, backend: str, way: Parallel) -> tuple[list[Run],
     """
     write = way.rank == 0
     few = replace(settings, steps=min(settings.steps, COMPARED_STEPS))
-    alone = train(few, backend, math.inf, False, Alone())
+    alone = train(few, backend, math.inf, False, OneProcess(timed=False))
     if alone.interrupted:
         return [alone], []
     run = train(settings, backend, math.inf, write, way)
@@ -130,12 +124,10 @@ def compare(settings: Settings, backend: str, way: Parallel) -> tuple[list[Run],
             f"\nLargest loss difference from one process over steps 1..{len(alone.losses)}: "
             f"{difference:.1e} (at most {TOLERANCE:.0e})"
         )
-        for fault in found:
-            print(f"FAILED: {fault}")
     return [alone, run], found
 
 
-class Parallel(Alone):
+class Parallel(OneProcess):
     """Training by several processes of the default process group.
 
     Args:
@@ -159,7 +151,8 @@ class Parallel(Alone):
             raise ValueError(f"way is {way!r}; expected one of {', '.join(WAYS)}")
         self.way, self.rank, self.size = way, dist.get_rank(), dist.get_world_size()
         require_size(every=every)
-        super().__init__(None if folder is None else Checkpoints(folder, settings.plain, every))
+        saved = None if folder is None else Checkpoints(folder, settings.plain, every)
+        super().__init__(saved, timed=False)
         torch.manual_seed(settings.seed)
         require_same_ranks(settings=settings.plain, way=way)
         self.name = f", {way} on {self.size} processes"

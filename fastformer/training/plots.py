@@ -34,7 +34,8 @@ def _figure(width: float = 7.0, height: float = 4.0) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plots need matplotlib, which is not installed: pip install matplotlib"
+            "plots need matplotlib, which is not installed: "
+            'pip install ".[plot]" in the checkout installs it'
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

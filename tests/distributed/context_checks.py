@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fastformer as ff
-from fastformer.training.copy_task import Settings, train
-from fastformer.training.parallel_copy_task import Alone, Parallel
+from fastformer.training.copy_task import OneProcess, Settings, train
+from fastformer.training.parallel_copy_task import Parallel
 
 BATCH, HEADS, GROUPS = 2, 4, 4
 SEED = dict(dropout_p=0.3, dropout_seed=-11)
@@ -385,7 +385,7 @@ def context_copy_task(folder):
     settings = Settings(
         steps=20, batch=2, length=70, N=1, d_model=16, d_ff=32, h=4, dropout=0.4, warmup=20
     )
-    alone = train(settings, "reference", math.inf, False, Alone())
+    alone = train(settings, "reference", math.inf, False, OneProcess(timed=False))
     run = train(settings, "reference", math.inf, False, Parallel("context", settings))
     worst = max(abs(a - b) for a, b in zip(alone.losses, run.losses, strict=True))
     assert worst <= 1e-5, f"{worst:.1e}"

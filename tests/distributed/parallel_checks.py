@@ -49,8 +49,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer import numerics
-from fastformer.training.copy_task import Settings, train
-from fastformer.training.parallel_copy_task import WAYS, Alone, Parallel
+from fastformer.training.copy_task import OneProcess, Settings, train
+from fastformer.training.parallel_copy_task import WAYS, Parallel
 
 BACKENDS = ("reference", "triton")
 
@@ -146,7 +146,7 @@ def copy_task(folder):
         settings = Settings(
             steps=steps, batch=4, length=6, N=1, d_model=16, d_ff=64, h=4, dropout=P
         )
-        alone = train(settings, backend, math.inf, False, Alone())
+        alone = train(settings, backend, math.inf, False, OneProcess(timed=False))
         assert len(alone.losses) == steps
         for way in WAYS:
             if way == "context" and backend == "triton":
@@ -516,7 +516,7 @@ def resumes(folder):
     way, steps, trained = {4: ("tensor", 13, 5), 2: ("context", 17, 4), 1: ("ddp", 18, 1)}[
         torch.distributed.get_world_size()
     ]
-    alone = train(small(steps), "reference", math.inf, False, Alone())
+    alone = train(small(steps), "reference", math.inf, False, OneProcess(timed=False))
     own = Parallel(way, small(steps), folder / "checkpoints", 4)
     parts = count_calls(own, "local_batch")
     run = train(small(steps), "reference", math.inf, False, own)
@@ -561,7 +561,7 @@ def damaged_checkpoints(folder):
     def cut(file):
         file.write_bytes(file.read_bytes()[:100])
 
-    alone = train(small(10), "reference", math.inf, False, Alone())
+    alone = train(small(10), "reference", math.inf, False, OneProcess(timed=False))
     first, trained, _ = resumed(10)
     assert trained == 10 and {x.name for x in saved.iterdir()} == {"step-4", "step-8", "step-10"}
     change(lambda path: shutil.copytree(saved / "step-4", path), "step-old", "step-", "step-011")

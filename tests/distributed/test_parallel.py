@@ -14,7 +14,7 @@ from sharding_mutants import BROKEN, SOURCES
 
 import fastformer as ff
 from benchmarks import ROOT
-from fastformer import cli
+from fastformer_command import main
 
 HERE = Path(__file__).parent
 
@@ -129,7 +129,7 @@ def test_torchrun(way, tmp_path, request):
 
 
 DIES = """
-from fastformer import cli
+from fastformer_command import main
 from fastformer.training.parallel_copy_task import Parallel
 
 def end_step(way, losses, before=Parallel.end_step):
@@ -138,7 +138,7 @@ def end_step(way, losses, before=Parallel.end_step):
         raise OSError("no space is left for rank 1")
 
 Parallel.end_step = end_step
-raise SystemExit(cli.main("copy-task --parallel fsdp --layers 1 --d-model 32 --d-ff 64".split()))
+raise SystemExit(main("copy-task --parallel fsdp --layers 1 --d-model 32 --d-ff 64".split()))
 """
 
 
@@ -173,7 +173,7 @@ def test_a_death_under_torchrun(tmp_path, request):
 def test_the_command_without_torchrun(options, message, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["copy-task", "--parallel", "ddp", *options])
+        main(["copy-task", "--parallel", "ddp", *options])
     assert ended.value.code == 2
     assert re.search(message, capsys.readouterr().err)
 
@@ -191,7 +191,7 @@ def test_the_command_in_a_group_writes_its_files(tmp_path, monkeypatch, capsys):
     sizes = ["--steps=2", "--layers=1", "--d-model=8", "--d-ff=16", "--length=3", "--batch=2"]
     files = ["--json", str(written), "--plot", str(drawn)]
     command = ["copy-task", "--parallel", "ddp", "--device", "cpu", "--heads=1", *sizes, *files]
-    assert cli.main([*command, "--backend", "reference"]) == 0
+    assert main([*command, "--backend", "reference"]) == 0
     assert f"Wrote {written}" in capsys.readouterr().out
     result = json.loads(written.read_text())
     alone, run = result["runs"]

@@ -177,9 +177,26 @@ def test_faults(second, words):
     assert all(word in fault for word, fault in zip(words, found, strict=True))
 
 
+def test_the_verdict_names_what_agrees_and_what_copies():
+    few = Run("triton", True, [0.50001] * 24, 1.0, None)
+    assert copy_task.verdict(Settings(), [GOOD, few]) == (
+        "the losses of both runs agree within 1.0e-05 over steps 1..20; reference: copies the "
+        "sequence; triton, interpreted: trained 24 of 400 steps (--full trains all)"
+    )
+    early = replace(GOOD, losses=[2.0] * 7, decoded=BAD)
+    alone = "nothing was compared; reference: does not copy yet (400 steps are enough)"
+    assert copy_task.verdict(Settings(steps=7), [early]) == alone
+    parallel = replace(GOOD, parallel="ddp on 2 processes")
+    assert copy_task.verdict(Settings(), [replace(early, losses=[0.5] * 20), parallel]) == (
+        "the losses of both runs agree within 0.0e+00 over steps 1..20; reference, ddp on 2 "
+        "processes: copies the sequence"
+    )
+
+
 def test_a_single_run_has_nothing_to_compare():
     assert copy_task.loss_difference([GOOD]) is None
     assert copy_task.faults(Settings(), [replace(GOOD, decoded=BAD)]) != []
+    assert copy_task.faults(Settings(), [replace(GOOD, decoded=BAD, interrupted=True)]) == []
 
 
 def test_summary_is_plain_json():

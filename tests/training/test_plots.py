@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from fastformer import cli
 from fastformer.training import copy_task, plots
+from fastformer_command import main
 
 pytest.importorskip("matplotlib")
 
@@ -61,7 +61,7 @@ def test_relu_and_the_learning_rate():
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_the_command_writes_each(name, tmp_path, capsys):
     out = tmp_path / "picture.png"
-    assert cli.main(["plot", name, "--out", str(out)]) == 0
+    assert main(["plot", name, "--out", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG") and f"Wrote {out}" in capsys.readouterr().out
 
 
@@ -105,7 +105,7 @@ def test_the_tokens_of_a_figure_are_named():
 @pytest.mark.parametrize(("words", "dpi"), [([], 200), (["--dpi", "50"], 50)])
 def test_dots_per_inch(words, dpi, tmp_path):
     out = tmp_path / "relu.png"
-    assert cli.main(["plot", "relu", "--out", str(out), *words]) == 0
+    assert main(["plot", "relu", "--out", str(out), *words]) == 0
     width = int.from_bytes(out.read_bytes()[16:20], "big")
     assert width == 7 * dpi
 
@@ -123,7 +123,7 @@ def test_attention_maps_are_the_weights_of_every_layer(monkeypatch, tmp_path):
     monkeypatch.setattr(copy_task, "attention_maps", tiny)
     out = tmp_path / "maps.png"
     words = ["plot", "attention-maps", "--steps", "2", "--seed", "3", "--out", str(out)]
-    assert cli.main(words) == 0 and out.read_bytes().startswith(b"\x89PNG")
+    assert main(words) == 0 and out.read_bytes().startswith(b"\x89PNG")
     shapes = {name: tuple(weights.shape) for name, weights in shown.items()}
     assert shapes == {
         "encoder.layers.0.self_attn": (2, 4, 4),
@@ -145,7 +145,7 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
     drawn = {}
     draw = plots.loss_curves
     monkeypatch.setattr(plots, "loss_curves", lambda c, t: draw(drawn.update(c) or c, t))
-    assert cli.main(["plot", "loss-curves", "--json", str(source), "--out", str(out)]) == 0
+    assert main(["plot", "loss-curves", "--json", str(source), "--out", str(out)]) == 0
     assert out.read_text().startswith("<?xml")
     assert drawn["triton, interpreted"] == [2.0, 1.0] and math.isnan(drawn["reference"][2])
 
@@ -153,7 +153,7 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
     for text in ("no JSON", "[]", '{"environment": [], "runs": []}', "{}"):
         source.write_text(text)
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["plot", "loss-curves", "--json", str(source), "--out", str(out)])
+            main(["plot", "loss-curves", "--json", str(source), "--out", str(out)])
         complaint = other.partition(";")[0] if text == "no JSON" else other
         assert stopped.value.code == 2 and complaint in capsys.readouterr().err
     for words, complaint in (
@@ -162,11 +162,11 @@ def test_loss_curves_of_a_file_and_of_a_new_run(monkeypatch, tmp_path, capsys):
         (["a-portrait"], "invalid choice: 'a-portrait'"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["plot", *words, "--out", str(out)])
+            main(["plot", *words, "--out", str(out)])
         assert stopped.value.code == 2 and complaint in capsys.readouterr().err
 
     monkeypatch.setattr(copy_task, "compare", lambda *given: asked.append(given) or [run])
     asked, run = [], copy_task.Run("reference", False, [1.0] * 7, 1.0, None)
-    assert cli.main(["plot", "loss-curves", "--steps", "7", "--out", str(out)]) == 0
-    ((settings, backends, _),) = asked
+    assert main(["plot", "loss-curves", "--steps", "7", "--out", str(out)]) == 0
+    ((settings, backends, *_),) = asked
     assert settings.steps == 7 and "reference" in backends

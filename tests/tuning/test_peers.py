@@ -16,7 +16,8 @@ import torch
 from fake_peers import CALLS, MODULES, VERSIONS
 
 import fastformer as ff
-from fastformer import cli, use_backend
+import fastformer_command
+from fastformer import use_backend
 from fastformer.dispatch import autograd, backends, measurements, peers
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS, Alternative
@@ -129,7 +130,7 @@ def test_the_fakes_have_the_signatures_of_what_is_installed(name):
 
 def test_info_names_the_packages(packages, capsys):
     del packages["liger-kernel"]
-    cli.main(["info"])
+    fastformer_command.main(["info"])
     told = f"peers       {FLASH}, liger-kernel not installed, quack-kernels 0.6.5\n"
     assert told in capsys.readouterr().out
 

@@ -392,7 +392,7 @@ else:
     gluon.jit = jit
 
 import torch, fastformer as ff
-from fastformer import cli
+import fastformer_command
 from fastformer.kernels import tuned
 x = torch.randn(1, 2, 20, 16)
 with ff.use_backend("triton"):
@@ -401,7 +401,7 @@ with ff.use_backend("reference"):
     torch.testing.assert_close(y, ff.scaled_dot_product_attention(x, x, x, is_causal=True))
 assert tuned.gluon_kernels == [] and not tuned.has_changed("128 64 8 3")
 assert tuned.has_changed("Gluon 128 128 @01234567")
-sys.exit(cli.main(["info"]))
+sys.exit(fastformer_command.main(["info"]))
 """
 
 

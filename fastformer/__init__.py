@@ -65,6 +65,7 @@ from fastformer.ops.functional import (
 )
 from fastformer.ops.rotary.frequencies import rotary_frequencies
 from fastformer.training.batches import Batch
+from fastformer.training.checkpoints import Checkpoints
 from fastformer.training.training import (
     LabelSmoothing,
     SimpleLossCompute,
@@ -79,6 +80,7 @@ sys.modules[f"{__name__}.context_parallel"] = sys.modules[context_parallel.__mod
 
 __all__ = [
     "Batch",
+    "Checkpoints",
     "Decoder",
     "DecoderCache",
     "DecoderLayer",

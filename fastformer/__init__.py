@@ -64,6 +64,7 @@ from fastformer.ops.functional import (
 )
 from fastformer.ops.rotary.frequencies import rotary_frequencies
 from fastformer.training.batches import Batch
+from fastformer.training.checkpoints import Checkpoints
 from fastformer.training.training import (
     LabelSmoothing,
     SimpleLossCompute,
@@ -75,6 +76,7 @@ from fastformer.tuning.tuner import Tuning, tune
 
 __all__ = [
     "Batch",
+    "Checkpoints",
     "Decoder",
     "DecoderCache",
     "DecoderLayer",

@@ -362,7 +362,8 @@ def _backward_heads(
             x_a, x_b = _load_pairs(x, place.ok, tile, case)
             x_rest = _load_rest(x, place.ok, tile, case)
             squares = _sum_over_features(x_a * x_a, x_b * x_b, x_rest * x_rest, tile)
-            r = 1.0 / tl.sqrt(squares / case.dim + eps)
+            # Past the last token squares is 0: with eps = 0, r would be inf and dw NaN.
+            r = tl.where(place.ok, 1.0 / tl.sqrt(squares / case.dim + eps), 0.0)
             x_a, x_b, x_rest = x_a * r, x_b * r, x_rest * r
             if NORM == 2:  # dw = sum dz xhat
                 dw_a += a * x_a

@@ -189,10 +189,23 @@ class _StepGraph:
         given, steps.src_mask = steps.src_mask, self._mask
         try:
             with self.cache.advanced(1):
+                self._try(steps)
                 self._replay, self._scores = captured(lambda: steps._one(self._tokens))
         finally:
             steps.src_mask = given
         self._counted = True  # the host has counted a step that no replay has computed yet
+
+    def _try(self, steps: _CachedSteps) -> None:
+        """Compute the step without a capture, so that an error of its own spoils none. The first
+        replay writes the same keys and values again.
+        """
+        lengths = [layer.own.lengths for layer in self.cache.layers if layer.own is not None]
+        before = [x.clone() for x in lengths]
+        try:
+            without_waiting(lambda: steps._one(self._tokens))
+        finally:
+            for x, old in zip(lengths, before):
+                x.copy_(old)
 
     def take_mask(self, src_mask: Tensor | None) -> None:
         """Use this mask from now on; it has the shape of the captured one."""
@@ -226,11 +239,39 @@ def captures(model: nn.Module, tokens: Tensor) -> bool:
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Capture what the function launches in a CUDA graph; return its replay and its output."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = function()
+    """Capture what the function launches in a CUDA graph; return its replay and its output.
+
+    Other threads may use the GPU meanwhile. After a failure the process is as it was before: torch
+    leaves its capture stream as the current one, and its random generator in the state of a
+    capture, which ends with the next capture that succeeds.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = function()
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        graph.reset()
+        _failed.append(graph)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                pass
+        raise
     return graph.replay, out
+
+
+_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator keeps a pointer to each of them
+
+
+def without_waiting(function: Callable[[], Tensor]) -> None:
+    """Call the function; RuntimeError where torch would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class _RecomputedSteps(Steps):

@@ -9,9 +9,12 @@ several modules share is stored once.
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastformer.checks import FLOATING
 from fastformer.dispatch import backends
 from fastformer.nn.norms import RMSNorm
 from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
@@ -31,6 +35,7 @@ FORMAT = "fastformer model, version 1"
 FACTORIES: dict[str, Callable[..., nn.Module]] = dict(
     make_model=make_model, make_decoder=make_decoder
 )
+LEFT_AFTER = 24 * 60 * 60  # seconds after which a hidden folder is taken for one of a killed save
 OF_A_CALL = ("training", "keep_attention", "attn")  # attributes that are no part of a model
 
 
@@ -39,17 +44,20 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     The folder holds `model.safetensors`, the parameters and buffers, and `model.json`, the
     arguments of the factory. It is written under another name and then renamed, so that it is there
-    either completely or not at all. An earlier model in it is replaced.
+    either completely or not at all. An earlier model in it is replaced, and what killed saves of it
+    have left a day ago or earlier is removed.
 
     Args:
         model: an `EncoderDecoder` or a `LanguageModel` whose modules are those that the factory
-            makes, on any device and of any dtypes. Its mode, hooks and requires_grad are not saved.
-        folder: a folder that does not exist, is empty, or holds a saved model. Missing folders
-            above it are made.
+            makes, on any device, of float32, float16, bfloat16 or float64. Its mode, hooks and
+            requires_grad are not saved.
+        folder: a folder that does not exist, is empty, or holds a saved model; of a symbolic link,
+            the folder that it leads to. Missing folders above it are made.
 
     Raises:
         ValueError: the model has other modules than its factory makes (save its `state_dict` and
-            the code that builds it), or is sharded; folder holds other files.
+            the code that builds it), is sharded, or has another dtype; folder holds other files, or
+            is the working directory, which would be replaced.
         TypeError: model is neither an EncoderDecoder nor a LanguageModel, folder is no path.
         OSError: the folder cannot be written.
     """
@@ -61,6 +69,11 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"folder is {str(path)!r}, which {kind}; expected a new or empty folder, or "
             "that of a saved model"
+        )
+    if path.exists() and path.samefile("."):
+        raise ValueError(
+            f"folder is {str(path)!r}, the working directory, which saving would replace; expected "
+            "another folder"
         )
     text = _description(model)
     tensors = {name: x.detach().contiguous() for name, x in _tensors(model).items()}
@@ -81,6 +94,10 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     finally:
         for left in (new, old):
             shutil.rmtree(left, ignore_errors=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}"):
+        with contextlib.suppress(OSError):  # another save has removed it
+            if time.time() - left.stat().st_mtime > LEFT_AFTER:
+                shutil.rmtree(left)
 
 
 def load_model(
@@ -89,7 +106,8 @@ def load_model(
     """Build the model that `save_model` has saved in a folder, with its weights and their dtypes.
 
     The model is in training mode, as a new one is: call `.eval()` before decoding. torch's
-    generator is left as it was. No code of the folder runs.
+    generator is left as it was. No code of the folder runs, and no model is built before the
+    shapes of its weights agree with those of the file.
 
     Args:
         folder: the folder that `save_model` has written.
@@ -97,7 +115,8 @@ def load_model(
 
     Raises:
         ValueError: the folder does not exist, is not one that `save_model` has written, is not
-            complete, or its files do not belong together; device is no device. Nothing is loaded.
+            complete, has weights of another dtype than float32, float16, bfloat16 or float64, or
+            its files do not belong together; device is no device. Nothing is loaded.
         TypeError: folder is no path.
     """
     from safetensors import SafetensorError, safe_open
@@ -121,22 +140,26 @@ def load_model(
         tensors = load_file(path / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{_named(path)}: {WEIGHTS} is damaged: {error}") from error
-    model = _built(path, text)
+    with torch.device("meta"):  # which allocates nothing
+        twin = _built(path, text, len(tensors))
     if copy != text:
         raise ValueError(
             f"{_named(path)}: {WEIGHTS} does not belong to {DESCRIPTION}; expected the files of "
             "one save_model"
         )
-    own = _tensors(model)
-    given, wanted = ({name: x.shape for name, x in of.items()} for of in (tensors, own))
+    given, wanted = ({n: x.shape for n, x in of.items()} for of in (tensors, _tensors(twin)))
     if given != wanted:
         name = sorted(n for n in {**given, **wanted} if given.get(n) != wanted.get(n))[0]
         raise ValueError(
             f"{_named(path)}: {name} has shape {_shape(given.get(name))} in {WEIGHTS}; "
             f"expected {_shape(wanted.get(name))}, by the arguments in {DESCRIPTION}"
         )
-    for name, x in own.items():
-        x.data = tensors[name]  # which leaves shared weights shared
+    if wrong := _of_another_dtype(tensors):
+        raise ValueError(f"{_named(path)}: {wrong}")
+    model = _built(path, text, len(tensors))
+    for name, x in _tensors(model).items():
+        # .data leaves shared weights shared; a clone is aligned, and outputs agree to the last bit.
+        x.data = tensors[name].clone()
     return model.to(device)
 
 
@@ -148,7 +171,7 @@ def _path(folder: str | os.PathLike[str]) -> Path:
         raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
     if not os.fspath(folder):
         raise ValueError("folder is ''; expected a path")
-    return Path(os.path.abspath(folder))
+    return Path(os.path.realpath(folder))
 
 
 def _named(path: Path) -> str:
@@ -168,16 +191,34 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _built(path: Path, text: str) -> EncoderDecoder | LanguageModel:
-    """Return a new model by the description, without a trace in torch's generator."""
+def _of_another_dtype(tensors: dict[str, Tensor]) -> str | None:
+    """Return which tensor has a dtype that no model has, or None."""
+    for name, x in tensors.items():
+        if x.dtype not in FLOATING:
+            return f"{name} has dtype {x.dtype}; expected float32, float16, bfloat16 or float64"
+    return None
+
+
+def _built(path: Path, text: str, weights: int) -> EncoderDecoder | LanguageModel:
+    """Return a new model by the description of a file with so many weights, without a trace in
+    torch's generator.
+    """
     try:
         described = json.loads(text)
         if described["format"] != FORMAT:
             raise ValueError(f"format is {described['format']!r}; expected {FORMAT!r}")
-        factory = FACTORIES[described["factory"]]
+        factory, arguments = FACTORIES[described["factory"]], described["arguments"]
+        layers = arguments.get("N")
+        if isinstance(layers, int) and layers > weights:
+            raise ValueError(
+                f"N is {layers}; expected layers of the {weights} tensors in {WEIGHTS}"
+            )
         with torch.random.fork_rng(devices=[]):
-            return factory(**described["arguments"])  # type: ignore[return-value]
-    except (ValueError, TypeError, KeyError) as error:
+            model: Any = factory(**arguments)
+        if described.get("float64_rotary"):
+            model.decoder.rotary.double()
+        return model
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"{_named(path)}: {DESCRIPTION} is damaged, or save_model did not write it: {error!r}"
         ) from error
@@ -202,7 +243,12 @@ def _description(model: nn.Module) -> str:
     difference = _difference(model, twin)
     if difference is not None:
         raise ValueError(f"model differs from what {factory} makes: {difference}")
-    described = dict(format=FORMAT, factory=factory, arguments=arguments)
+    if wrong := _of_another_dtype(_tensors(model)):
+        raise ValueError(f"model: {wrong}")
+    described: dict[str, Any] = dict(format=FORMAT, factory=factory, arguments=arguments)
+    rotary: Any = getattr(model.decoder, "rotary", None)
+    if rotary is not None and rotary.table.dtype == torch.float64:
+        described["float64_rotary"] = True  # the table is no part of the weights
     return json.dumps(described, indent=1) + "\n"
 
 

@@ -7,6 +7,7 @@ torch's generators. Any way of training reads what another has saved.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -25,6 +26,7 @@ from fastformer.distributed.parallelize import require_same_ranks
 
 __all__ = ["Checkpoints"]
 
+FORMAT = "fastformer checkpoint, version 1"
 EVERY = 10  # steps
 KEPT = 3  # checkpoints in a folder
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # no reason to warn
@@ -32,34 +34,62 @@ _REPLACED = "Detected an existing checkpoint"  # nor is this: it could not be re
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder: saved every `every` steps and after the last one.
+    """The checkpoints of a training run: saved every `every` steps and after the last one.
 
-    The last three are kept. Other folders and files are left alone.
+        checkpoints = ff.Checkpoints(folder, {"steps": 1000, "d_model": 64}, every=100)
+        done, losses = checkpoints.begin(model, optimizer, scheduler)    # 0, [] in a new folder
+        for batch in batches[done:]:
+            losses.append(train_step(batch).detach())
+            checkpoints.end_step(losses)
+
+    A checkpoint is a folder step-N of torch.distributed.checkpoint. It has the parameters, the
+    optimizer, the schedule, the losses of N steps, the state of torch's generators, the settings
+    and the version of this form. The last three are kept; other folders and files are left alone.
+    A run of several processes saves one checkpoint, which any number of processes loads.
 
     Args:
         folder: where they are saved; it is made if it does not exist.
-        settings: what a checkpoint has to agree in, by name, and "steps", which may have grown.
+        settings: values of JSON by name. "steps" is the number of steps of the run, and may have
+            grown when a run goes on; all others have to be those of the checkpoint.
         every: the number of steps between checkpoints.
 
     Attributes:
         resumed_from: the checkpoint from which the run has resumed, or None.
+
+    Raises:
+        ValueError: settings has no "steps" of 1 or more, every is less than 1.
+        TypeError: folder is no path, settings holds what JSON does not, a number is no int.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, object], every: int = EVERY) -> None:
-        require_size(every=every)
+    def __init__(
+        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], every: int = EVERY
+    ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
+        if not isinstance(settings, Mapping) or "steps" not in settings:
+            raise ValueError(f"settings is {settings!r}; expected numbers by name, with 'steps'")
+        require_size(steps=settings["steps"], every=every)
         self.resumed_from: Path | None = None
-        self._folder, self._every, self._steps = folder, every, settings["steps"]
-        self._settings = json.dumps({k: v for k, v in settings.items() if k != "steps"})
+        self._folder, self._every, self._steps = Path(folder), every, settings["steps"]
+        rest = {name: x for name, x in settings.items() if name != "steps"}
+        try:
+            self._settings = json.dumps({"format": FORMAT, "settings": rest})
+        except TypeError as error:
+            raise TypeError(f"settings holds {rest}; expected values of JSON: {error}") from None
         self._state: tuple[Any, ...] = ()
 
     def begin(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
     ) -> tuple[int, list[Tensor]]:
-        """Load the newest checkpoint that can be read, if there is one; return its number of steps
-        and their losses.
+        """Load the newest checkpoint that can be read, if there is one, into the model, optimizer
+        and scheduler of the run; return its number of steps and their losses.
 
-        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it has more steps
-        than the run, the checkpoints differ between the ranks, or none in the folder can be read.
+        A warning names the checkpoints that cannot be read. One that was saved before checkpoints
+        had a version loads as well.
+
+        Raises ValueError, on all ranks, if the settings of the checkpoint differ, it is of a later
+        version, has more steps than the run, the checkpoints differ between the ranks, or none in
+        the folder can be read.
         """
         from torch.distributed.checkpoint import CheckpointException
 
@@ -73,8 +103,8 @@ class Checkpoints:
                 losses = self._load(path, done)
             except CheckpointException as error:  # raised on all ranks if one cannot read it
                 _raise_interrupt(error)
-                reason = next(iter(error.failures.values()))[0]
                 if _is_first():
+                    reason = _reason(error)
                     told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
                     warnings.warn(told, stacklevel=2)
             else:
@@ -88,7 +118,13 @@ class Checkpoints:
         return 0, []
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Save a checkpoint if one is due. losses: the loss of every step so far."""
+        """Save a checkpoint if one is due. losses: the loss of every step so far, scalars.
+
+        Raises OSError, on all ranks, if it cannot be written, as when the disk is full. The earlier
+        checkpoints are then as they were.
+        """
+        if not self._state:
+            raise RuntimeError("end_step was called before begin; expected begin first")
         if len(losses) % self._every == 0 or len(losses) == self._steps:
             self._save(losses)
 
@@ -110,10 +146,13 @@ class Checkpoints:
                 dcp.save(state, checkpoint_id=str(path))
             except dcp.CheckpointException as error:
                 _raise_interrupt(error)
-                if _is_first():  # on a full disk a part of it would stay in the way
+                if _is_first():
                     shutil.rmtree(path, ignore_errors=True)
-                reason = next(iter(error.failures.values()))[0]
-                raise OSError(f"checkpoint {path} cannot be written: {reason}") from error
+                reason = _reason(error)
+                if not isinstance(reason, (OSError, RuntimeError)):
+                    raise
+                told = f"checkpoint {path} cannot be written; earlier ones are whole: {reason}"
+                raise OSError(told) from None
         if _is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"
@@ -126,14 +165,18 @@ class Checkpoints:
 
         saved = {"settings": ""}
         _read(saved, path)
-        theirs = json.loads(saved["settings"])
-        for name, ours in json.loads(self._settings).items():
+        found = json.loads(saved["settings"])
+        version = found.get("format")
+        if version not in (FORMAT, None):
+            raise ValueError(f"checkpoint {path} has format {version!r}; expected {FORMAT!r}")
+        theirs = found if version is None else found["settings"]  # the first ones had no version
+        for name, ours in json.loads(self._settings)["settings"].items():
             if theirs.get(name) != ours:
                 raise ValueError(
                     f"checkpoint {path} has {name} {theirs.get(name)}; expected {ours}, or another "
                     "folder"
                 )
-        if done > int(str(self._steps)):
+        if done > self._steps:
             raise ValueError(
                 f"steps is {self._steps}; expected at least the {done} that checkpoint {path} has, "
                 "or another folder"
@@ -165,6 +208,12 @@ class Checkpoints:
             "losses": losses,
             "settings": self._settings,
         }
+
+
+def _reason(error: Any) -> BaseException:
+    """Return the first failure that a CheckpointException reports."""
+    reason: BaseException = next(iter(error.failures.values()))[0]
+    return reason
 
 
 def _raise_interrupt(error: Any) -> None:

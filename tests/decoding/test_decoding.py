@@ -3,6 +3,7 @@
 With a cache each search gives what it gives when all tokens are computed again at each step.
 """
 
+import contextlib
 import itertools
 import math
 import sys
@@ -313,6 +314,9 @@ class Recorder(TorchDispatchMode):
                     old.copy_(x)
 
 
+WITHOUT_WAITING = decoding_steps.without_waiting
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """Decoding captures its steps, and the cache and the reference do as they do on a GPU."""
@@ -340,6 +344,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(cache_module.SelfAttentionCache, "_begin", begun)
     monkeypatch.setattr(decoding_steps, "captures", lambda *_: True)
     monkeypatch.setattr(decoding_steps, "captured", captured)
+    monkeypatch.setattr(decoding_steps, "without_waiting", lambda function: function())
     modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
     for module in [m for m in modules if hasattr(m, "may_read")]:
         monkeypatch.setattr(module, "may_read", lambda x: False)
@@ -414,6 +419,73 @@ def test_without_a_capture_the_steps_run_as_they_are(recorded, monkeypatch, page
     with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert torch.equal(greedy_decode(model, src, mask, 18, 1, cache=cache), want)
     assert cache.longest == 17 and cache.lengths.tolist() == [17] * 3
+
+
+class Cuda:
+    """What `captured` and `without_waiting` use of torch.cuda, with what torch does where the end
+    of a capture fails: its capture stream stays, and its generator expects a capture.
+    """
+
+    stream, mode = "that of the caller", 1
+
+    def __init__(self, monkeypatch):
+        self.calls, self.expects_a_capture = [], False
+        for name in ("CUDAGraph", "graph", "current_stream", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda x: setattr(self, "mode", x))
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=None, reset=lambda: self.calls.append("reset"))
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    @contextlib.contextmanager
+    def graph(self, graph, capture_error_mode):
+        self.calls.append(capture_error_mode)
+        before, self.stream, self.expects_a_capture = self.stream, "of the capture", True
+        yield
+        self.stream, self.expects_a_capture = before, False
+
+
+def test_a_capture_that_fails_leaves_torch_as_it_was(monkeypatch):
+    cuda = Cuda(monkeypatch)
+
+    def fails():
+        assert cuda.expects_a_capture and cuda.stream == "of the capture"
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        decoding_steps.captured(fails)
+    assert cuda.stream == "that of the caller" and not cuda.expects_a_capture
+    assert cuda.calls == ["thread_local", "reset", "thread_local"]
+    decoding_steps.captured(lambda: cuda.calls.clear())
+    assert cuda.calls == []
+
+
+def test_a_step_that_waits_for_the_device_is_not_captured(recorded, monkeypatch):
+    """It is tried first, in the sync debug mode "error", and counts no token."""
+    cuda = Cuda(monkeypatch)
+    model, (src, mask) = translator(), sources()
+    want = greedy_decode(model, src, mask, 12, 1, cache=False)
+    monkeypatch.setattr(decoding_steps, "without_waiting", WITHOUT_WAITING)
+
+    def waits(*_):
+        if cuda.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    model.generator.register_forward_hook(
+        waits
+    )  # after the layers, which have written to the cache
+    cache = DecoderCache(11)
+    with pytest.warns(UserWarning, match="without a CUDA graph: called a synchronizing"):
+        assert torch.equal(greedy_decode(model, src, mask, 12, 1, cache=cache), want)
+    assert recorded.captures == [] and cuda.mode == 1 and cuda.calls == []
+    assert cache.longest == 11 and cache.lengths.tolist() == [11] * 3
 
 
 def test_what_is_captured():

@@ -31,11 +31,21 @@ MODELS = {
         **dict(ff.make_model(7, 9, **SMALL, activation="gelu").named_children())
     ),
     "of several dtypes": lambda: mixed(ff.make_decoder(7, **SMALL)),
+    "rotary in float64": lambda: ff.make_decoder(7, **SMALL, positions="rotary").double(),
+    "rotary, a table of float32": lambda: float64_weights(
+        ff.make_decoder(7, **SMALL, positions="rotary")
+    ),
 }
 
 
 def mixed(model):
     model.bfloat16().decoder.norm.float()
+    return model
+
+
+def float64_weights(model):
+    table = model.double().decoder.rotary
+    table.float()
     return model
 
 
@@ -60,6 +70,8 @@ def test_a_model_comes_back_with_its_weights(make, tmp_path):
     assert list(have) == list(want)
     for name, x in want.items():
         assert have[name].dtype == x.dtype and torch.equal(have[name], x), name
+    for have, want in zip(loaded.buffers(), model.buffers(), strict=True):  # the rotary table, too
+        assert have.dtype == want.dtype and torch.equal(have, want)
     assert torch.equal(outputs(loaded), outputs(model))
     names = [n for n, _ in model.named_parameters()]
     assert [n for n, _ in loaded.named_parameters()] == names  # shared weights are shared again
@@ -96,6 +108,38 @@ def test_saving_again_replaces_the_model_and_a_failure_keeps_it(tmp_path, monkey
     assert os.listdir(tmp_path) == ["model"] and isinstance(ff.load_model(folder), ff.LanguageModel)
 
 
+def test_the_working_directory_stays(tmp_path, monkeypatch):
+    model, folder = MODELS["make_decoder"](), tmp_path / "model"
+    ff.save_model(model, folder)
+    monkeypatch.chdir(folder)
+    for given in (".", folder):
+        with pytest.raises(ValueError, match=rf"folder is '{folder}', the working directory, whic"):
+            ff.save_model(model, given)
+    assert folder.samefile(".") and isinstance(ff.load_model("."), ff.LanguageModel)
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    link, folder = tmp_path / "latest", tmp_path / "runs" / "3"
+    link.symlink_to(folder)
+    for name in ("make_model", "make_decoder"):  # the folder is made, and then replaced
+        model = MODELS[name]()
+        ff.save_model(model, link)
+        assert link.is_symlink() and os.listdir(folder.parent) == ["3"]
+        assert type(ff.load_model(link)) is type(ff.load_model(folder)) is type(model)
+
+
+def test_what_killed_saves_have_left_is_removed_after_a_day(tmp_path):
+    """A folder of a save that may be under way stays, and so do those of other names."""
+    names = [f".model.{digit * 32}" for digit in "01"] + [".model.notes", f".models.{'0' * 32}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.json").touch()
+        if "1" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    ff.save_model(MODELS["make_decoder"](), tmp_path / "model")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "model"])
+
+
 def of_another_class(model):
     model.decoder.layers[1].feed_forward = nn.Sequential(model.decoder.layers[1].feed_forward)
 
@@ -116,6 +160,14 @@ def without_positions(model):
     model.src_embed = model.src_embed[0]
 
 
+def another_dropout(model):
+    model.src_embed[1].dropout.p = 0.5
+
+
+def of_complex_numbers(model):
+    model.decoder.norm.weight.data = model.decoder.norm.weight.data.cfloat()
+
+
 def shared(model):
     model.decoder.layers[0].self_attn.linears[0].weight = (
         model.decoder.layers[1].self_attn.linears[0].weight
@@ -131,6 +183,8 @@ def shared(model):
         (without_bias, "model differs from what make_model makes: generator.proj.bias"),
         (without_positions, "model has other modules than make_model makes"),
         (shared, "decoder.layers.1.self_attn.linears.0.weight"),
+        (another_dropout, r"src_embed.1.dropout.p is 0.5; expected 0.1"),
+        (of_complex_numbers, "model: .* has dtype torch.complex64; expected float32, float16,"),
         (ff.accelerate, None),
     ],
 )
@@ -174,15 +228,17 @@ def edit(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def rewritten(folder, **arguments):
-    """Both files of one description, whose arguments are changed: only the weights disagree."""
+def rewritten(folder, change=lambda x: x, **arguments):
+    """Both files of one description, whose arguments are changed: only the weights disagree, each
+    of which becomes change(weight).
+    """
     from safetensors.torch import load_file, save_file
 
     described = json.loads((folder / "model.json").read_text())
     described["arguments"] |= arguments
     text = json.dumps(described)
     (folder / "model.json").write_text(text)
-    weights = load_file(folder / "model.safetensors")
+    weights = {n: change(x) for n, x in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"description": text})
 
 
@@ -211,12 +267,34 @@ def rewritten(folder, **arguments):
             r"\[12\] in model.safetensors; expected \[13\]"),
         "weights of more layers": (
             lambda f: rewritten(f, N=1), r"has shape \[12\] in model.safetensors; expected none"),
+        "integers": (lambda f: rewritten(f, torch.Tensor.long), "has dtype torch.int64; expected "),
+        "complex": (lambda f: rewritten(f, torch.Tensor.cfloat), "dtype torch.complex64; expected"),
+        "float8": (
+            lambda f: rewritten(f, lambda x: x.to(torch.float8_e4m3fn)), "dtype torch.float8_e4m3"),
+        "deep JSON": (
+            lambda f: (f / "model.json").write_text("[" * 200_000), "damaged.*RecursionError"),
+        "wide": (
+            lambda f: rewritten(f, d_model=10**9, h=1, kv_heads=1),
+            r"expected \[.*1000000000.*\], by the arg"),
+        "wide and rotary": (
+            lambda f: rewritten(
+                f, d_model=10**9, h=1, kv_heads=1, positions="rotary", learned_positions=False
+            ),
+            r"expected \[.*1000000000.*\], by the arg"),
+        "past int64": (lambda f: rewritten(f, d_model=2 * 10**9, d_ff=2 * 10**9), "is damaged"),
+        "deep": (lambda f: rewritten(f, N=10**9), "N is 1000000000; expected layers of the 38 ten"),
     }.values(),
 )  # fmt: skip
-def test_a_folder_that_is_not_whole_is_refused_by_name(spoil, words, tmp_path):
+def test_a_folder_that_is_not_whole_is_refused_by_name(spoil, words, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     ff.save_model(ff.make_decoder(7, **SMALL), folder)
     spoil(folder)
+
+    def make(**arguments):
+        assert torch.get_default_device().type == "meta"  # where no size is too large
+        return ff.make_decoder(**arguments)
+
+    monkeypatch.setitem(saving.FACTORIES, "make_decoder", make)
     with pytest.raises(ValueError, match=rf"folder '{folder}'.*{words}"):
         ff.load_model(folder)
 

@@ -1258,6 +1258,26 @@ def test_sinks_of_minus_infinity(backend, device, biased):
     assert (grad == 0).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["plain", "dropout"])
+def test_a_sink_of_minus_infinity_without_keys(backend, device, options):
+    """The output is 0, the logarithm the sink, and no gradient is NaN."""
+    x = list(qkv(sq=5, sk=0, d=16, device=device).values())
+    sinks = torch.tensor([float("-inf"), *range(H - 1)], device=device)
+    for t in (*x, sinks):
+        t.requires_grad_()
+
+    def run(**more):
+        return functional.scaled_dot_product_attention(*x, sinks=sinks, **options, **more)
+
+    (grad,) = torch.autograd.grad(run().sum(), sinks)
+    assert (grad == 0).all()
+    out, lse = run(return_lse=True)
+    assert (out == 0).all() and torch.equal(lse, sinks.view(H, 1).expand(B, H, 5))
+    grads = torch.autograd.grad(out.sum() + lse.exp().sum(), (*x, sinks))
+    assert all((grad == 0).all() for grad in grads[:3])
+    torch.testing.assert_close(grads[3], B * 5 * sinks.exp())
+
+
 def test_a_sink_beside_a_large_bias(backend, device):
     """Where both are -1e9 the sink weighs as much as any key."""
     x = qkv(sq=20, sk=7, d=16, device=device)

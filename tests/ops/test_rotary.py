@@ -57,6 +57,21 @@ def test_packed_and_a_table_for_each_sequence(backend, device, against_oracle, n
         assert torch.equal(one, other.transpose(1, 2).flatten(0, 1))
 
 
+@pytest.mark.parametrize("part", [{}, {"dim": 24}], ids=["all features", "some features"])
+def test_a_norm_without_eps(backend, device, against_oracle, part):
+    """Blocks of tokens reach past the last token, where 1 / sqrt(0) may not enter a sum."""
+    x = heads(part.get("dim", 16), True, device=device)
+    against_oracle(rotated, x, **angles(S, 16, device=device), eps=0.0)
+
+
+def test_under_autocast_query_and_key_have_the_wider_dtype(backend, device):
+    x, table = heads(16, False, torch.bfloat16, device), angles(S, 16, device=device)
+    for name in x:
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            q, k = ff.rotary_embedding(**x | {name: x[name].float()}, **table)
+        assert q.dtype == k.dtype == torch.float32, name
+
+
 @pytest.mark.parametrize("form", ["heads outside", "steps", "one table row", "one side's norm"])
 def test_strides(backend, device, against_oracle, form):
     x, table = heads(16, True, device=device), angles(S, 8, device=device)

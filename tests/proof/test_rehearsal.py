@@ -222,6 +222,51 @@ def test_a_run_with_every_trouble(environment, tmp_path, request):
     assert results.rows and report.speed_block(results) == report.UNMEASURED
 
 
+# Steps that cannot be captured, and what the process does then.
+FAILING_CAPTURES = """
+import warnings, torch, fastformer as ff
+
+def waits():
+    torch.ones(2, device="cuda").sum().item()
+
+def waits_in_the_capture():
+    if torch.cuda.is_current_stream_capturing():
+        waits()
+
+def hides_its_error():
+    try:
+        waits_in_the_capture()
+    except RuntimeError:
+        pass
+
+ff.use_backend("reference")
+model = ff.make_decoder(11, 1, 16, 32, 2, max_len=32).cuda().eval()
+prompt = torch.ones(2, 3, dtype=torch.int64, device="cuda")
+stream, forward = torch.cuda.current_stream(), ff.Generator.forward
+for fault in (waits, waits_in_the_capture, hides_its_error):
+    ff.Generator.forward = lambda self, x: (fault(), forward(self, x))[1]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ff.greedy_decode(model, prompt, None, 9, None)
+    ff.Generator.forward = forward
+    assert any("without a CUDA graph" in str(w.message) for w in seen), fault
+    assert torch.cuda.current_stream() is stream and torch.cuda.get_sync_debug_mode() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ff.sample(model, prompt, None, 9, None)  # in a graph
+    model.train()(prompt).sum().backward()  # with dropout
+    model.eval()
+    print(fault.__name__)
+"""
+
+
+@pytest.mark.with_all
+def test_after_a_capture_that_fails_sampling_and_training_work(environment):
+    command = [sys.executable, "-c", FAILING_CAPTURES]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["waits", "waits_in_the_capture", "hides_its_error"], done.stderr
+
+
 @pytest.mark.with_slow
 def test_the_part_that_tunes(environment, tmp_path):
     """Every candidate of a class compiles, and all of them tie: every call takes as long."""

@@ -437,8 +437,12 @@ def test_a_batch_of_padding_alone_adds_nothing():
     empty = Batch(x, torch.zeros_like(x))
     _, have, _ = trained(model, [batches[0], empty], accumulation_steps=2)
     torch.testing.assert_close(have, trained(twin, batches[:1])[1])
-    trained(model, [empty, empty], accumulation_steps=2)
-    torch.testing.assert_close(dict(model.state_dict()), have)
+    model = nn.Sequential(model, Generator(7, 7))  # whose backward multiplies zeros by the share
+    before = copy.deepcopy(model.state_dict())
+    compute = SimpleLossCompute(model[1], LabelSmoothing(7, 0, 0.1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    run_epoch([empty, empty], model[0], compute, optimizer, None, accumulation_steps=2)
+    torch.testing.assert_close(model.state_dict(), before)
 
 
 def test_the_processes_exchange_the_gradients_of_the_last_batch_alone():
@@ -519,6 +523,13 @@ def test_autocast_and_the_scaler(accumulation_steps, device):
             if i > accumulation_steps:
                 scheduler.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_the_schedule_goes_on_where_the_scale_grows():
+    """An update is left out where the scale has fallen, not where it is another one."""
+    model, scaler = Echo(7), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    assert trained(model, list(some_batches(3)), scaler=scaler)[2] == 3
+    assert scaler.get_scale() == 32.0
 
 
 def test_run_epoch_leaves_the_mode_to_the_caller():

@@ -9,8 +9,9 @@ whatever it is; lengths, offsets and masks alone, whatever is small and neither 
 from what is, have values, as shapes follow from them. torch.compile compiles nothing.
 
 Events, streams and graphs take part in what they forbid: a call that waits for the device raises in
-a capture and in the sync debug mode "error", and no random number is to be had in a process whose
-capture has failed, as in torch 2.11. The times between events are made up.
+a capture and in the sync debug mode "error". After a capture that has failed, the current stream is
+that of the capture, and no random number is to be had before another capture succeeds, as in torch
+2.11. The times between events are made up.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class _State:
     inside = False  # an op runs: a tensor is what it is
     sync_debug = 0
     capturing = False
-    spoilt = False  # a capture has failed
+    invalid = False  # what is captured has been refused
+    spoilt = False  # a capture has failed, and none has succeeded since
+    stream: _Stream  # the current one
     lost: str | None = None  # the error of every further call
 
 
@@ -69,7 +72,7 @@ def wait() -> None:
     if state.lost:
         raise RuntimeError(state.lost)
     if state.capturing:
-        state.spoilt = True
+        state.invalid = True
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
     if state.sync_debug == 2:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -109,7 +112,11 @@ def appear(folder: Path) -> None:
             on_device = [x for x in given if x.is_meta]
             if state.lost and on_device:
                 raise RuntimeError(state.lost)
-            if state.spoilt and torch.Tag.nondeterministic_seeded in op.tags:
+            if (
+                state.spoilt
+                and not state.capturing
+                and torch.Tag.nondeterministic_seeded in op.tags
+            ):
                 raise RuntimeError("Offset increment outside graph capture encountered")
             where = kwargs.get("device")
             if where is not None and where.type == "cuda":
@@ -260,6 +267,7 @@ class _Event:
 
 
 class _Graph:
+    def reset(self) -> None: ...
     def replay(self) -> None:
         if state.lost:
             raise RuntimeError(state.lost)
@@ -268,15 +276,18 @@ class _Graph:
 @contextlib.contextmanager
 def _capture(graph: _Graph, *_: Any, **__: Any) -> Iterator[None]:
     wait()
-    state.capturing = True
+    before, state.stream = state.stream, _Stream()
+    state.capturing, failed = True, False
     try:
         yield
     except BaseException:
-        state.spoilt = True
+        failed = True
         raise
     finally:
-        if not state.spoilt:  # else the capture never ends
-            state.capturing = False
+        failed, state.capturing = failed or state.invalid, False
+        state.spoilt, state.invalid = failed, False
+        if not failed:  # else the stream stays
+            state.stream = before
         elif sys.exc_info()[0] is None:
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
@@ -301,7 +312,7 @@ def _cuda() -> dict[str, Any]:
         multi_processor_count=processors, shared_memory_per_block_optin=shared,
         L2_cache_size=stand_in.L2_CACHE,
     )  # fmt: skip
-    stream = _Stream()
+    default = state.stream = _Stream()
     return dict(
         _lazy_init=lambda: None,
         is_available=lambda: True,
@@ -314,8 +325,9 @@ def _cuda() -> dict[str, Any]:
         set_device=lambda device: None,
         synchronize=lambda device=None: wait(),
         Stream=_Stream,
-        current_stream=lambda device=None: stream,
-        default_stream=lambda device=None: stream,
+        current_stream=lambda device=None: state.stream,
+        set_stream=lambda stream: setattr(state, "stream", stream),
+        default_stream=lambda device=None: default,
         stream=_nothing,
         Event=_Event,
         CUDAGraph=_Graph,

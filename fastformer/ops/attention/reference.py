@@ -78,11 +78,16 @@ def _log_sum_exp(scores: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(log_sum), log_sum
     peak = scores.detach().amax(-1, keepdim=True)
     peak = peak.masked_fill(peak.isinf(), 0.0)
-    return peak.squeeze(-1), (scores - peak).logsumexp(-1)
+    shifted = scores - peak
+    if scores.shape[-1] == 1:  # the gradient of logsumexp is NaN at -inf, which a sink may be
+        return peak.squeeze(-1), shifted.squeeze(-1)
+    return peak.squeeze(-1), shifted.logsumexp(-1)
 
 
 def _softmax(scores: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:
     """Return the softmax weights of the keys, without the weight of the sink."""
+    if sinks is not None and scores.shape[-1] == 1:  # no keys; softmax of a sink of -inf is NaN
+        return scores[..., :0].to(dtype)
     low = dtype in (torch.float16, torch.bfloat16)
     weights = scores.softmax(-1, dtype=torch.float32 if low else None).to(dtype)
     return weights if sinks is None else weights[..., :-1]

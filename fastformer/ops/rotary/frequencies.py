@@ -59,19 +59,20 @@ def rotary_frequencies(
     if dim % 2:
         raise ValueError(f"dim is {dim}; expected an even number")
     theta = require_positive("theta", theta)
+    require_flag("interleaved", interleaved)
     if dtype not in FLOATING:
         raise TypeError(f"dtype is {dtype}; expected float32, float16, bfloat16 or float64")
-    frequencies, factor = _scaled(dim, length, theta, scaling)
-    positions = torch.arange(length, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, frequencies)
-    if require_flag("interleaved", interleaved):
-        angles = angles.repeat_interleave(2, -1)
-    else:
-        angles = torch.cat((angles, angles), -1)
     try:
         where = torch.get_default_device() if device is None else torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device is {device!r}; expected a device of torch: {error}") from None
+    if where.type == "meta" and scaling is None:  # of any size: nothing is computed
+        empty = torch.empty(length, dim, dtype=dtype, device=where)
+        return empty, empty.clone()
+    frequencies, factor = _scaled(dim, length, theta, scaling)
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, frequencies)
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
     tables = angles.cos() * factor, angles.sin() * factor
     return tables[0].to(where, dtype), tables[1].to(where, dtype)
 

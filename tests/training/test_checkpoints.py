@@ -1,0 +1,119 @@
+"""Checkpoints of a training run: what resumes, what is refused, and a disk that is full."""
+
+import json
+import os
+import warnings
+
+import pytest
+import torch
+
+import fastformer as ff
+from fastformer.training import checkpoints as module
+
+SETTINGS = {"steps": 4, "d_model": 3}
+
+
+def parts():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
+
+
+def trained(folder, settings=SETTINGS, until=None, every=2):
+    """The losses of a run of random batches, its parameters, and how many steps it was spared."""
+    saved = ff.Checkpoints(folder, settings, every)
+    model, optimizer, scheduler = parts()
+    done, losses = saved.begin(model, optimizer, scheduler)
+    for _ in range(done, until or settings["steps"]):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 3)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+        saved.end_step(losses)
+    return torch.stack(losses), dict(model.named_parameters()), done
+
+
+def steps(folder):
+    return sorted(os.listdir(folder))
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+    """With more steps than before, too: the checkpoint of its last step counts, due or not."""
+    want = trained(tmp_path / "whole", {**SETTINGS, "steps": 7})
+    folder = str(tmp_path / "new" / "parts")
+    assert trained(folder, until=3)[2] == 0 and steps(folder) == ["step-2"]
+    assert trained(folder, {**SETTINGS, "steps": 5})[2] == 2
+    assert steps(folder) == ["step-2", "step-4", "step-5"]
+    losses, parameters, done = trained(folder, {**SETTINGS, "steps": 7})
+    assert done == 5 and steps(folder) == ["step-5", "step-6", "step-7"]
+    assert torch.equal(losses, want[0])
+    torch.testing.assert_close(parameters, want[1], rtol=0, atol=0)
+
+
+def test_a_checkpoint_from_before_the_version_loads(tmp_path):
+    saved = ff.Checkpoints(tmp_path, SETTINGS, 2)
+    saved._settings = json.dumps({"d_model": 3})  # as it was then
+    saved.begin(*parts())
+    saved.end_step([torch.tensor(2.0), torch.tensor(1.0)])
+    losses, _, done = trained(tmp_path)
+    assert done == 2 and losses[:2].tolist() == [2, 1]
+
+
+def test_what_is_refused_by_name(tmp_path, monkeypatch):
+    trained(tmp_path)
+    path = tmp_path / "step-4"
+    for settings, words in (
+        ({**SETTINGS, "d_model": 4}, f"checkpoint {path} has d_model 3; expected 4, or another"),
+        ({**SETTINGS, "steps": 3}, f"steps is 3; expected at least the 4 that checkpoint {path}"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            trained(tmp_path, settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "FORMAT", "fastformer checkpoint, version 2")
+        trained(tmp_path / "later")
+    words = "checkpoint .*step-4 has format 'fastformer checkpoint, version 2'; expected 'fastfor"
+    with pytest.raises(ValueError, match=words):
+        trained(tmp_path / "later")
+
+
+@pytest.mark.parametrize("room", [0, 6000], ids=["of nothing", "of a part"])
+def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, room):
+    resource = pytest.importorskip("resource")
+    trained(tmp_path)
+    saved = ff.Checkpoints(tmp_path, {**SETTINGS, "steps": 5}, 2)
+    _, losses = saved.begin(*parts())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # of each file
+    try:
+        with pytest.raises(OSError, match=f"^checkpoint {tmp_path}/step-5 cannot be written; ear"):
+            saved.end_step([*losses, losses[0]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert steps(tmp_path) == ["step-2", "step-4"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trained(tmp_path, {**SETTINGS, "steps": 5})[2] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((3, SETTINGS), TypeError, "folder is a int; expected a path"),
+        (("x", {}), ValueError, "settings is {}; expected .* with 'steps'"),
+        (("x", {"steps": 0}), ValueError, "steps is 0; expected 1 or more"),
+        (("x", {"steps": 1.5}), TypeError, "steps is a float"),
+        (("x", {"steps": 1, "dtype": torch.half}), TypeError, "expected values of JSON: .*dtype"),
+        (("x", SETTINGS, 0), ValueError, "every is 0; expected 1 or more"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        ff.Checkpoints(*arguments)
+
+
+def test_the_end_of_a_step_before_the_beginning(tmp_path):
+    with pytest.raises(RuntimeError, match="end_step was called before begin"):
+        ff.Checkpoints(tmp_path, SETTINGS, 1).end_step([torch.zeros(())])

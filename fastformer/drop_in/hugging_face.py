@@ -193,7 +193,8 @@ def attention(
             a gradient.
         softcap: as in `scaled_dot_product_attention`.
         output_attentions: if True, also return the weights before dropout, which materializes
-            them.
+            them. So does a call in which transformers collects the attentions, because some models
+            do not pass the keyword on.
         s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They receive a gradient.
         kwargs: other keywords that transformers passes to every implementation. Each has to be one
             that changes nothing here (`KNOWN`, such as `sliding_window`, which the mask holds).
@@ -211,6 +212,7 @@ def attention(
             then silently create no masks.
     """
     _require_registered(module)
+    output_attentions = output_attentions or _collects_attentions(module)
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     q_length, k_length = query.shape[2], key.shape[2]
@@ -254,6 +256,16 @@ def attention(
     if weights is not None and weights.shape[3] < k_length:
         weights = F.pad(weights, (0, k_length - weights.shape[3]))
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _collects_attentions(module: nn.Module) -> bool:
+    """Return whether transformers' hooks collect the weights that attention layers return."""
+    from transformers.utils import output_capturing
+
+    if torch.compiler.is_compiling() and not module._forward_hooks:  # get() breaks the graph
+        return False
+    collected = output_capturing._active_collector.get()
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 def _with_sequences(

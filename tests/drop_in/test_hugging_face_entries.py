@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastformer as ff
+from fastformer.drop_in import hugging_face as hugging_face_attention
 
 transformers = pytest.importorskip("transformers", "5.17")
 
@@ -42,6 +43,18 @@ def test_attentions_equal_those_of_eager(kind, models):
     assert ours(tokens).get("attentions") is None
 
 
+def test_attentions_of_a_table_of_classes(models):
+    """The sdpa class of the table computes no weights; its base class does."""
+    eager, ours = models("data2vec-vision")
+    given = next(hugging_face_models.candidates(eager, "none"))
+    want, have = (m(**given, output_attentions=True).attentions for m in (eager, ours))
+    assert len(have) == len(want) > 0
+    torch.testing.assert_close(have, want)
+    with hugging_face.counted() as calls:
+        ours(**given)
+    assert calls
+
+
 @pytest.mark.with_all
 def test_layers_that_are_compiled(models):
     """Without attentions their graph does not break; with them, they are there."""
@@ -65,3 +78,11 @@ def test_the_sweep_counts_them(models, monkeypatch):
     collects = "fastformer.drop_in.hugging_face._collects_attentions"
     monkeypatch.setattr(collects, lambda module: False)
     assert hugging_face.entries_differ(ours, eager, given) == "attentions: 0 for 2"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_mask_of_a_wrong_shape_is_named(dtype):
+    q, mask = torch.randn(2, 4, 6, 8), torch.ones(2, 1, 6, 7).to(dtype)
+    ff.register_transformers()
+    with pytest.raises(ValueError, match=r"^attention_mask has shape \(2, 1, 6, 7\); expected"):
+        hugging_face_attention.attention(torch.nn.Module(), q, q, q, mask)

@@ -17,8 +17,9 @@ Shapes: B batch, H heads, G key-value heads, Sq queries, Sk keys, D and Dv head 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -128,16 +129,24 @@ def _enter_classes(models: ModuleType) -> None:
     for name, table in vars(models).items():
         known = isinstance(table, dict) and name.endswith("ATTENTION_CLASSES")
         if known and "eager" in table and NAME not in table:
-            sdpa = table.get("sdpa", table["eager"])
-            table[NAME] = _refusal(name, table) if sdpa is table["eager"] else _overridden(sdpa)
+            eager = table["eager"]
+            sdpa = table.get("sdpa", eager)
+            table[NAME] = _refusal(name, table) if sdpa is eager else _overridden(sdpa, eager)
 
 
-def _overridden(sdpa: type) -> type:
-    """Return a subclass of `sdpa` whose F.scaled_dot_product_attention calls run on fastformer."""
+def _overridden(sdpa: type[nn.Module], eager: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `sdpa` whose F.scaled_dot_product_attention calls run on fastformer. A
+    call that asks for the weights runs `eager`, if that is a base class.
+    """
     from fastformer.drop_in.sdpa import sdpa_override
 
-    class Overridden(sdpa):
+    signature = inspect.signature(sdpa.forward)
+
+    class Overridden(sdpa):  # type: ignore[misc, valid-type]
         def forward(self, *args: object, **kwargs: object) -> object:
+            asked = signature.bind(self, *args, **kwargs).arguments.get("output_attentions")
+            if (asked or _collects_attentions(self)) and issubclass(sdpa, eager):
+                return eager.forward(self, *args, **kwargs)
             with sdpa_override():
                 return super().forward(*args, **kwargs)
 
@@ -193,7 +202,8 @@ def attention(
             a gradient.
         softcap: as in `scaled_dot_product_attention`.
         output_attentions: if True, also return the weights before dropout, which materializes
-            them.
+            them. So does a call in which transformers collects the attentions, because some models
+            do not pass the keyword on.
         s_aux: [H], the `sinks` of `scaled_dot_product_attention`. They receive a gradient.
         kwargs: other keywords that transformers passes to every implementation. Each has to be one
             that changes nothing here (`KNOWN`, such as `sliding_window`, which the mask holds).
@@ -211,6 +221,7 @@ def attention(
             then silently create no masks.
     """
     _require_registered(module)
+    output_attentions = output_attentions or _collects_attentions(module)
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     q_length, k_length = query.shape[2], key.shape[2]
@@ -254,6 +265,16 @@ def attention(
     if weights is not None and weights.shape[3] < k_length:
         weights = F.pad(weights, (0, k_length - weights.shape[3]))
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _collects_attentions(module: nn.Module) -> bool:
+    """Return whether transformers' hooks collect the weights that attention layers return."""
+    from transformers.utils import output_capturing
+
+    if torch.compiler.is_compiling() and not module._forward_hooks:  # get() breaks the graph
+        return False
+    collected = output_capturing._active_collector.get()
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 def _with_sequences(
@@ -383,16 +404,20 @@ def _read_mask(
     if attention_mask is None:
         return None, None, (None, 0 if is_causal else None)
     if not isinstance(attention_mask, Mask):
-        return *_read_tensor(attention_mask), (None, None)
+        return *_read_tensor(attention_mask, q_length, k_length), (None, None)
     shape, visible = attention_mask.shape, attention_mask.visible
     sides = (attention_mask.left, attention_mask.right)
     alike = sides == (None, None) and (visible is None or visible.shape[2] == 1)  # all queries
     if len(shape) != 4 or shape[3] != k_length or not (alike or shape[2] in (1, q_length)):
-        raise ValueError(
-            f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
-            " of the queries and keys of the layer"
-        )
+        raise _wrong_shape(shape, q_length, k_length)
     return visible, None, sides
+
+
+def _wrong_shape(shape: Sequence[int], q_length: int, k_length: int) -> ValueError:
+    return ValueError(
+        f"attention_mask has shape {tuple(shape)}; expected [B, 1, {q_length}, {k_length}],"
+        " of the queries and keys of the layer"
+    )
 
 
 def _held_keys(attention_mask: object, batch: int) -> Tensor | None:
@@ -415,13 +440,17 @@ def _of_first(n: int, x: Tensor | None) -> Tensor | None:
     return x if x is None or x.shape[-1] == 1 else x[..., :n]
 
 
-def _read_tensor(attention_mask: object) -> tuple[Tensor | None, Tensor | None]:
+def _read_tensor(
+    attention_mask: object, q_length: int, k_length: int
+) -> tuple[Tensor | None, Tensor | None]:
     """Return (boolean mask, bias), one of them None, from a mask tensor that the user gave."""
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
             kind += f" of {attention_mask.dim()} dimensions"
         raise TypeError(f"attention_mask is a {kind}; expected a tensor [B, 1, Sq, Sk]")
+    if attention_mask.shape[2] not in (1, q_length) or attention_mask.shape[3] not in (1, k_length):
+        raise _wrong_shape(attention_mask.shape, q_length, k_length)
     if attention_mask.is_floating_point():
         return None, attention_mask
     if attention_mask.dtype != torch.bool:

@@ -33,7 +33,7 @@ from fastformer.nn.norms import LayerNorm
 
 
 def accelerate(
-    model: nn.Module, *, drop_padding: bool = False, need_weights: bool = True
+    model: nn.Module, *, drop_padding: bool | None = None, need_weights: bool | None = None
 ) -> Report:
     """Run the modules of a PyTorch model on the ops of fastformer, in place.
 
@@ -61,8 +61,12 @@ def accelerate(
     - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
 
-    torch.jit.script does not accept a replaced model: restore it first. A compiled model is
+    torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace records the
+    original forwards, so that the trace equals that of the original model. A compiled model is
     compiled again; the report does not count calls inside a compiled model.
+
+    A second call replaces what was added since. An option that it is not given (None) stays as an
+    earlier call set it; without one, drop_padding is False and need_weights True.
 
     Args:
         model: any module. Modules are replaced at every depth, the model itself included.
@@ -91,20 +95,23 @@ def accelerate(
     2018, "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
-    drop_padding = require_flag("drop_padding", drop_padding)
-    need_weights = require_flag("need_weights", need_weights)
+    if drop_padding is not None:
+        drop_padding = require_flag("drop_padding", drop_padding)
+    if need_weights is not None:
+        need_weights = require_flag("need_weights", need_weights)
     report = Report()
     _change_classes(_plan(model, report))
     in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
     for module in report._modules.values():
-        if isinstance(module, FusedTransformerEncoder):
+        if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
             module._drops_padding = drop_padding
         if isinstance(module, Layer):
             in_layers |= {getattr(module, name) for name in module._attentions}
     for name, module in report._modules.items():
         if isinstance(module, FusedMultiheadAttention):
-            module._returns_weights = need_weights
-            if need_weights and module not in in_layers:
+            if need_weights is not None:
+                module._returns_weights = need_weights
+            if module._returns_weights and module not in in_layers:
                 report.notes[name] = NEEDS_WEIGHTS
     return report
 
@@ -282,7 +289,7 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours = {"_fallbacks", "_drops_padding"}
+    ours = {"_fallbacks"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
             ours |= {name for name in vars(cls) if name[:2] != "__"} - {"forward", "attn"}

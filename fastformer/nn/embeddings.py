@@ -16,7 +16,7 @@ from fastformer.eager import may_read
 from fastformer.nn.base import make_dropout
 from fastformer.nn.padding import Packing
 from fastformer.nn.stream import add_dropped
-from fastformer.ops.rotary.frequencies import rotary_frequencies
+from fastformer.ops.rotary.frequencies import THETA, rotary_frequencies
 
 
 class Embeddings(nn.Module):
@@ -174,7 +174,7 @@ class RotaryEmbedding(nn.Module):
         self,
         dim: int,
         max_len: int = 5000,
-        theta: float = 10000.0,
+        theta: float = THETA,
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ A `Packing` replaces a mask: it tells an attention module which tokens form a se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,10 +63,14 @@ class Packing:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Packing:
         """Return a copy of the packing with its tensors on the device."""
-        cu_seqlens, indices = (
-            x.to(device, non_blocking=non_blocking) for x in (self.cu_seqlens, self.indices)
-        )
-        return replace(self, cu_seqlens=cu_seqlens, indices=indices)
+        return self._with(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Packing:
+        """Return a copy of the packing with its tensors in pinned memory."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, f: Callable[[Tensor], Tensor]) -> Packing:
+        return replace(self, cu_seqlens=f(self.cu_seqlens), indices=f(self.indices))
 
 
 def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:

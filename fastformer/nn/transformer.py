@@ -154,7 +154,7 @@ def make_decoder(
     padding_idx: int | None = None,
     tie_generator: bool = False,
     positions: str = "sinusoidal",
-    rope_theta: float = 10000.0,
+    rope_theta: float | None = None,
     qk_norm: bool = False,
 ) -> LanguageModel:
     """Build a decoder-only language model, initialised as in `make_model`.
@@ -169,7 +169,7 @@ def make_decoder(
         kv_heads, learned_positions, max_len, padding_idx, tie_generator: as in `make_model`.
         positions: "sinusoidal", which are added to the embeddings, or "rotary", which rotate the
             queries and keys of each layer.
-        rope_theta: the base of rotary positions, as in `rotary_frequencies`.
+        rope_theta: the base of rotary positions; None for the default of `RotaryEmbedding`.
         qk_norm: if True, queries and keys have an RMSNorm of each head before the rotation.
 
     Raises ValueError and TypeError as `make_model` does; ValueError for positions="rotary" with an
@@ -196,19 +196,22 @@ def make_decoder(
 
 
 def _rotary(
-    positions: str, dim: int, max_len: int, theta: float, learned: bool
+    positions: str, dim: int, max_len: int, theta: float | None, learned: bool
 ) -> RotaryEmbedding | None:
     """Return the rotary positions of heads of `dim` features, or None for sinusoidal ones."""
     if require_choice("positions", positions, POSITIONS) == "sinusoidal":
-        if theta != 10000.0:
+        if theta is not None:
             raise ValueError(
-                f"rope_theta is {theta} with positions 'sinusoidal'; expected 'rotary'"
+                f"rope_theta is {theta} with positions 'sinusoidal', which have no base; expected "
+                "None, or positions 'rotary'"
             )
         return None
     if require_flag("learned_positions", learned):
         raise ValueError("learned_positions is True with positions 'rotary'; expected False")
     if dim % 2:
         raise ValueError(f"d_model / h is {dim} with positions 'rotary'; expected an even number")
+    if theta is None:
+        return RotaryEmbedding(dim, max_len)
     return RotaryEmbedding(dim, max_len, require_positive("rope_theta", theta))
 
 

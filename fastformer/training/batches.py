@@ -9,6 +9,8 @@ Sequence Packing without Cross-contamination".
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +50,8 @@ class Batch:
     `Packing` of tgt. The models take these in place of the padded ones, and the losses are the
     same. On a GPU, packing waits for the device.
 
-    `to(device)` returns the batch on another device.
+    `to(device)` returns the batch on another device, `pin_memory()` in pinned memory. A DataLoader
+    with pin_memory=True calls the latter; then to(device, non_blocking=True) does not block.
 
     Raises:
         ValueError: src or tgt does not have two dimensions, their batch sizes or devices differ, or
@@ -126,10 +129,18 @@ class Batch:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device is {device!r}; expected a device: {error}") from error
+        return self._with(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """Return a copy of the batch with its tensors in pinned memory, as Tensor.pin_memory."""
+        return self._with(lambda x: x.pin_memory())
+
+    def _with(self, f: Callable[[Any], Any]) -> Batch:
+        """Return a copy of the batch in which f has replaced each tensor and each packing."""
         batch = copy.copy(self)
         for name, x in vars(self).items():
             if isinstance(x, (Tensor, Packing)):
-                setattr(batch, name, x.to(device, non_blocking=non_blocking))
+                setattr(batch, name, f(x))
         return batch
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -366,7 +367,8 @@ def run_epoch(
         data: batches with targets; if it has a length, the bar shows the remaining batches.
         model: called as model(src, tgt, src_mask, tgt_mask), or as model(tgt, tgt_mask) if the
             batches have no source. The caller sets its mode: model.train() before training,
-            model.eval() before evaluation.
+            model.eval() before evaluation. A model in eval mode with an optimizer is trained so,
+            with a warning.
         loss_compute: (output, tgt_y, ntokens) -> loss per token, such as `SimpleLossCompute`.
         optimizer: steps once per `accumulation_steps` batches. None evaluates without gradients.
         scheduler: steps after the optimizer.
@@ -537,7 +539,7 @@ class _Meter:
 def _require_epoch(
     data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
 ) -> None:
-    """Check the arguments of `run_epoch`."""
+    """Check the arguments of `run_epoch`; warn of training in eval mode."""
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -547,6 +549,12 @@ def _require_epoch(
     for name, x in (("optimizer", optimizer), ("scheduler", scheduler)):
         if x is not None and not callable(getattr(x, "step", None)):
             raise TypeError(f"{name} is a {type(x).__name__}; expected one of torch.optim, or None")
+    if optimizer is not None and not getattr(model, "training", True):
+        warnings.warn(
+            "optimizer is given and model is in eval() mode: run_epoch trains it without dropout; "
+            "call model.train() first, or leave the optimizer out to evaluate",
+            stacklevel=3,
+        )
 
 
 def _require_update(

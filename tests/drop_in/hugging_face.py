@@ -9,8 +9,9 @@ initialised.
     python hugging_face.py --print         prints the data, or with types only their rows
 
 It compares the outputs and the gradient of every parameter, without padding and with padding on
-either side, the loss, and the tokens of generate(). Then it compares the same of the model after
-`ff.accelerate`, and says what that replaced. A type has one status:
+either side, the loss, the tokens of generate(), and how many attentions, hidden states and cache
+entries the model returns if it is asked for them. Then it compares the outputs, gradients, loss and
+tokens of the model after `ff.accelerate`, and says what that replaced. A type has one status:
 
     agrees            everything agrees, and fastformer's attention ran
     never calls us    everything agrees, but the model runs an attention of its own, or has none
@@ -51,6 +52,9 @@ LARGEST = 200 * 10**6  # parameters: a copy of a model, its gradients, in float6
 SECONDS = 900  # for one type: for those that hang, on any machine
 
 BOUND = 1e-4  # relative error, of outputs and gradients
+
+# By type, attentions that its model returns but does not ask its layers for: only eager has them.
+UNASKED = {"kosmos-2": "projection_attentions", "pix2struct": "encoder_attentions"}
 
 # ----------------------------------------------------------------------------------------- compare
 
@@ -132,6 +136,43 @@ def generated(model, given):
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     given = {n: x.clone() for n, x in given.items() if not n.startswith("decoder_")}
     return model.generate(**given, **settings)
+
+
+def entries(model, given):
+    """How many attentions, hidden states and cache entries the model returns, by field."""
+    accepted = inspect.signature(model.forward).parameters
+    wanted = {"output_attentions": True, "output_hidden_states": True, "use_cache": True}
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        wanted = {name: x for name, x in wanted.items() if name in accepted}
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    given = {n: x.to(dtype) if x.is_floating_point() else x for n, x in given.items()}
+    seed()
+    with torch.no_grad():
+        out = model(**given, **wanted)
+    fields = {**out} if isinstance(out, dict) else {}
+    fields.pop(UNASKED.get(model.config.model_type), None)
+    found = re.compile("attentions|hidden_states|past|cache")
+    return {name: filled(x) for name, x in fields.items() if found.search(name)}
+
+
+def filled(x):
+    """How many entries are not None: of a tuple, or the layers of a cache that hold something."""
+    if hasattr(x, "self_attention_cache"):
+        return filled(x.self_attention_cache) + filled(x.cross_attention_cache)
+    if hasattr(x, "layers"):
+        return sum(getattr(layer, "is_initialized", True) for layer in x.layers)
+    return sum(y is not None for y in x) if isinstance(x, (list, tuple)) else int(x is not None)
+
+
+def entries_differ(ours, model, given):
+    """What fastformer's model returns other numbers of than eager's, or ""."""
+    try:
+        want = entries(model, given)
+    except Exception:  # eager cannot be asked
+        return ""
+    have = entries(ours, given)
+    names = sorted(n for n in {**have, **want} if have.get(n) != want.get(n))
+    return ", ".join(f"{n}: {have.get(n)} for {want.get(n)}" for n in names)
 
 
 @contextlib.contextmanager
@@ -263,6 +304,9 @@ def check_attention(config, cls, model, wanted, tokens, text):
                 if not torch.equal(have, tokens):
                     return "differs", "generate()", None
                 done.append("generate()")
+            if fault := entries_differ(ours, model, wanted[0][1]):
+                return "differs", fault, None
+            done.append("entries")
     except Exception as e:
         if by_us(e):
             return "refused", re.sub(r"\s+", " ", str(e)), model

@@ -6,11 +6,13 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import io
 import itertools
 import pickle
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -290,7 +292,9 @@ def test_weights_that_are_thrown_away(backend, device):
     assert model.attn(x, x, x, need_weights=True)[1] is None and not report.fallbacks
     assert model.attn(x, x, x, attn_mask=torch.zeros(1, 2), is_causal=True)[1] is None  # torch's
     assert copy.deepcopy(model).attn(x, x, x)[1] is None
-    again = ff.accelerate(model)  # the last word holds
+    again = ff.accelerate(model)  # it names no option, and changes none
+    assert not again.notes and model.attn(x, x, x)[1] is None
+    again = ff.accelerate(model, need_weights=True)
     assert list(again.notes) == ["attn"] and model.attn(x, x, x)[1] is not None
     ff.accelerate(model, need_weights=False)
     ff.restore(model)
@@ -978,6 +982,62 @@ def test_restore(device):
     ff.restore(model)
     ff.restore(model)
     assert attributes(model) == before
+
+
+def test_an_option_stays_until_another_call_names_it(device):
+    """A call with one option keeps the other, and what was added later has the defaults."""
+    layer = nn.TransformerEncoderLayer(E, H, 24, batch_first=True)
+    model = nn.ModuleList([nn.TransformerEncoder(layer, 1), nn.MultiheadAttention(E, H)]).to(device)
+
+    def options():
+        return [model[0]._drops_padding, *(m._returns_weights for m in model[1:])]
+
+    ff.accelerate(model)
+    assert options() == [False, True]
+    ff.accelerate(model, drop_padding=True)
+    ff.accelerate(model, need_weights=False)
+    assert options() == [True, False]
+    model.append(nn.MultiheadAttention(E, H).to(device))
+    report = ff.accelerate(model)
+    assert options() == [True, False, True] and list(report.notes) == ["2"]
+    ff.accelerate(model, drop_padding=False)
+    assert options() == [False, False, True]
+
+
+TRACED = {
+    "LayerNorm": lambda: nn.LayerNorm(E),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(E, H, 0.5, batch_first=True),
+    "TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(E, H, 24, 0.5, batch_first=True), 2
+    ),
+    "Transformer": lambda: nn.Transformer(E, H, 1, 1, 24, 0.5, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", TRACED)
+def test_jit_trace(name, training, backend, device):
+    """The trace holds operations of torch alone, those of the plain model: it can be saved, and
+    draws a new dropout mask at each call.
+    """
+    model = randomized(TRACED[name](), device).train(training)
+    x = torch.randn(N, S, E, device=device)
+    args = (x,) * {"MultiheadAttention": 3, "Transformer": 2}.get(name, 1)
+    outs = []
+    for accelerated in (False, True):
+        if accelerated:
+            report = ff.accelerate(model)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of tracing and its deprecation
+            buffer = io.BytesIO()
+            torch.jit.save(torch.jit.trace(model, args, check_trace=False), buffer)
+            buffer.seek(0)
+            traced = torch.jit.load(buffer)
+        torch.manual_seed(1)
+        outs.append(traced(*args))
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+    reasons = {why for reasons in report.fallbacks.values() for why in reasons}
+    assert reasons == {"torch.jit.trace records the operations of torch"}
 
 
 def test_the_model_itself():

@@ -168,13 +168,24 @@ def test_padding_and_hidden_layers_train(device):
         ({"positions": "rotary", "h": 16}, "d_model / h is 1 with positions 'rotary'; expected"),
         ({"positions": "rotary", "learned_positions": True}, "learned_positions is True with"),
         ({"positions": "rotary", "rope_theta": 0}, "^rope_theta is 0.0; expected a positive"),
-        ({"rope_theta": 5.0}, "rope_theta is 5.0 with positions 'sinusoidal'; expected 'rotary'"),
+        ({"rope_theta": 10000.0}, "rope_theta is 10000.0 with positions 'sinusoidal', which have"),
         ({"qk_norm": "yes"}, "qk_norm is 'yes'; expected True or False"),
     ],
 )
 def test_make_decoder_refuses(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         ff.make_decoder(**{"vocab": V, "d_model": 16, "N": 1, "h": 4} | options)
+
+
+def test_the_default_of_rope_theta():
+    """make_decoder has the one of RotaryEmbedding, which is that of the paper."""
+    size = dict(d_model=16, N=0, h=2, positions="rotary")
+    tables = [
+        ff.make_decoder(V, **size, **more).decoder.rotary.table
+        for more in ({}, {"rope_theta": None}, {"rope_theta": 10000.0})
+    ]
+    want = torch.cat(ff.rotary_frequencies(8, 5000, 10000.0), -1)
+    assert all(torch.equal(table, want) for table in tables)
 
 
 def test_layers_refuse(device):

@@ -1749,6 +1749,13 @@ def test_a_planted_bug_is_caught(device, against_oracle, tiles, plant_and_check,
             r"attn_mask has shape \[4, 6\]; expected one that",
         ),
         ({"attn_mask": torch.zeros(1, 2, 2, 4, 5) > 0}, ValueError, "broadcasts to"),
+        ({"attn_mask": torch.zeros(4, 6)}, ValueError, r"^attn_mask has shape \[4, 6\]; expected"),
+        (
+            {"attn_mask": torch.zeros(4, 5, device="meta")},
+            ValueError,
+            "^attn_mask is on meta; expected the device of query, cpu",
+        ),
+        ({"bias": torch.zeros(4, 6)}, ValueError, r"^bias has shape \[4, 6\]; expected"),
         (
             {"key_lengths": torch.tensor([1, 6])},
             ValueError,

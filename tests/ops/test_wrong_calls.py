@@ -209,7 +209,7 @@ CALLS = {
         **model_options())),
     "make_decoder": lambda: (ff.make_decoder, lambda: dict(
         vocab=V, N=1, d_model=D, d_ff=F, h=H, dropout=0.1, positions="sinusoidal",
-        rope_theta=10000.0, qk_norm=True, **model_options())),
+        rope_theta=None, qk_norm=True, **model_options())),
     "LanguageModel": lambda: (ff.LanguageModel, lambda: dict(language_model().named_children())),
     "LanguageModel.forward": lambda: (language_model().forward, lambda: dict(
         tokens=ids(B, T), mask=torch.ones(B, 1, T, dtype=torch.bool), cache=None)),

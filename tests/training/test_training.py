@@ -4,15 +4,18 @@ import contextlib
 import copy
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data._utils import pin_memory
 
 from fastformer import (
     Batch,
     Generator,
     LabelSmoothing,
+    Packing,
     SimpleLossCompute,
     make_model,
     make_optimizer,
@@ -30,6 +33,33 @@ def test_a_batch_on_another_device_and_in_print():
     assert not any(x.is_meta for x in vars(batch).values())
     assert repr(batch) == "Batch(src=[2, 4], tgt=[2, 2], device=cpu)"
     assert repr(Batch(batch.src).to("meta")) == "Batch(src=[2, 4], tgt=None, device=meta)"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_in_pinned_memory(packed, monkeypatch):
+    """A DataLoader with pin_memory=True calls the method, which pins every tensor."""
+    pinned = []
+
+    def pin(x, *device):
+        pinned.append(x.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    ids = torch.tensor([[1, 5, 2, 0], [1, 2, 0, 0]])
+    batch = Batch(ids, ids, packed=packed)
+    have = pin_memory.pin_memory(batch)  # what the DataLoader does to what it has loaded
+    assert type(have) is Batch and vars(have).keys() == vars(batch).keys()
+    tensors = []
+    for name, x in vars(batch).items():
+        of = [(vars(batch)[name], vars(have)[name])]
+        if isinstance(x, Packing):
+            of = [(getattr(x, n), getattr(vars(have)[name], n)) for n in ("cu_seqlens", "indices")]
+        for before, after in of:
+            assert torch.equal(before, after) and before is not after
+            tensors.append(after)
+    assert {id(x) for x in tensors} == {id(x) for x in pinned}
+    assert len(tensors) == (8 if packed else 6)
+    assert Batch(ids).pin_memory().tgt is None
 
 
 def test_batch_splits_the_target_and_masks_padding_and_future(device):
@@ -537,6 +567,18 @@ def test_run_epoch_leaves_the_mode_to_the_caller():
     compute = SimpleLossCompute(model.generator, LabelSmoothing(7, 0))
     run_epoch(some_batches(1), model.eval(), compute)
     assert not any(m.training for m in model.modules())
+
+
+def test_run_epoch_warns_of_training_in_eval_mode():
+    model = Echo(7).eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"model is in eval\(\) mode.*model.train\(\)") as seen:
+        run_epoch(some_batches(3), model, echo_loss(model), optimizer, progress=False)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_epoch(some_batches(3), model, echo_loss(model), progress=False)
+        run_epoch(some_batches(3), model.train(), echo_loss(model), optimizer, progress=False)
 
 
 def test_run_epoch_reports_windows_and_what_is_left():

@@ -165,6 +165,8 @@ def record_torch(op: str, reason: str) -> None:
 def unsupported_tensor(*tensors: Tensor | None) -> str | None:
     """Return why a kernel cannot read one of the tensors, or None; entries of None are skipped."""
     tracing = torch.compiler.is_compiling()
+    if not tracing and torch.jit.is_tracing():  # a trace holds neither the kernels nor new dropout
+        return "torch.jit.trace records the operations of torch"
     for x in tensors:
         if x is None:
             continue

@@ -103,12 +103,14 @@ def _is_causal(mask: Tensor | None, hint: bool | None) -> bool:
 
 def _may_decide(x: Tensor) -> bool:
     """Return whether the values of x may be read to decide what runs."""
-    return eager(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    if torch.jit.is_tracing() or not eager(x):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
     _layer = FusedTransformerEncoderLayer
-    _drops_padding: bool  # accelerate(drop_padding=...)
+    _drops_padding = False  # accelerate(drop_padding=True) sets it to True
 
     def forward(
         self,

@@ -166,7 +166,7 @@ def mask_and_bias(
         _require_bias(bias_name, bias, query)
         if bias.dtype is not torch.float32 and autocast_dtype(query) is not None:
             bias = bias.to(query.dtype)
-        bias = _broadcast("bias", bias, query, scores, three)
+        bias = _broadcast(bias_name, bias, query, scores, three)
     return attn_mask, bias
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from fastformer.checks import FLOATING, require_flag, require_positive, require_size
 
 Scaling = Mapping[str, Any]
+THETA = 10000.0  # the base of the paper
 
 
 def rotary_frequencies(
     dim: int,
     length: int,
-    theta: float = 10000.0,
+    theta: float = THETA,
     *,
     scaling: Scaling | None = None,
     interleaved: bool = False,

@@ -151,7 +151,7 @@ class Checkpoints:
                 reason = _reason(error)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
-                told = f"checkpoint {path} cannot be written; earlier ones are whole: {reason}"
+                told = f"checkpoint {path} cannot be written: {reason}"
                 raise OSError(told) from None
         if _is_first():
             for step in self._found()[KEPT:]:

@@ -4,8 +4,6 @@ data of what they found, benchmarks/results/compile.json.
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
 import json
 import queue
@@ -15,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from benchmarks import ROOT
 HERE = Path(__file__).resolve().parent
 DATA = ROOT / "benchmarks" / "results" / "compile.json"
 WORKERS = 2
-SECONDS = 300  # a case that takes longer is killed
+SECONDS = 900  # a case that takes longer is killed
 
 # --------------------------------------------------------------------------------------- the cases
 
@@ -337,6 +334,7 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
     for name in cases:
         waiting.put(name)
     answers: dict[str, dict[str, Any]] = {}
+    one_by_one = threading.Lock()
 
     def work() -> None:
         worker = Worker()
@@ -346,8 +344,9 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
             except queue.Empty:
                 break
             answers[name] = worker.ask(cases[name])
-            if progress:
-                progress(name, answers[name])
+            with one_by_one:
+                if progress:
+                    progress(name, answers[name])
         worker.close()
 
     threads = [threading.Thread(target=work) for _ in range(WORKERS)]
@@ -358,59 +357,18 @@ def compile_all(cases: dict[str, Case], progress: Any = None) -> dict[str, dict[
     return {name: answers[name] for name in cases}
 
 
-# ----------------------------------------------------------------------------------- the sources
-
-# The ops of each kernel file or folder.
-FAMILIES = {
-    "attention": ("attention", "decode"),
-    "layer_norm": ("layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"),
-    "feed_forward": ("feed_forward", "geglu", "swiglu", "gated_activation"),
-    "embedding": ("embed",),
-    "rotary": ("rotary_embedding",),
-    "cross_entropy": ("cross_entropy",),
-}
-UNCOMPILED = ("interpreter.py", "registration.py")  # of which no kernel and no tile is made
+# -------------------------------------------------------------------------------------- the data
 
 
-def digest(case: Case) -> str:
-    """Return a digest of a case and of the code that its kernels are compiled from and read by."""
-    (own,) = (family for family, ops in FAMILIES.items() if case["op"] in ops)
-    files = [ROOT / "fastformer" / "description.py", HERE / "sass.py"]
-    files.append(HERE / "compile_worker.py")
-    for path in sorted((ROOT / "kernels").rglob("*.py")):
-        family = path.relative_to(ROOT / "kernels").parts[0].removesuffix(".py")
-        if family == own or (family not in FAMILIES and path.name not in UNCOMPILED):
-            files.append(path)
-    text = json.dumps(case, sort_keys=True) + "".join(map(_code, files))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@functools.cache
-def _code(path: Path) -> str:
-    """Return the source without what changes no kernel: comments, docstrings, where the file lies
-    and where the names come from.
-    """
-    tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if not isinstance(node, (ast.Import, ast.ImportFrom))
-        and "__file__" not in ast.unparse(node)
-    ]
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [x for x in body if not _is_string(x)] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def _is_string(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def digests() -> dict[str, str]:
-    """Return the digest of each case, of the sources as they are."""
-    return {name: digest(case) for name, case in CASES.items()}
+def keys(cases: dict[str, Case] = CASES) -> dict[str, str]:
+    """Return the key of each case as keys.py makes it: one process, some milliseconds a case."""
+    worker = Worker()
+    answers = {name: worker.ask({**case, "key": True}) for name, case in cases.items()}
+    worker.close()
+    errors = [f"{name}: {x['error']}" for name, x in answers.items() if "error" in x]
+    if errors:
+        raise RuntimeError("\n".join(errors))
+    return {name: answer["key"] for name, answer in answers.items()}
 
 
 def translation(answer: dict[str, Any]) -> str:
@@ -427,10 +385,9 @@ class Table:
     """What is known of the compiled cases. A line of the file holds a case."""
 
     triton: str
-    checks: str  # the digest of the code that judges what was compiled
     cases: dict[str, dict[str, Any]]
-    # by name: "digest" of the sources, "translation", "kernels" and "costs", which compile_gate.py
-    # and cost.py explain
+    # by name: "key", see keys.py; "translation"; "kernels" and "costs", which compile_gate.py and
+    # cost.py explain
 
     @classmethod
     def read(cls, path: Path = DATA) -> Table:
@@ -438,13 +395,11 @@ class Table:
 
     def write(self, path: Path = DATA) -> None:
         lines = (f"{json.dumps(name)}: {json.dumps(case)}" for name, case in self.cases.items())
-        start = f'{{"triton": "{self.triton}", "checks": "{self.checks}", "cases": {{\n'
-        path.write_text(start + ",\n".join(lines) + "\n}}\n")
+        text = f'{{"triton": "{self.triton}", "cases": {{\n' + ",\n".join(lines) + "\n}}\n"
+        whole = path.with_suffix(".part")  # a command that is interrupted leaves the old file
+        whole.write_text(text)
+        whole.replace(path)
 
-    def of(self, checks: str) -> bool:
-        """Say whether this Triton is the table's, and whether these checks have judged it."""
-        return (self.triton, self.checks) == (metadata.version("triton"), checks)
-
-    def stale(self, digests: dict[str, str]) -> list[str]:
-        """Return the names of the cases that are not known of these sources."""
-        return [n for n, of in digests.items() if self.cases.get(n, {}).get("digest") != of]
+    def stale(self, keys: dict[str, str]) -> list[str]:
+        """Return the names of the cases that the table does not know, or not with these keys."""
+        return [name for name, key in keys.items() if self.cases.get(name, {}).get("key") != key]

@@ -1,35 +1,36 @@
 """The compile gate: every shipped configuration, compiled for GPUs that need not be there.
 
-    python -m benchmarks.proof.compile_gate            prints the table: compiles the cases whose
-                                                       sources have changed and reads the others
-                                                       from the data
-    python -m benchmarks.proof.compile_gate --all      compiles all cases
-    python -m benchmarks.proof.compile_gate --write    also writes benchmarks/results/compile.json,
-                                                       if nothing is wrong; cost.py prints the
-                                                       ledger of the loops that stand there
+    python -m benchmarks.proof.compile_gate            prints the table of the data
+    python -m benchmarks.proof.compile_gate --check    names the stale cases, and fails if there is
+                                                       one
+    python -m benchmarks.proof.compile_gate --mend     compiles the stale cases, two at a time, and
+                                                       writes benchmarks/results/compile.json after
+                                                       each; what is interrupted goes on from there
+    python -m benchmarks.proof.compile_gate --all      compiles all cases; writes with --mend
     python -m benchmarks.proof.compile_gate --only "Gluon|rotary"
                                                        only the cases whose name matches
 
-A case whose sources have changed, but that is translated to the same GPU IR by the same Triton, has
-changed nothing: it is not compiled further. tests/proof/test_compile.py asserts on the same facts.
-Speed is not among them.
+A case is stale if what it launches has changed, or the code that is compiled for it (keys.py). If
+the same Triton translates it to the same GPU IR as before, it is not compiled further.
+tests/proof/test_compile.py asserts on the same facts. Speed is not among them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import inspect
 import re
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
 from benchmarks.proof import cost
-from benchmarks.proof.cases import CASES, DATA, Table, compile_all, digests, translation
+from benchmarks.proof.cases import CASES, DATA, Table, compile_all, keys, translation
+
+MEND = "to compile them: python -m benchmarks.proof.compile_gate --mend"
 
 # Spills that are known and stay: part of a case's name, of a kernel's, bytes.
 #   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
@@ -187,10 +188,26 @@ KNOWN_SPILLS = SPILLS + SPILLS_OF.get(cost.VERSION, ())
 KNOWN_SERIALISED = SERIALISED + SERIALISED_OF.get(cost.VERSION, ())
 
 
+def _unaligned(case: dict[str, Any]) -> bool:
+    """Say whether rows of a mask or a bias are not 16-aligned: the table alone shows their cost."""
+    return case["op"] == "attention" and case["length"] % 16 > 0
+
+
+def spills(name: str, kernels: list[Kernel]) -> list[str]:
+    """Return which kernels of a case spill or are serialised and are not known to, in words."""
+    found = []
+    for kernel in kernels if not _unaligned(CASES[name]) else ():
+        known = [n for part, of, n in KNOWN_SPILLS if part in name and of in kernel.name]
+        if kernel.spill > max(known, default=0):
+            found.append(f"{kernel.name}: {kernel.spill} bytes of spill")
+        allowed = any(part in name and of in kernel.name for part, of in KNOWN_SERIALISED)
+        if kernel.serialised != "-" and not allowed:
+            found.append(f"{kernel.name}: wgmma is serialised, {kernel.serialised}")
+    return found
+
+
 def problems(name: str, answer: dict[str, Any]) -> list[str]:
-    """What is wrong with a compiled case, in words."""
-    if "error" in answer:
-        return [answer["error"]]
+    """Return what is wrong with a compiled case beside what the data show, in words."""
     case, found = CASES[name], []
     cuda, single = not case["arch"].startswith("gfx"), case["dtype"] == "fp32"
     for record in answer["records"]:
@@ -199,14 +216,6 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         def say(text: str, kernel: str = kernel) -> None:
             found.append(f"{kernel}: {text}")
 
-        # Rows of a mask or a bias that are not 16-aligned: what it costs stands in the table alone.
-        unaligned = case["op"] == "attention" and case["length"] % 16 > 0
-        known = [n for part, of_kernel, n in KNOWN_SPILLS if part in name and of_kernel in kernel]
-        if record["spill"] > max(known, default=0) and not unaligned:
-            say(f"{record['spill']} bytes of spill")
-        known = [k for part, k in KNOWN_SERIALISED if part in name and k in kernel]
-        if record["serialised"] and not (known or unaligned):
-            say(f"wgmma is serialised, {' '.join(record['serialised'])}")
         if record["shared"] > answer["limit"]:
             say(f"{record['shared']} bytes of shared memory, the limit is {answer['limit']}")
         if record["tensor_memory"] > 512:
@@ -217,7 +226,7 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
             say("NaN is dropped, by a maximum or a comparison")
         # A small tile of a mask, or bytes one by one: not 16 bytes for each thread.
         small = record["blocks"].get("rows", 1) * record["blocks"].get("columns", 1) < 1024
-        few = kernel == "bounds" and (small or unaligned)
+        few = kernel == "bounds" and (small or _unaligned(case))
         if not record["vectors"] and not few:
             say("no load of 16 bytes")
         of_sequence = case.get("packed") and kernel != "delta"  # which may be shorter than others
@@ -286,20 +295,17 @@ def rows(answer: dict[str, Any]) -> list[Kernel]:
     return list(found.values())
 
 
-def checks() -> str:
-    """Return a digest of the code that judges what was compiled, and of what it knows."""
-    judges = (problems, rows, cost.entries, cost._parts, cost._in_flight, cost._entry, cost.waits)
-    judges += (cost.misused_registers,)
-    text = "".join(map(inspect.getsource, (*judges, Kernel, cost.Chip, cost.Entry)))
-    text += repr((KNOWN_SPILLS, KNOWN_SERIALISED, cost.KNOWN_WAITS, cost.CHIPS))
-    text += repr((cost.KNOWN_LOCAL, cost.OVERLAPPED, cost.KNOWN_APART))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def judged(name: str, kernels: list[Kernel], loops: list[cost.Entry]) -> list[str]:
+    """Return what is wrong with a case by the figures that the data hold, in words."""
+    return spills(name, kernels) + cost.waits(loops) + cost.misused_registers(loops)
 
 
 def wrong(name: str, answer: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a compiled case, its loops included, in words."""
+    """Return what is wrong with a compiled case, in words."""
+    if "error" in answer:
+        return [answer["error"]]
     loops = cost.ledger({name: answer}).get(name, [])
-    return problems(name, answer) or cost.waits(loops) + cost.misused_registers(loops)
+    return problems(name, answer) + judged(name, rows(answer), loops)
 
 
 def entry(name: str, answer: dict[str, Any]) -> dict[str, Any]:
@@ -322,34 +328,94 @@ def differences(new: list[Kernel], known: list[Kernel]) -> list[str]:
     ]
 
 
+def print_table(table: Table, names: list[str]) -> None:
+    print(HEADER.format(version=table.triton), end="")
+    for name in names:
+        for row in table.cases.get(name, {}).get("kernels", ()):
+            print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
+
+
+def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Return how a compiled case differs from the data, in words."""
+    before = [Kernel(*row) for row in known["kernels"]]
+    loops = cost.ledger({name: answer}).get(name, [])
+    return differences(rows(answer), before) + cost.grown(loops, cost.read_case(name, known))
+
+
 def in_gluon(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what the data hold of the kernels in Gluon."""
+    parts = ("kernels", "costs")
     return {
-        name: {"digest": case["digest"]}
-        | {
-            part: [x for x in case[part] if x[0] in cost.OVERLAPPED]
-            for part in ("kernels", "costs")
-        }
+        name: {part: [x for x in case[part] if x[0] in cost.OVERLAPPED] for part in parts}
         for name, case in cases.items()
         if "Gluon" in name
     }
 
 
-def translated_as_before(names: list[str], known: dict[str, dict[str, Any]]) -> list[str]:
-    """Return those of the cases whose GPU IR is that of the data."""
-    names = [name for name in names if name in known]
-    answers = compile_all({name: {**CASES[name], "translate": True} for name in names})
-    return [
-        name
-        for name, answer in answers.items()
-        if "error" not in answer and translation(answer) == known[name]["translation"]
-    ]
+def mend(
+    names: list[str],
+    keys: dict[str, str],
+    known: dict[str, dict[str, Any]],
+    write: Callable[[], None],
+    wrong_too: bool = False,
+) -> list[str]:
+    """Compile the cases of these names, enter those without a problem (or, with `wrong_too`, all
+    that compile) in `known` with their keys, and call `write` after each. Return the problems, in
+    words.
+    """  # fmt: skip
+    found: list[str] = []
+    started = time.time()
+
+    def done(name: str, answer: dict[str, Any]) -> None:
+        seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
+        remarks = wrong(name, answer)
+        found.extend(f"{name}: {text}" for text in remarks)
+        if "error" not in answer and (wrong_too or not remarks):
+            if name in known:
+                remarks = remarks + changes(name, answer, known[name])
+            known[name] = {"key": keys[name], **entry(name, answer)}
+            write()
+        print(f"{seconds}  {name}", *(f"    {text}" for text in remarks), sep="\n", flush=True)
+
+    asked = {n: {**CASES[n], "loops": CASES[n]["arch"] in cost.CHIPS} for n in names}
+    compile_all(asked, done)
+    return found
+
+
+def unchanged(
+    names: list[str],
+    keys: dict[str, str],
+    known: dict[str, dict[str, Any]],
+    write: Callable[[], None],
+) -> list[str]:
+    """Give those of the cases whose GPU IR is that of the data their new keys, call `write` after
+    each, and return their names.
+    """
+    found = []
+
+    def done(name: str, answer: dict[str, Any]) -> None:
+        if "error" not in answer and translation(answer) == known[name]["translation"]:
+            found.append(name)
+            known[name] = {**known[name], "key": keys[name]}
+            write()
+            print(f"the same GPU IR  {name}", flush=True)
+
+    compile_all({n: {**CASES[n], "translate": True} for n in names if n in known}, done)
+    return found
+
+
+def stale_cases(table: Table, now: dict[str, str]) -> list[str]:
+    """Return the names of the stale cases: all, if the data are of another Triton."""
+    return table.stale(now) if table.triton == metadata.version("triton") else [*now]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail if a case is stale")
+    parser.add_argument(
+        "--mend", action="store_true", help=f"compile stale cases, write {DATA.relative_to(ROOT)}"
+    )
     parser.add_argument("--all", action="store_true", help="compile the cases that are known too")
-    parser.add_argument("--write", action="store_true", help=f"write {DATA.relative_to(ROOT)}")
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="only the cases whose name matches"
     )
@@ -361,47 +427,37 @@ def main() -> None:
         named = [name for name in CASES if re.search(options.only, name)]
     except re.error as error:
         parser.error(f"--only {options.only!r} is not a regex: {error}")
-    table, now = Table.read(), digests()
-    comparable = table.of(checks())
-    if options.write and options.only and not comparable:
-        parser.error("Triton or the checks have changed: --write takes all cases, not --only")
-    stale = now if options.all or not comparable else table.stale(now)
-    asked = [name for name in named if name in stale]
-    started = time.time()
+    table, version = Table.read(), metadata.version("triton")
+    if not (options.check or options.mend or options.all):
+        print_table(table, named)
+        return
+    now = keys()
+    stale = [name for name in stale_cases(table, now) if name in named]
+    gone = [name for name in table.cases if name not in now]
+    print(f"{len(stale)} of {len(named)} cases are stale, {len(gone)} are no case any more")
+    if options.check:
+        print(*stale, *gone, sep="\n")
+        if stale or gone:
+            sys.exit(MEND)
+        return
+    if options.mend and options.only and table.triton != version:
+        parser.error(f"the data are of Triton {table.triton}: --mend takes all cases, not --only")
+    known = {} if table.triton != version else {n: table.cases[n] for n in now if n in table.cases}
 
-    def progress(name: str, answer: dict[str, Any]) -> None:
-        seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
-        print(seconds, name, file=sys.stderr)
+    def write() -> None:
+        if options.mend:
+            Table(version, {name: known[name] for name in now if name in known}).write()
 
-    known = {name: case for name, case in table.cases.items() if name in now}
-    if comparable and not options.all:
-        for name in translated_as_before(asked, known):
-            known[name]["digest"] = now[name]
-            asked.remove(name)
-    loops = {name: CASES[name]["arch"] in cost.CHIPS for name in asked}
-    answers = compile_all({n: {**CASES[n], "loops": loops[n]} for n in asked}, progress)
-    found = [f"{name}: {text}" for name, answer in answers.items() for text in wrong(name, answer)]
-    known |= {
-        name: {"digest": now[name], **entry(name, answer)}
-        for name, answer in answers.items()
-        if "error" not in answer
-    }
-    print(HEADER.format(version=metadata.version("triton")), end="")
-    known = {name: known[name] for name in now if name in known}
-    for name, case in known.items():
-        for row in case["kernels"] if name in named else ():
-            print("| " + " | ".join(map(str, (name, *row[:-1]))) + " |")
-    print(*found, sep="\n")
-    seconds = sum(answer.get("seconds", 0) for answer in answers.values())
-    print(
-        f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems, "
-        f"{seconds:.0f} s of processor"
-    )
+    same = [] if options.all else unchanged(stale, now, known, write)
+    asked = [name for name in (named if options.all else stale) if name not in same]
+    print(f"{len(same)} are translated to the same GPU IR; {len(asked)} are compiled", flush=True)
+    write()
+    found = mend(asked, now, known, write, wrong_too=bool(options.gluon))
     if options.gluon:
-        compiled = {name: known[name] for name in answers if "error" not in answers[name]}
-        Table(metadata.version("triton"), checks(), in_gluon(compiled)).write(options.gluon)
-    if options.write and not found:
-        Table(metadata.version("triton"), checks(), known).write()
+        compiled = {name: known[name] for name in asked if name in known}
+        Table(version, in_gluon(compiled)).write(options.gluon)
+    print(*found, sep="\n")
+    print(f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems")
     sys.exit(bool(found))
 
 

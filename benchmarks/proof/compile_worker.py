@@ -1,6 +1,7 @@
 """Compiles what a call of an op launches, for a GPU that need not be there. One JSON line each:
 a case in, facts out. A case with "translate" is only translated to Triton's GPU IR, the last form
-that depends on this package alone: what follows is LLVM, ptxas and nvdisasm of Triton's wheel.
+that depends on this package alone: what follows is LLVM, ptxas and nvdisasm of Triton's wheel. For
+one with "key", nothing is compiled: the answer is its key (keys.py).
 
 The launchers of kernels/ run on meta tensors. Triton's own run() derives signature, constants
 and alignment from their arguments and compiles for the target that a stand-in driver names, without
@@ -29,7 +30,7 @@ CACHE = ROOT / ".cache" / "triton"
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE))
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
 import torch
 import triton
@@ -43,7 +44,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.proof import sass
+from benchmarks.proof import keys, sass
 from fastformer.description import Attention, Shard, pack
 
 # The GPU that stands for each: target, row of the configuration tables, shared memory of a block.
@@ -65,15 +66,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Driver:
-    """What Triton asks of a driver to compile: each target is a device of its own."""
+    """What Triton asks of a driver to compile: each target is a device of its own, and another one
+    where nothing is compiled.
+    """
 
     target: GPUTarget
+    compiles = True
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> Any:
-        return self.target.backend, self.target.arch
+        return self.target.backend, self.target.arch, self.compiles
 
     def get_current_stream(self, device: Any) -> int:
         return 0
@@ -201,6 +205,9 @@ class Recorder:
         triton.compiler.compile = self.compile_and_read
 
     def compile_and_read(self, source: Any, target: Any = None, **options: Any) -> Any:
+        if not self.driver.compiles:
+            facts = source.fn, source.signature, source.constants, source.attrs
+            return SimpleNamespace(key=keys.describe(facts))
         if self.translate:
             try:
                 self.compile(source, target=target, **options)
@@ -231,6 +238,10 @@ class Recorder:
 
     def note(self, function: Any, kernel: Any, args: tuple[Any, ...], options: dict) -> None:
         given = dict(named(function.arg_names, args))
+        if not self.driver.compiles:
+            facts = [*given], options, self.largest_argument(args)
+            self.records.append(dict(key=(kernel.key, keys.describe(facts))))
+            return
         sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
         launched = dict(
             kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
@@ -488,6 +499,7 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     target, row, limit = TARGETS[case["arch"]]
     recorder.driver.target, recorder.records, recorder.large = target, [], set()
     recorder.loops, recorder.translate = case.get("loops", False), case.get("translate", False)
+    recorder.driver.compiles = not case.get("key", False)
     knobs.runtime.add_stages_inspection_hook = end_behind_ttgir if recorder.translate else None
     call = CALLS[case["op"]]
     choose_as_on(row)
@@ -498,6 +510,8 @@ def answer(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
             call(case, recorder)
     except Exception:
         return dict(error=traceback.format_exc())
+    if not recorder.driver.compiles:
+        return dict(key=keys.digest((vars(target), [r["key"] for r in recorder.records])))
     return dict(records=recorder.records, limit=limit, seconds=processor_seconds() - started)
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.proof.cases import CASES, DATA, Table, digests
+from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
 PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
@@ -460,7 +460,11 @@ def rows(found: Iterable[Entry]) -> list[list[Any]]:
 
 def read(table: Table) -> dict[str, list[Entry]]:
     """Return the entries that stand in the data."""
-    return {n: [Entry(n, *row) for row in case["costs"]] for n, case in table.cases.items()}
+    return {name: read_case(name, case) for name, case in table.cases.items()}
+
+
+def read_case(name: str, case: dict[str, Any]) -> list[Entry]:
+    return [Entry(name, *row) for row in case["costs"]]
 
 
 def grown(new: Iterable[Entry], old: Iterable[Entry]) -> list[str]:
@@ -533,19 +537,17 @@ def main() -> None:
         PAGE.write_text(with_tables(PAGE.read_text()))
         return
     if options.write and not options.peers:
-        parser.error("--write is for --peers; python -m benchmarks.proof.compile_gate --write")
+        parser.error("--write is for --peers; python -m benchmarks.proof.compile_gate --mend")
     if options.write:
         from benchmarks.proof import cost_peers
 
         cases = {n: {"costs": rows(entries(n, records))} for n, records in cost_peers.compiled()}
-        Table(metadata.version("triton"), "", cases).write(PEERS)
+        Table(metadata.version("triton"), cases).write(PEERS)
     table = Table.read(PEERS if options.peers else DATA)
     known = {name: found for name, found in read(table).items() if options.only in name}
     if not known:
         parser.error(f"no case has {options.only!r} in its name")
     print(written(table.triton, itertools.chain.from_iterable(known.values())))
-    if not options.peers and (stale := table.stale(digests())):
-        print(f"The sources of {len(stale)} cases have changed since.")
 
 
 if __name__ == "__main__":

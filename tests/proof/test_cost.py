@@ -236,8 +236,8 @@ def test_loops_that_wait_or_grow(tmp_path):
 
     assert cost.waits(ledger(300, [2, 4])) == []
     assert len(cost.waits(ledger(300, [2, 0]))) == len(cost.waits(ledger(300, [2, None]))) == 1
-    case = {"digest": "d", "costs": cost.rows(ledger(300, [2, 2]))}
-    cases.Table("3.7.1", "c", {PLAIN: case}).write(tmp_path / "compile.json")
+    case = {"key": "d", "costs": cost.rows(ledger(300, [2, 2]))}
+    cases.Table("3.7.1", {PLAIN: case}).write(tmp_path / "compile.json")
     table = cases.Table.read(tmp_path / "compile.json")
     assert table.stale({PLAIN: "d"}) == [] and table.stale({PLAIN: "e"}) == [PLAIN]
     known = cost.read(table)[PLAIN]
@@ -511,7 +511,7 @@ def test_the_table_by_version():
             f"sm_90 attention bf16 {d.replace('_', '=')} plain, Gluon": {"costs": cost.rows(found)}
             for d, found in by_case.items()
         }
-        return cases.Table(version, "", cases_of)
+        return cases.Table(version, cases_of)
 
     spilling = [replace(edge, local=3.0, overlap=0.5), replace(full, issue=500.0, overlap=0.75)]
     lines = cost.by_version(

@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, room):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # of each file
     try:
-        with pytest.raises(OSError, match=f"^checkpoint {tmp_path}/step-5 cannot be written; ear"):
+        with pytest.raises(OSError, match=f"^checkpoint {tmp_path}/step-5 cannot be written: "):
             saved.end_step([*losses, losses[0]])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,22 +1,12 @@
 """Counts the tiles of the scores that the kernels of attention visit under a mask, in Triton's
-interpreter.
-
-    python -m benchmarks.proof.tiles            prints the table of the committed data
-    python -m benchmarks.proof.tiles --write    counts, and writes benchmarks/results/tiles.json
-
-Each mask stands beside the call without one that hides the same keys by `is_causal`, `window` or
-`key_lengths`, where there is such a call; and beside the count that the mask itself gives: for each
-tile of queries (of dK and dV: of keys) the tiles from the first to the last that it sees, less
-those of the longest run in which it sees everything, which read no mask. tests/ops/test_bounds.py
-compares all three.
+interpreter, and what the mask itself gives: for each tile of queries (of dK and dV: of keys) the
+tiles from the first to the last that it sees, less those of the longest run in which it sees
+everything, which read no mask.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -26,10 +16,7 @@ import torch
 from torch import Tensor
 
 import fastformer as ff
-from benchmarks import ROOT
-from benchmarks.proof.accuracy import prepare
 
-DATA = ROOT / "benchmarks" / "results" / "tiles.json"
 BATCH, LENGTH, TILE = 2, 150, 32
 PRODUCTS = {  # of a kernel, for each tile that it visits
     "forward_kernel": 2,
@@ -150,52 +137,3 @@ def of_tiles(seen: Tensor, free: Tensor) -> tuple[int, int]:
         visited += hull
         edges += hull - max(map(len, runs), default=0)
     return visited, edges
-
-
-def measured() -> dict[str, Any]:
-    """Return the rows of the table, by the name of the mask."""
-    torch.manual_seed(0)
-    rows = {
-        name: {"mask": count(attn_mask=mask)} | ({} if flags is None else {"flags": count(**flags)})
-        for name, (mask, flags) in masks().items()
-    }
-    return {"sizes": [BATCH, LENGTH, TILE], "all": BATCH * (-(-LENGTH // TILE)) ** 2, "rows": rows}
-
-
-def markdown(data: dict[str, Any]) -> str:
-    """Return the table."""
-    batch, length, tile = data["sizes"]
-    lines = [
-        f"{batch} sequences of {length} tokens in tiles of {tile} x {tile}: {data['all']} tiles. "
-        "Each cell: tiles visited (reads of the mask) / of the call by flags.",
-        "",
-        "| mask | " + " | ".join(KERNELS) + " |",
-        "|---|" + "---|" * len(KERNELS),
-    ]
-    for name, ways in data["rows"].items():
-        cells = []
-        for kernel in KERNELS:
-            reads = ways["mask"]["reads of the mask"].get(kernel)
-            cell = f"{ways['mask'][kernel]}" + ("" if reads is None else f" ({reads})")
-            cells.append(cell + (f" / {ways['flags'][kernel]}" if "flags" in ways else ""))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.proof.tiles",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--write", action="store_true", help="count, and write the data")
-    if parser.parse_args().write:
-        if prepare().type != "cpu":
-            parser.error("tiles are counted in the interpreter: hide the GPU")
-        DATA.write_text(json.dumps(measured(), indent=1) + "\n")
-    print(markdown(json.loads(DATA.read_text())))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -463,7 +463,8 @@ def page(rows, version):
 Every model type of transformers {version}, against eager attention. Each is built small, with
 random weights. Compared are the outputs and the gradient of every parameter, to a relative error of
 {BOUND:.0e}, without padding and with padding on the right and on the left, and every token of
-`generate()`.
+`generate()`. Where the note says `entries`, also how many attentions, hidden states and cache
+entries a model returns that is asked for them.
 
 The head dim of the small models is {SMALL["head_dim"]}, where their configuration names it. A
 Llama with head dims of 128, 512 and 520 is compared too (tests/drop_in/test_integrations.py), and a

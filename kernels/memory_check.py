@@ -69,7 +69,7 @@ class Memory:
     def load(self, places: np.ndarray, program: Program) -> tuple[int, str] | None:
         """Return which of the places must not be loaded, and why."""
         if self.stored is not None and (when := self.stored[places]).any():
-            at = int(when.argmax())
+            at = int((when > 0).argmax())
             return at, f"which {self._storer(when[at], program)} has stored in this launch"
         number = self.numbers.setdefault(program, len(self.numbers) + 1)
         self.pending.append((number, places))
@@ -83,7 +83,7 @@ class Memory:
         if self.stored is None:
             self.stored = np.zeros(self.size, np.int32)
         if (when := self.stored[places]).any():
-            at = int(when.argmax())
+            at = int((when > 0).argmax())
             return at, f"which {self._storer(when[at], program)} has stored in this launch"
         count = self.stores[-1][0] if self.stores else 0
         when = np.arange(count + 1, count + 1 + places.size, dtype=np.int32)
@@ -141,10 +141,12 @@ class Argument:
     def check_bounds(self, offsets: np.ndarray, does: str) -> None:
         """Check that the offsets, in elements from the first one, are those of elements."""
         low, high = int(offsets.min()), int(offsets.max())
-        if low < 0:
-            offset, place = low, f"{-low} before its first element"
-        elif high >= self.span:
-            offset, place = high, f"{high + 1 - self.span} past its last element"
+        if high >= self.span:
+            offset = int(offsets[offsets >= self.span].min())
+            place = f"{offset + 1 - self.span} past its last element"
+        elif low < 0:
+            offset = int(offsets[offsets < 0].max())
+            place = f"{-offset} before its first element"
         else:
             rest = offsets
             for stride, length in self.gaps:
@@ -183,10 +185,9 @@ class Argument:
         for stride, dim in sorted(((n, d) for d, n in enumerate(self.strides) if n), reverse=True):
             if self.shape[dim] > 1:
                 index[dim], rest = divmod(rest, stride)
-        if rest and index:
-            index[-1] += rest
+        after = f" + {rest}" if rest else ""
         layout = f"shape {list(self.shape)}, strides {list(self.strides)}, {self.dtype}"
-        return f"{self.name}{index} ({layout})"
+        return f"{self.name}{index}{after} ({layout})"
 
 
 class _Pointer(tl.pointer_type):

@@ -132,11 +132,8 @@ class Argument:
 
     def place_in(self, memory: Memory, start: int, unit: int) -> None:
         """Let the tensor lie in a memory that starts at an address, of elements of `unit` bytes."""
-        self.memory, self.first, self.units = (
-            memory,
-            (self.start - start) // unit,
-            self.item // unit,
-        )
+        self.memory, self.first = memory, (self.start - start) // unit
+        self.units = self.item // unit
 
     def check_bounds(self, offsets: np.ndarray, does: str) -> None:
         """Check that the offsets, in elements from the first one, are those of elements."""

@@ -171,10 +171,15 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def repaired_interpreter():
-    if not HAS_GPU:
-        from fastformer.kernels import interpreter
+    """Repair Triton's interpreter, and check every access of every kernel that runs in it."""
+    if HAS_GPU:
+        yield
+        return
+    from fastformer.kernels import interpreter, memory_check
 
-        interpreter.repair()
+    interpreter.repair()
+    with memory_check.checked():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import linecache
 import math
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from fastformer import eager as fastformer_eager
 from fastformer import numerics, use_backend
@@ -285,58 +283,6 @@ def small_tiles():
         launch.plans.clear()
 
     return small_tiles
-
-
-@pytest.fixture
-def in_bounds(monkeypatch):
-    """No kernel of this test reads or writes outside of the tensors that it was given, and none
-    writes an element twice (interpreter only): what a program loads there and throws away ends a
-    process on a GPU, where of two programs that write an element either may come last.
-    """
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    bounds, written = {}, []
-
-    def arguments(self, given, named, former=executor._init_args_hst):
-        written.clear()
-        leaves = tree_leaves((given, named))  # of groups too
-        views = [x for x in leaves if isinstance(x, torch.Tensor) and x.numel()]
-        spans = [sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1 for x in views]
-        bounds["low"] = np.array([x.data_ptr() for x in views], np.uint64)
-        sizes = np.array([n * x.element_size() for n, x in zip(spans, views)], np.uint64)
-        bounds["high"] = bounds["low"] + sizes
-        return former(self, given, named)
-
-    def check(pointers, mask, what):
-        places = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
-        low, high = places.min(initial=2**64 - 1), places.max(initial=0)
-        if any((low >= bounds["low"]) & (high < bounds["high"])) or not places.size:
-            return  # all of them in one tensor
-        inside = (places[:, None] >= bounds["low"]) & (places[:, None] < bounds["high"])
-        assert inside.any(1).all(), f"a program {what} outside of its tensors"
-
-    def load(self, pointers, mask, *rest, former=builder.create_masked_load):
-        check(pointers, mask, "reads")
-        return former(self, pointers, mask, *rest)
-
-    def store(self, pointers, value, mask, *rest, former=builder.create_masked_store):
-        check(pointers, mask, "writes")
-        written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
-        return former(self, pointers, value, mask, *rest)
-
-    def launch(self, *given, former=executor.__call__, **named):
-        former(self, *given, **named)
-        places = np.sort(np.concatenate([x.reshape(-1) for x in written] or [np.empty(0)]))
-        written.clear()
-        assert (places[1:] != places[:-1]).all(), f"{self.fn.__name__} writes an element twice"
-
-    monkeypatch.setattr(executor, "__call__", launch)
-    monkeypatch.setattr(executor, "_init_args_hst", arguments)
-    monkeypatch.setattr(builder, "create_masked_load", load)
-    monkeypatch.setattr(builder, "create_masked_store", store)
 
 
 @pytest.fixture

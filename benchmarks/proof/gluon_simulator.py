@@ -15,13 +15,14 @@ each access must have happened after those that conflict with it, by barriers, w
 of the partitions. So a race is found whatever the schedule, even if the values come out right. Also
 found are: a plain access and an asynchronous one to the same memory without a proxy fence between
 them; more arrivals in a phase than a barrier's count; bytes that do not add up; a deadlock; copies,
-stores and wgmma that are under way when a partition ends.
+stores and wgmma that are under way when a partition ends; slices past the end of shared memory; and
+in global memory all that kernels/memory_check.py finds.
 
 What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers, of
 which benchmarks/proof/sass.py sees hazards in machine code; the order that ptxas gives the
-instructions of one partition; global memory that two partitions write; how threads of a partition
-differ, because a partition is one thread; integer overflow and the rounding of float32 as a GPU
-does it; time. Values of 16 bits are float32 that are rounded where the kernel converts them.
+instructions of one partition; how threads of a partition differ, because a partition is one thread;
+integer overflow and the rounding of float32 as a GPU does it; time. Values of 16 bits are float32
+that are rounded where the kernel converts them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from fastformer.kernels.memory_check import AccessError, Argument
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import JITFunction
@@ -135,26 +138,44 @@ def _operators() -> None:
 
 
 class Pointer:
-    """Pointers into an array in global memory, which is flat."""
+    """Pointers to elements of a tensor in global memory: places in `array`, its storage, flat."""
 
-    def __init__(self, array: np.ndarray, dtype: Any, offset: Any = 0) -> None:
-        self.array, self.element_ty, self.offset = array, dtype, np.asarray(offset, np.int64)
+    def __init__(
+        self, array: np.ndarray, dtype: Any, first: int, tensor: Argument, offset: Any = 0
+    ) -> None:
+        self.array, self.element_ty, self.first, self.tensor = array, dtype, first, tensor
+        self.offset = np.asarray(offset, np.int64)
 
     @property
     def dtype(self) -> Pointer:
         return self
 
-    def places(self, exists: np.ndarray) -> np.ndarray:
-        """Return the indices where `exists` is True, and 0 elsewhere."""
-        found = np.where(exists, self.offset, 0)
-        if found.size and not 0 <= found.min() <= found.max() < len(self.array):
-            raise Fault(f"{_now.where()} leaves the memory of a tensor")
-        return found
+    def check(self, exists: np.ndarray, access: Callable[..., None]) -> None:
+        """Check a load (`Argument.check_load`) or a store of the elements that exist."""
+        if (offsets := self.offset[exists]).size:
+            try:
+                access(self.tensor, offsets, _now.program)
+            except AccessError as error:
+                raise Fault(str(error)) from None
+
+    def load(self, exists: np.ndarray) -> np.ndarray:
+        """Return the elements that exist, and 0 for the others."""
+        found = self.array[np.where(exists, self.first + self.offset, 0)]
+        return np.where(exists, found, np.zeros((), found.dtype))
+
+    def store(self, exists: np.ndarray, values: np.ndarray) -> None:
+        self.array[self.first + self.offset[exists]] = values[exists]
 
     def __add__(self, n: Any) -> Pointer:
-        return Pointer(self.array, self.element_ty, self.offset + np.asarray(_raw(n), np.int64))
+        offset = self.offset + np.asarray(_raw(n), np.int64)
+        return Pointer(self.array, self.element_ty, self.first, self.tensor, offset)
 
     __radd__ = __add__
+
+
+def argument(kernel: str, name: str, x: Tensor) -> Argument:
+    """Return the record of a tensor that a kernel is given, for its pointers."""
+    return Argument(name, x, lambda: f"{kernel}, program {_now.program}, {_now.where()}:")
 
 
 _operators()
@@ -360,13 +381,16 @@ class Shared:
         self.data, self.cells, self.dtype = data, cells, dtype
 
     def index(self, i: Any) -> Shared:
-        if not 0 <= (i := int(i)) < len(self.cells):
+        if not 0 <= (i := int(i)) < min(len(self.cells), len(self.data)):
             raise Fault(
                 f"{_now.where()}: {self.cells[0].name} has {len(self.cells)} parts, not {i}"
             )
         return Shared(self.data[i], [self.cells[i]], self.dtype)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        if not 0 <= start <= start + length <= (size := self.data.shape[dim]):
+            name, end = self.cells[0].name, start + length
+            raise Fault(f"{_now.where()}: {start}:{end} of the {size} in dimension {dim} of {name}")
         part = np.moveaxis(self.data, dim, 0)[start : start + length]
         return Shared(np.moveaxis(part, 0, dim), self.cells, self.dtype)
 
@@ -386,6 +410,8 @@ class Shared:
         _now.step()
         for cell in self.cells:
             cell.write(_now.where(), _now.now.tick(), False)
+        if (shape := _raw(value).shape) != self.data.shape:  # which NumPy would broadcast
+            raise Fault(f"{_now.where()}: {shape} into {self.data.shape} of {self.cells[0].name}")
         self.data[...] = _raw(value)
 
 
@@ -440,22 +466,27 @@ class Descriptor:
     def bytes(self) -> int:
         return int(np.prod(self.block_shape)) * self.dtype.primitive_bitwidth // 8
 
-    def _places(self, at: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the offsets of a block's elements, and whether they are in the matrix."""
+    def _block(self, at: list[int]) -> tuple[Pointer, np.ndarray]:
+        """Return the pointers to a block's elements, and whether they are in the matrix."""
         inside, places = np.asarray(True), np.asarray(0)
         for first, block, size, stride in zip(at, self.block_shape, self.shape, self.strides):
             index = first + np.arange(block)
             inside = inside[..., None] & (index >= 0) & (index < size)
             places = places[..., None] + index * stride
-        return (self.base + places).places(inside), inside
+        return self.base + places, inside
+
+    def check(self, at: list[int], access: Callable[..., None]) -> None:
+        """Check a copy where it is issued."""
+        pointers, inside = self._block(at)
+        pointers.check(inside, access)
 
     def load(self, at: list[int]) -> np.ndarray:
-        places, inside = self._places(at)
-        return np.where(inside, self.base.array[places], np.float32(0))
+        pointers, inside = self._block(at)
+        return pointers.load(inside)
 
     def store(self, at: list[int], values: np.ndarray) -> None:
-        places, inside = self._places(at)
-        self.base.array[places[inside]] = values.reshape(inside.shape)[inside]
+        pointers, inside = self._block(at)
+        pointers.store(inside, values.reshape(inside.shape))
 
 
 class Load:
@@ -463,6 +494,7 @@ class Load:
 
     def __init__(self, source: Descriptor, at: list[int], bar: Barrier, target: Shared) -> None:
         self.source, self.at, self.bar, self.target = source, at, bar, target
+        source.check(at, Argument.check_load)
         self.who = f"the TMA load of {_now.where()}"
         _now.copied += 1
         self.event = (_now.copied, 1)
@@ -605,15 +637,16 @@ class Language:
     def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Value:
         _now.step()
         exists = np.broadcast_to(True if mask is None else _raw(mask), pointer.offset.shape)
-        found = pointer.array[pointer.places(exists)]
+        pointer.check(exists, Argument.check_load)
+        found = pointer.load(exists)
         return Value(np.where(exists, found, np.asarray(other, found.dtype)))
 
     @staticmethod
     def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
         _now.step()
         exists = np.broadcast_to(True if mask is None else _raw(mask), pointer.offset.shape)
-        values = np.broadcast_to(_raw(value), pointer.offset.shape)
-        pointer.array[pointer.places(exists)[exists]] = values[exists]
+        pointer.check(exists, Argument.check_store)
+        pointer.store(exists, np.broadcast_to(_raw(value), pointer.offset.shape))
 
     @staticmethod
     def allocate_shared_memory(dtype: Any, shape: Any, layout: Any) -> Shared | Several:
@@ -702,7 +735,9 @@ def copy_out(target: Descriptor, at: Any, source: Shared) -> None:
     _now.step()
     for cell in source.cells:
         cell.read(f"the TMA store of {_now.where()}", _now.now.tick(), True)
-    _now.now.stores.append((target, [int(n) for n in at], source))
+    place = [int(n) for n in at]
+    target.check(place, Argument.check_store)
+    _now.now.stores.append((target, place, source))
 
 
 def multiply(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:

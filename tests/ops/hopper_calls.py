@@ -79,9 +79,14 @@ def chosen(
         if not name.startswith("hopper_"):
             through_triton(launch, *pointers)
             return
-        groups = zip(launch._groups, pointers, strict=True)
-        given = [of(*map(pointer, x)) if of else pointer(x) for of, x in groups]
         names = launch._kernel.arg_names
+        groups = zip(names, launch._groups, pointers)
+        given = [
+            of(*(pointer(name, f"{group}.{field}", y) for field, y in zip(of._fields, x)))
+            if of
+            else pointer(name, group, x)
+            for group, of, x in groups
+        ]
         arguments = dict(zip(names, (*given, *launch._arguments), strict=True))
         launched.append(arguments)
         kernel(name, edits).run(arguments, launch._grid, seed)
@@ -116,8 +121,10 @@ def memory(x: Tensor) -> Tensor:
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
-def pointer(x: Tensor) -> gluon_simulator.Pointer:
+def pointer(kernel: str, name: str, x: Tensor) -> gluon_simulator.Pointer:
     """Point to the first element of a tensor, in a copy of its memory."""
     flat = memory(x.detach())
     array = (flat.float() if x.element_size() == 2 else flat).numpy().copy()
-    return gluon_simulator.Pointer(array, getattr(tl, str(x.dtype)[6:]), x.storage_offset())
+    tensor = gluon_simulator.argument(kernel, name, x)
+    dtype = getattr(tl, str(x.dtype)[6:])
+    return gluon_simulator.Pointer(array, dtype, x.storage_offset(), tensor)

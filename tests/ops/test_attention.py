@@ -2026,7 +2026,7 @@ PAIRED = [("keys", "pairs"), ("pairs", "keys"), ("keys", "keys"), ("pairs", "pai
 
 
 @pytest.mark.parametrize("mask, bias", PAIRED)
-def test_masks_and_biases_are_read_in_bounds(device, tiles, in_bounds, mask, bias):
+def test_masks_and_biases_are_read_in_bounds(device, tiles, mask, bias):
     """Where the last tile is a part of one, in each kernel that reads them."""
     tiles(16, 16)
     rows = {"keys": 1, "pairs": 20}

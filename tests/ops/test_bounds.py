@@ -138,7 +138,7 @@ OF_MASKS = [(layout, (16, 32)) for layout in LAYOUTS] + [("whole", (32, 16)), ("
 
 
 @pytest.mark.parametrize("layout, shape", OF_MASKS, ids=str)
-def test_bounds_of_masks(in_bounds, layout, shape):
+def test_bounds_of_masks(layout, shape):
     """Every number, with the sizes of the mask itself, for tiles of queries and of keys."""
     mask, word, batches, heads = LAYOUTS[layout]
     keys = 83 if "odd width" in layout else 84
@@ -159,7 +159,7 @@ def test_bounds_of_masks(in_bounds, layout, shape):
 
 
 @pytest.mark.parametrize("keys, step", [(512, 64), (1000, 128), (5000, 512)])
-def test_a_row_is_read_in_few_steps(in_bounds, keys, step):
+def test_a_row_is_read_in_few_steps(keys, step):
     """Longer steps make the run shorter, so a short row has short ones."""
     mask = torch.arange(keys) < torch.tensor([keys - 70, keys // 2]).view(2, 1, 1, 1)
     _, have = bounds_of("forward", (16, 32), (2, 1, 50, keys), mask)
@@ -169,7 +169,7 @@ def test_a_row_is_read_in_few_steps(in_bounds, keys, step):
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # to -inf, in base 2
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(4, 1, 50, 83), (50, 83), (4, 1, 1, 83)], ids=str)
-def test_bounds_of_biases(in_bounds, shape, kind):
+def test_bounds_of_biases(shape, kind):
     """What is -inf in base 2 hides a key, and only 0 is free."""
     blocks, scores = (16, 32), (4, 4, 50, 83)
     seen = WHOLE[:, 1:2, ..., :83] if len(shape) == 4 else WHOLE[1, 2, :, :83]
@@ -189,7 +189,7 @@ def test_bounds_of_biases(in_bounds, shape, kind):
     assert torch.equal(have, formula(seen, free, 32, 1 if shape[-2] == 1 else 16))
 
 
-def test_a_tile_of_128_queries(in_bounds):
+def test_a_tile_of_128_queries():
     """Their counts fill the bytes of a word."""
     mask = torch.ones(1, 1, 200, 40, dtype=torch.bool)
     mask[..., 3::4] = False
@@ -201,7 +201,7 @@ def test_a_tile_of_128_queries(in_bounds):
 
 @pytest.mark.parametrize("keys", [36, 35], ids=["words", "bytes"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_offsets_past_int32(in_bounds, spread, dim, keys):
+def test_offsets_past_int32(spread, dim, keys):
     """Of a mask whose last element stands past 2^31."""
     near, scores = stacked(3, 3, 40, keys), (3, 3, 40, keys)
     far = spread(near, dim)
@@ -336,7 +336,7 @@ def call(name, rows=ROWS, dim=16):
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_results(against_oracle, small_tiles, in_bounds, bounded, name):
+def test_results(against_oracle, small_tiles, bounded, name):
     """Outputs, lse and every gradient."""
     tensors, options = call(name)
     with small_tiles(16, 16), use_backend("triton"):
@@ -466,7 +466,7 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_few_queries(against_oracle, small_tiles, in_bounds, bounded, work, name):
+def test_few_queries(against_oracle, small_tiles, bounded, work, name):
     """The kernel that cuts the keys into parts cuts what the bounds leave."""
     mask, options = FEW[name]
     options = dict(options) | (dict(attn_mask=mask) if mask is not None else {})
@@ -529,7 +529,7 @@ masked.__name__ = scaled_dot_product_attention.__name__
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf, in what is masked
-def test_random_calls(device, small_tiles, in_bounds, bounded, request):
+def test_random_calls(device, small_tiles, bounded, request):
     """A case that fails names its seed."""
     for n in range(2000 if request.config.getoption("slow") else 40):
         draw = Draw([27, n], device, most=70)

@@ -291,7 +291,7 @@ def test_rows_of_a_batch_are_independent(split, device):
     assert torch.equal(out[0], moved[0][0]) and torch.equal(lse[0], moved[1][0])
 
 
-def test_strided_inputs(split, device, in_bounds):
+def test_strided_inputs(split, device):
     """As a projection leaves them, and with steps between the features."""
     tensors = qkv(2, 4, 2, 3, 290, 24, device=device)
     want, lse = ff.scaled_dot_product_attention(**tensors, enable_gqa=True, return_lse=True)
@@ -539,7 +539,7 @@ def test_pages_past_int32(split, device, spread, name, dim):
     assert torch.equal(ff.paged_attention(**far), ff.paged_attention(**tensors))
 
 
-def test_pages_as_views(backend, device, in_bounds):
+def test_pages_as_views(backend, device):
     """Pages and heads further apart than they are long, features with a step between them."""
     tensors = {n: x.to(device) for n, x in paged(2, 4, 2, 3, [70, 33]).items()}
     want = ff.paged_attention(**tensors)

@@ -144,7 +144,7 @@ def test_philox():
 
 @pytest.mark.parametrize("case", DRAWN, ids=lambda case: case.__name__)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of -inf, in what is masked
-def test_fuzz(case, backend, device, small_tiles, in_bounds, request):
+def test_fuzz(case, backend, device, small_tiles, request):
     """A case that fails names its seed, from which `Draw` makes it again."""
     fresh = request.config.getoption("slow")
     start = np.random.SeedSequence().entropy if fresh else zlib.crc32(case.__name__.encode())

@@ -176,7 +176,7 @@ EVERY = {
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_no_bit_depends_on_the_order(sections, in_bounds, name):
+def test_no_bit_depends_on_the_order(sections, name):
     given, found = inputs(), []
     for cached in (0, *SECTIONS) if name == "together" else (0, 3):
         sections(cached)
@@ -184,7 +184,7 @@ def test_no_bit_depends_on_the_order(sections, in_bounds, name):
     assert all(torch.equal(x, y) for results in found for x, y in zip(results, found[0]))
 
 
-def test_no_bit_of_a_packed_batch_depends_on_the_order(sections, in_bounds):
+def test_no_bit_of_a_packed_batch_depends_on_the_order(sections):
     offsets, found = torch.tensor([0, 10, 12, S], dtype=torch.int32), []
     given = [x[0].transpose(0, 1).detach().requires_grad_() for x in inputs()]
     for cached in (0, *SECTIONS):

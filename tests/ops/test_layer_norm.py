@@ -556,7 +556,7 @@ def in_blocks(monkeypatch):
     monkeypatch.setattr(norm, "configuration", lambda *_: norm.Tiles(16, 16, 4))
 
 
-def test_gradients_of_the_weights_of_wide_rows_alone(device, monkeypatch, in_bounds):
+def test_gradients_of_the_weights_of_wide_rows_alone(device, monkeypatch):
     in_blocks(monkeypatch)
     x = inputs(40, 30, device=device)
     results = []

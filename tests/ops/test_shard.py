@@ -153,7 +153,7 @@ IN_TWO["window, dropout"] = CUTS  # dropout, which depends on the head
 
 
 @pytest.mark.parametrize("names", OPTIONS)
-def test_kernels_of_shards(against_oracle, small_tiles, in_bounds, device, names):
+def test_kernels_of_shards(against_oracle, small_tiles, device, names):
     """The kernels, of shards of the queries and of the keys, against the same in float64."""
     tensors, options = made(OPTIONS[names], device=device)
     with small_tiles(16, 32), use_backend("triton"):

@@ -207,7 +207,7 @@ def same_in_the_end(run):
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["one block", "wide"])
-def test_norms_past_int32(last_program, in_bounds, random, monkeypatch, wide):
+def test_norms_past_int32(last_program, random, monkeypatch, wide):
     from fastformer.kernels.layer_norm import launchers as norm
 
     if wide:
@@ -225,7 +225,7 @@ def test_norms_past_int32(last_program, in_bounds, random, monkeypatch, wide):
     same_in_the_end(run)
 
 
-def test_embed_past_int32(last_program, in_bounds, random, monkeypatch):
+def test_embed_past_int32(last_program, random, monkeypatch):
     from fastformer.kernels import embedding
 
     w, dy, position = random(3, FEATURES), random(FEATURES), random(FEATURES)
@@ -243,7 +243,7 @@ def test_embed_past_int32(last_program, in_bounds, random, monkeypatch):
     same_in_the_end(run)
 
 
-def test_losses_past_int32(last_program, in_bounds, random):
+def test_losses_past_int32(last_program, random):
     from fastformer.kernels.cross_entropy import launchers as cross_entropy
 
     x, lse = random(FEATURES), torch.tensor([1.0, 2.0])
@@ -256,7 +256,7 @@ def test_losses_past_int32(last_program, in_bounds, random):
     same_in_the_end(run)
 
 
-def test_feed_forward_past_int32(last_program, in_bounds, random):
+def test_feed_forward_past_int32(last_program, random):
     from fastformer.kernels import feed_forward as fed
 
     x, w, b = random(4), random(FEATURES, 4), random(FEATURES)
@@ -287,7 +287,7 @@ def test_feed_forward_past_int32(last_program, in_bounds, random):
     same_in_the_end(run)
 
 
-def test_a_bias_gradient_past_int32(last_program, in_bounds, random):
+def test_a_bias_gradient_past_int32(last_program, random):
     from fastformer.kernels.attention import launchers as attention
 
     q, do, k, v, bias = random(8), random(8), random(1, 1, FEATURES, 8), random(8), random(1)

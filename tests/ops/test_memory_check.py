@@ -1,0 +1,726 @@
+"""That the memory check of Triton's interpreter, and that of the simulator, find what they are for:
+in small kernels with one fault each, and by overruns and overlaps planted in all kernels.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from fastformer.kernels import (
+    attention,
+    common,
+    cross_entropy,
+    embedding,
+    feed_forward,
+    layer_norm,
+    memory_check,
+    rotary,
+)
+from fastformer.kernels.attention import plan
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import fastformer as ff
+from fastformer import use_backend
+
+if not common.INTERPRETED:
+    pytest.skip("in Triton's interpreter only", allow_module_level=True)
+
+
+# ----------------------------------------------------------------------------------- small kernels
+
+
+@triton.jit
+def copy_kernel(X, Y, n, shift, step, B: tl.constexpr):
+    """Each program copies B elements, to where the first stands at program * step + shift."""
+    i = tl.arange(0, B)
+    ok = tl.program_id(0) * B + i < n
+    x = tl.load(X + tl.program_id(0) * B + i, mask=ok)
+    tl.store(Y + tl.program_id(0) * step + shift + i, x, mask=ok)
+
+
+@triton.jit
+def update_kernel(X, n, B: tl.constexpr):
+    i = tl.program_id(0) * 0 + tl.arange(0, B)
+    tl.atomic_add(X + i, 1.0, mask=i < n)
+
+
+@triton.jit
+def exchange_kernel(X, n):
+    tl.atomic_cas(X + n, 0, 1)
+
+
+@triton.jit
+def fold_kernel(Y, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(Y + i // 2, i.to(tl.float32), mask=i < n)
+
+
+@triton.jit
+def reread_kernel(X, n, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(X + i, i.to(tl.float32), mask=i < n)
+    tl.store(X + n + i, tl.load(X + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def words_kernel(X, Y, n):
+    tl.store(Y, tl.load(X.to(tl.pointer_type(tl.int32)) + n))
+
+
+@triton.jit
+def descriptor_kernel(X, target, rows, B: tl.constexpr):
+    source = tl.make_tensor_descriptor(X, [rows, B], [B, 1], [8, B])
+    i = tl.program_id(0) * 8
+    target.store([i, 0], source.load([i, 0]))
+
+
+def copy(x, y, n=20, shift=0, step=8):
+    copy_kernel[(3,)](x, y, n, shift, step, 8)
+
+
+def described(rows_read, rows_stored):
+    x, y = torch.zeros(20, 16), torch.zeros(20, 16)
+    target = TensorDescriptor(y, [rows_stored, 16], [16, 1], [8, 16])
+    descriptor_kernel[(3,)](x, target, rows_read, 16)
+
+
+def numbers(*shape):
+    return torch.zeros(*shape)
+
+
+ALLOWED = {
+    "copy": lambda: copy(numbers(20), numbers(20)),
+    "in place": lambda: copy(*[numbers(20)] * 2),
+    "to the other half of a row": lambda: (lambda x: copy(x[0], x[1]))(numbers(2, 20)),
+    "an expanded input": lambda: copy_kernel[(1,)](numbers(1).expand(8), numbers(1), 1, 0, 8, 8),
+    "overlapping windows": lambda: copy(numbers(20).as_strided((16, 5), (1, 1)), numbers(20)),
+    "atomics": lambda: update_kernel[(3,)](numbers(5), 5, 8),
+    "words of bytes": lambda: words_kernel[(1,)](numbers(8).byte(), numbers(1).int(), 1),
+    "descriptors": lambda: described(20, 20),
+}
+FAULTY = {
+    "past the end": (
+        lambda: copy(numbers(19), numbers(20)),
+        r"copy_kernel, program \(2, 0, 0\), \S*test_memory_check.py:\d+ in copy_kernel: loads "
+        r"X\[19\] \(shape \[19\], strides \[1\], torch.float32\), 1 past its last element",
+    ),
+    "before the first": (
+        lambda: copy(numbers(20), numbers(20), shift=-3),
+        r"stores Y\[-1\].*, 1 before its first element",
+    ),
+    "into padding": (
+        lambda: copy(numbers(4, 8)[:, :5], numbers(20)),
+        r"loads X\[0, 5\] \(shape \[4, 5\], strides \[8, 1\].*, between its elements",
+    ),
+    "into its other elements": (
+        lambda: copy(numbers(20), numbers(40)[::2]),
+        r"stores Y\[0\] \+ 1 .*, between its elements",
+    ),
+    "in a tensor without elements": (lambda: copy(numbers(20), numbers(0)), r"stores Y\["),
+    "in another tensor": (
+        lambda: (lambda x: copy(x[:8], x[20:]))(numbers(40)),
+        r"program \(1, 0, 0\).* loads X\[8\]",
+    ),
+    "by two programs": (
+        lambda: copy(numbers(20), numbers(20), step=7),
+        r"program \(1, 0, 0\).* stores Y\[7\].*, which program \(0, 0, 0\) has stored",
+    ),
+    "twice by one program": (
+        lambda: fold_kernel[(1,)](numbers(8), 8, 8),
+        r"stores Y\[0\].*, which the same instruction stores twice",
+    ),
+    "a read of what another program has written": (
+        lambda: (lambda x: copy(x[:20], x[8:]))(numbers(28)),
+        r"program \(1, 0, 0\).* loads X\[8\].*, which program \(0, 0, 0\) has stored",
+    ),
+    "a write of what another program has read": (
+        lambda: (lambda x: copy(x[8:], x[:20]))(numbers(28)),
+        r"program \(1, 0, 0\).* stores Y\[8\].*, which another program has loaded",
+    ),
+    "a read of what it has written": (
+        lambda: reread_kernel[(1,)](numbers(16), 8, 8),
+        r"loads X\[0\].*, which the same program has stored",
+    ),
+    "views of several dtypes": (
+        lambda: (lambda x: copy(x[:20].view(torch.int16)[:20], x[4:24]))(numbers(24).int()),
+        r"loads X\[8\].*, which program \(0, 0, 0\) has stored",
+    ),
+    "an atomic": (lambda: update_kernel[(1,)](numbers(4), 5, 8), r"updates X\[4\].*, 1 past"),
+    "an exchange": (
+        lambda: exchange_kernel[(1,)](numbers(4).int(), 4),
+        r"updates X\[4\].*, 1 past",
+    ),
+    "words past the end": (
+        lambda: words_kernel[(1,)](numbers(6).byte(), numbers(1).int(), 1),
+        r"loads X\[6\].*, 1 past its last element",
+    ),
+    "a descriptor of more rows": (lambda: described(21, 20), r"loads X\[20, 0\]"),
+    "a descriptor made on the host": (lambda: described(20, 21), r"stores target\[20, 0\]"),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed(name):
+    ALLOWED[name]()
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_what_is_found(name):
+    run, words = FAULTY[name]
+    with pytest.raises(memory_check.AccessError, match=words):
+        run()
+
+
+def test_loads_that_are_no_longer_kept_are_compared(monkeypatch):
+    monkeypatch.setattr(memory_check, "MOST_PENDING", 4)
+    for name in ("a write of what another program has read",):
+        test_what_is_found(name)
+    for name in ALLOWED:
+        test_what_is_allowed(name)
+
+
+# ------------------------------------------------------------------------------ planted in kernels
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def differentiated(function, *tensors):
+    leaves = [x.requires_grad_() for x in tensors]
+    output = function(*leaves)
+    torch.autograd.grad(output.sum(), leaves)
+
+
+def norm(n):
+    x = drawn(7, n), drawn(n), drawn(n)
+    differentiated(lambda x, w, b: ff.layer_norm(x, (n,), w, b), *x)
+
+
+def loss():
+    target = torch.arange(5)
+    differentiated(lambda x: ff.cross_entropy(x, target, label_smoothing=0.1), drawn(5, 11))
+
+
+def loss_of_rows():
+    differentiated(lambda x: 2 * ff.cross_entropy(x, torch.arange(5), "none"), drawn(5, 11))
+
+
+def embed():
+    tokens = torch.tensor([[0, 4, 2, 1, 3, 2, 4]])
+    differentiated(lambda w, p: ff.embed(tokens, w, p), drawn(5, 20), drawn(7, 20))
+
+
+def rotate():
+    table = ff.rotary_frequencies(4, 5)
+    x = drawn(1, 3, 5, 7), drawn(1, 1, 5, 7), drawn(7), drawn(7)
+
+    def rotated(q, k, q_norm, k_norm):
+        both = ff.rotary_embedding(q, k, *table, query_norm=q_norm, key_norm=k_norm)
+        return torch.cat(both, 1)
+
+    differentiated(rotated, *x)
+
+
+def feed():
+    x = drawn(20, 20), drawn(40, 20), drawn(40), drawn(20, 40), drawn(20)
+    differentiated(lambda *x: ff.feed_forward(*x, activation="gelu"), *x)
+
+
+def gate():
+    differentiated(ff.gated_activation, drawn(20, 40), drawn(20, 40))
+
+
+def attend(sq=20, sk=24, bias=None, **options):
+    x = [drawn(1, 2, sq, 16), drawn(1, 1, sk, 16), drawn(1, 1, sk, 16)]
+    x += [] if bias is None else [bias]
+
+    def attended(q, k, v, bias=None):
+        call = ff.scaled_dot_product_attention
+        return call(q, k, v, bias=bias, enable_gqa=True, **options)
+
+    differentiated(attended, *x)
+
+
+def packed():
+    x = drawn(40, 2, 16), drawn(40, 1, 16), drawn(40, 1, 16)
+    ends = torch.tensor([0, 18, 40]).int()
+    options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_q=22, max_k=22)
+    differentiated(lambda q, k, v: ff.packed_attention(q, k, v, **options), *x)
+
+
+def decode():
+    x = drawn(1, 2, 1, 16), drawn(1, 1, 300, 16), drawn(1, 1, 300, 16)
+    ff.scaled_dot_product_attention(*x, enable_gqa=True)
+
+
+def paged():
+    table, lengths = torch.tensor([[2, 5]]).int(), torch.tensor([20]).int()
+    pages = drawn(6, 16, 1, 16)
+    ff.paged_attention(drawn(1, 2, 1, 16), pages, pages.clone(), table, lengths)
+
+
+CALLS = {
+    "norm": lambda: norm(13),
+    "wide norm": lambda: norm(20),
+    "loss": loss,
+    "loss of rows": loss_of_rows,
+    "embed": embed,
+    "rotate": rotate,
+    "feed": feed,
+    "gate": gate,
+    "attend": attend,
+    "mask": lambda: attend(attn_mask=torch.ones(1, 1, 20, 24) > 0),
+    "mask of keys": lambda: attend(sk=25, attn_mask=torch.ones(1, 1, 1, 25) > 0),
+    "bias": lambda: attend(bias=drawn(1, 2, 20, 24)),
+    "bias of keys": lambda: attend(bias=drawn(1, 2, 1, 24)),
+    "packed": packed,
+    "decode": decode,
+    "paged": paged,
+}
+# By name: where the function stands, the function, what is replaced in it, by what, a call, and
+# what is said of it.
+PLANTED = {
+    "rows of a norm": (
+        layer_norm,
+        "_tile",
+        "rows < size.M)",
+        "rows < size.M + 1)",
+        "norm",
+        r"loads inputs.x\[7, ",
+    ),
+    "rows of its output": (
+        layer_norm,
+        "_store_tile",
+        "rows < size.M)",
+        "rows < size.M + 1)",
+        "wide norm",
+        r"stores Y\[7, ",
+    ),
+    "columns of its weight": (
+        layer_norm,
+        "_vector",
+        "columns < N",
+        "columns < N + 1",
+        "wide norm",
+        r"loads W\[20\]",
+    ),
+    "statistics of its rows": (
+        layer_norm,
+        "forward_kernel",
+        "r, mask=i < size.M",
+        "r, mask=i <= size.M",
+        "norm",
+        r"stores statistics.reciprocal\[7\]",
+    ),
+    "rows of two programs": (
+        layer_norm,
+        "backward_kernel",
+        "first = tl.program_id(0)",
+        "first = tl.program_id(0) // 2",
+        "norm",
+        r"stores gradients.dx\[0, 0\].*, which program \(0, 0, 0\) has stored",
+    ),
+    "partial sums of two programs": (
+        layer_norm,
+        "_store_sums",
+        "tl.program_id(0).to(tl.int64) * N",
+        "0",
+        "norm",
+        r"stores sums.weight\[0, 0\].*, which program \(0, 0, 0\) has stored",
+    ),
+    "classes past the last": (
+        cross_entropy,
+        "_exist",
+        "classes < V - row.head",
+        "classes <= V - row.head",
+        "loss",
+        r"(loads X\[5, 0\]|stores DX)",
+    ),
+    "pairs of the loss": (
+        cross_entropy,
+        "loss_kernel",
+        "LSE + 2 * i + 1",
+        "LSE + i + 1",
+        "loss",
+        r"stores LSE\[1, 0\].*, which the same program has stored",
+    ),
+    "gradients of the next row": (
+        cross_entropy,
+        "gradient_kernel",
+        "DX, i * strides.dx",
+        "DX, (i + 1) * strides.dx",
+        "loss of rows",
+        r"stores DX\[\d, .*, which program",
+    ),
+    "tokens": (
+        embedding,
+        "_forward",
+        "mask=i < size.M",
+        "mask=i <= size.M",
+        "embed",
+        r"loads T\[",
+    ),
+    "columns of an embedding": (
+        embedding,
+        "_place",
+        "c < size.N",
+        "c <= size.N",
+        "embed",
+        r"(loads W|stores Y)\[",
+    ),
+    "tokens of rotary positions": (
+        rotary,
+        "_place",
+        "i < size.tokens",
+        "i <= size.tokens",
+        "rotate",
+        r"loads query.x\[",
+    ),
+    "features that are not rotated": (
+        rotary,
+        "_store_rest",
+        "c < case.dim",
+        "c <= case.dim",
+        "rotate",
+        r"stores query.y\[0, 0, 1, 0\].*, which the same program has stored",
+    ),
+    "heads of rotary positions": (
+        rotary,
+        "_span",
+        "tl.minimum(heads, first + per_program)",
+        "first + per_program",
+        "rotate",
+        r"loads query.x\[",
+    ),
+    "columns of a product": (
+        feed_forward,
+        "_extent",
+        "j < size.N",
+        "j <= size.N",
+        "feed",
+        r"stores Z\[",
+    ),
+    "rows of a product": (
+        feed_forward,
+        "_hidden",
+        "size.M - 1 - i0",
+        "size.M - i0",
+        "feed",
+        r"loads X\[20, 0\]",
+    ),
+    "tiles of two programs": (
+        feed_forward,
+        "_hidden",
+        "turn // members * tile.columns",
+        "turn // (2 * members) * tile.columns",
+        "feed",
+        r"stores Z\[.*, which program",
+    ),
+    "overlapping tiles": (
+        feed_forward,
+        "_gated",
+        "tl.program_id(1) * tile.columns",
+        "tl.program_id(1) * (tile.columns - 4)",
+        "gate",
+        r"stores HIDDEN\[.*, which program",
+    ),
+    "queries past the last": (
+        attention,
+        "forward_kernel",
+        "strides.row, i < queries",
+        "strides.row, i <= queries",
+        "attend",
+        r"stores O\[0, 0, 19, 0\].*, which the same instruction stores twice",
+    ),
+    "sums of the next head": (
+        attention,
+        "forward_kernel",
+        "row + i, i < queries",
+        "row + i, i <= queries",
+        "attend",
+        r"stores LSE\[0, 2, 0\].*, 1 past its last element",
+    ),
+    "columns of a mask": (
+        attention,
+        "scores",
+        "exists = j < head.call.sizes.keys",
+        "exists = j <= head.call.sizes.keys",
+        "mask",
+        r"loads optional.mask\[",
+    ),
+    "a mask of keys": (
+        attention,
+        "key_row",
+        "j < head.call.sizes.keys",
+        "j <= head.call.sizes.keys",
+        "mask of keys",
+        r"loads optional.mask\[0, 0, 0, 25\]",
+    ),
+    "rows of delta": (
+        attention,
+        "delta_kernel",
+        "i < Sq",
+        "i <= Sq",
+        "attend",
+        r"stores DELTA\[0, 1, 0\].*, which program",
+    ),
+    "statistics past the last": (
+        attention,
+        "_row_statistics",
+        "tl.minimum(i, queries - 1)",
+        "i",
+        "attend",
+        r"loads OFFSET\[0, 2, 0\]",
+    ),
+    "keys of the next sequence": (
+        attention,
+        "backward_dkdv_kernel",
+        "        keys = length\n",
+        "        pass\n",
+        "packed",
+        r"stores D[KV]\[.*, which program",
+    ),
+    "the gradient of a bias of keys": (
+        attention,
+        "backward_dkdv_kernel",
+        "dbias, mask=j < keys",
+        "dbias, mask=j <= keys",
+        "bias of keys",
+        r"stores DBIAS\[",
+    ),
+    "queries of dQ": (
+        attention,
+        "backward_dq_kernel",
+        "ok = i < queries",
+        "ok = i < queries + 4",
+        "attend",
+        r"stores DQ\[0, 0, 19, 0\].*, which the same instruction",
+    ),
+    "columns of the gradient of a bias": (
+        attention,
+        "backward_dbias_kernel",
+        "(j < sizes.keys)",
+        "(j <= sizes.keys)",
+        "bias",
+        r"stores DBIAS\[",
+    ),
+    "queries of the bounds of a mask": (
+        attention,
+        "bounds_kernel",
+        "i < sizes.queries",
+        "i <= sizes.queries",
+        "mask",
+        r"loads MASK\[",
+    ),
+    "bounds of two tiles": (
+        attention,
+        "bounds_kernel",
+        "BOUNDS + tl.program_id(0) * 4",
+        "BOUNDS + tl.program_id(0) * 3",
+        "mask",
+        r"stores BOUNDS\[.*, which program \(0, 0, 0\) has stored",
+    ),
+    "weights of two parts": (
+        attention,
+        "split_kernel",
+        "place * 2 + 1, m",
+        "place + 1, m",
+        "decode",
+        r"WEIGHTS\[.* has stored",
+    ),
+    "parts past the last": (
+        attention,
+        "merge_kernel",
+        "WEIGHTS + row * parts * 2",
+        "WEIGHTS + (row + 1) * parts * 2",
+        "decode",
+        r"loads WEIGHTS\[",
+    ),
+    "pages past the last": (
+        attention,
+        "in_pages",
+        "j // has.page",
+        "(j // has.page + 1)",
+        "paged",
+        r"loads inputs.table\[0, 2\]",
+    ),
+}
+QUICK = (
+    "rows of a norm",
+    "classes past the last",
+    "columns of an embedding",
+    "heads of rotary positions",
+    "overlapping tiles",
+    "queries past the last",
+    "keys of the next sequence",
+    "weights of two parts",
+)
+
+
+@pytest.fixture
+def of_several_programs(small_tiles, monkeypatch):
+    """Calls that take several programs, with the bounds of their masks."""
+    monkeypatch.setattr(plan, "bounds_pay", lambda *_: True)
+    with use_backend("triton"), small_tiles():
+        yield
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls(of_several_programs, call):
+    CALLS[call]()
+
+
+def quick_ones(faults, quick):
+    """Leave the others to --all."""
+    rest = [name for name in faults if name not in quick]
+    return [*quick, *(pytest.param(name, marks=pytest.mark.with_all) for name in rest)]
+
+
+@pytest.mark.parametrize("fault", quick_ones(PLANTED, QUICK))
+def test_planted(of_several_programs, plant, fault):
+    *edit, call, words = PLANTED[fault]
+    plant(*edit)
+    with pytest.raises(memory_check.AccessError, match=words) as raised:
+        CALLS[call]()
+    place = r"\w+, program \(\d+, \d+, \d+\), \S+\.py:\d+ in \w+"
+    assert re.match(place, str(raised.value)), raised.value
+
+
+# ------------------------------------------------------------------------- planted in Gluon kernels
+
+
+def attend_on_hopper(mask=None, bias=None):
+    """Of two sequences and heads, in float16."""
+    shapes = (2, 2, 130, 64), (2, 2, 72, 64), (2, 2, 72, 64)
+    x = [drawn(*shape).half() for shape in shapes]
+    x += [] if bias is None else [bias.half()]
+
+    def attended(q, k, v, bias=None):
+        return ff.scaled_dot_product_attention(q, k, v, mask, bias=bias)
+
+    differentiated(attended, *x)
+
+
+def pack_on_hopper():
+    x = [drawn(40, 1, 64).half() for _ in range(3)]
+    ends = torch.tensor([0, 18, 40]).int()
+    options = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_q=22, max_k=22)
+    differentiated(lambda q, k, v: ff.packed_attention(q, k, v, **options), *x)
+
+
+ON_HOPPER = {
+    "plain": attend_on_hopper,
+    "mask of keys": lambda: attend_on_hopper(mask=torch.ones(2, 1, 1, 72) > 0),
+    "bias": lambda: attend_on_hopper(bias=drawn(2, 2, 130, 72)),
+    "bias of keys": lambda: attend_on_hopper(bias=drawn(2, 2, 1, 72)),
+    "packed": pack_on_hopper,
+}
+# By name: "forward", "dq" or "dkdv", a function, what is replaced in it, by what, a call, and what
+# is said of it.
+PLANTED_IN_GLUON = {
+    "queries of the output": (
+        "forward",
+        "make_tensors",
+        "rows_of(o_base, queries,",
+        "rows_of(o_base, queries + 1,",
+        "plain",
+        r"hopper_forward_kernel, program \(3, 0, 0\), .* stores O\[0, 1, 0, 0\].*, which program",
+    ),
+    "queries that are copied": (
+        "forward",
+        "make_tensors",
+        "rows_of(q_base, queries,",
+        "rows_of(q_base, queries + 1,",
+        "plain",
+        r"loads inputs.query\[2, 0, 0, 0\].*, 1 past its last element",
+    ),
+    "sums of the next head": (
+        "forward",
+        "_store",
+        "row, i < rows.queries",
+        "row, i <= rows.queries",
+        "plain",
+        r"stores LSE\[0, 1, 0\]",
+    ),
+    "shared memory of the bounds": (
+        "forward",
+        "_mask_block",
+        "bounds.index(slot).slice(chunk * CHUNK",
+        "bounds.index(slot).slice((chunk + 1) * CHUNK",
+        "mask of keys",
+        r"64:72 of the 64 in dimension 0 of bounds",
+    ),
+    "keys of the next sequence": (
+        "dkdv",
+        "_dkdv_tensors",
+        "        keys = sequence.length\n",
+        "        pass\n",
+        "packed",
+        r"hopper_dkdv_kernel, program \(1, 0, 0\), .* stores DK\[0, 0, 18, 0\].*, which program",
+    ),
+    "statistics past the last": (
+        "dkdv",
+        "_copy_statistics",
+        "offset = gl.load(work.offsets + places, mask=i < queries",
+        "offset = gl.load(work.offsets + places, mask=i <= queries",
+        "plain",
+        r"loads OFFSET\[2, 0, 0\]",
+    ),
+    "a bias gradient of keys": (
+        "dkdv",
+        "_store_bias_gradient",
+        "mask=j < keys",
+        "mask=j <= keys",
+        "bias of keys",
+        r"stores DBIAS\[",
+    ),
+    "rows of a bias gradient": (
+        "dq",
+        "_store_bias_gradient",
+        "i < sizes.queries",
+        "i <= sizes.queries",
+        "bias",
+        r"stores DBIAS\[",
+    ),
+    "a mask of keys": (
+        "dkdv",
+        "bounds_of_keys",
+        "MASK + j * mask_stride, mask=j < keys",
+        "MASK + j * mask_stride, mask=j <= keys",
+        "mask of keys",
+        r"loads optional.mask\[",
+    ),
+    "shared memory of the keys": (
+        "dq",
+        "_set_to_zero",
+        "rows.slice(first, 8)",
+        "rows.slice(first + 8, 8)",
+        "mask of keys",
+        r"64:72 of the 64 in dimension 0 of k_tiles",
+    ),
+}
+
+
+QUICK_IN_GLUON = "keys of the next sequence", "shared memory of the keys"
+
+
+@pytest.mark.parametrize("fault", quick_ones(PLANTED_IN_GLUON, QUICK_IN_GLUON))
+def test_planted_in_gluon(fault):
+    pytest.importorskip("triton.experimental.gluon")
+    from hopper_calls import simulated, simulated_backward
+
+    from benchmarks.proof.gluon_simulator import Fault
+
+    which, *edit, call, words = PLANTED_IN_GLUON[fault]
+    if which == "forward":
+        planted = simulated(tuple(edit))
+    else:
+        planted = simulated_backward(tuple(edit), kernels=(which,))
+    with pytest.raises(Fault, match=words), planted, torch.enable_grad():
+        ON_HOPPER[call]()

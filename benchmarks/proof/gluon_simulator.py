@@ -396,10 +396,12 @@ class Barrier:
         self.name, self.count = name, 0
         self.clock: Clock = {}  # what arrived in this phase
         self.complete: Clock = {}  # what had arrived when the last phase ended
+        self.cell = Cell(name)
 
     def init(self, count: int) -> None:
         self.count = self.left = count
         self.bytes = self.phase = 0
+        self.cell.write(_now.where(), _now.now.tick(), False)
 
     def passed(self, phase: int) -> bool:
         if not self.count:
@@ -467,6 +469,7 @@ class Load:
         _now.copied += 1
         self.event = (_now.copied, 1)
         self.clock = _joined(_now.now.clock, dict([self.event]))
+        bar.cell.read(self.who, self.event, True)
         for cell in target.cells:
             cell.write(self.who, self.event, True)
         target.data[...] = np.nan

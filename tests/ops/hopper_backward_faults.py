@@ -169,6 +169,12 @@ FAULTS = {
         "    pass",
         PLAIN,
     ),
+    "dQ: no fence behind the barriers": (
+        DQ,
+        "hopper_dq_kernel",
+        *without("    fence_async_shared()  # the copies have to see the barriers\n"),
+        PLAIN,
+    ),
     # --------------------------------------------------------------------------- dQ: the mask
     "dQ: zeros over keys that are copied": (
         DQ,
@@ -596,6 +602,12 @@ FAULTS = {
         *without("        n0 += shard.key\n"),
         SHARD,
     ),
+    "dK, dV: no fence behind the barriers": (
+        DKDV,
+        "hopper_dkdv_kernel",
+        *without("    fence_async_shared()  # the copies have to see the barriers\n"),
+        PLAIN,
+    ),
     "dK, dV: the words of another head": (
         DKDV,
         "head_of",
@@ -834,8 +846,8 @@ FAULTS = {
     "dK, dV: the bias of the first head": (
         DKDV,
         "_dkdv_consumer",
-        "        bound = bounds_of_keys(mask_of(head, has), j, has)",
-        "        bound = bounds_of_keys(mask_of(head_of(work, 0, tile, has), has), j, has)",
+        "mask_of(head)",
+        "mask_of(head_of(work, 0, tile, has))",
         BIASED,
     ),
     "dK, dV: a bias's gradient of all heads before": (

@@ -369,6 +369,12 @@ FAULTS = {
         "",
         MASKED,
     ),
+    "no fence behind the barriers": (
+        "hopper_forward_kernel",
+        "    fence_async_shared()  # the copies have to see the barriers\n",
+        "",
+        PLAIN,
+    ),
     "the fence behind the copy": (
         "_store",
         "    fence_async_shared()  # the store to shared memory was a plain one, the copy is not\n"
@@ -460,9 +466,9 @@ FAULTS = {
         PACKED,
     ),
     "the bias of the keys behind a sequence": (
-        "mask_of",
-        "keys = head.sequence.length",
-        "keys = keys",
+        "_mask_block",
+        "work.last + 1, has)",
+        "work.last + 99, has)",
         PACKED,
     ),
     "a bias in base e": ("bounds_of_keys", "* LOG2E", "* 1.0", PACKED),

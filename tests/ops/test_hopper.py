@@ -461,6 +461,26 @@ def test_how_much_shared_memory_a_row_takes():
         assert made.for_hopper["Gluon 128 128, packed"].term_slots == slots
 
 
+@pytest.mark.parametrize("by", ["length", "mask"])
+def test_nothing_is_set_to_zero_behind_the_last_key(by):
+    """TMA reads as zeros the keys behind the length and, with the bounds of a mask, behind the last
+    one that it leaves. So what sets values to zero does not run: here it would fail.
+    """
+    x, lengths = qkv(sq=70, dtype=torch.float16), torch.tensor([150, 70])
+    seen = (torch.arange(200) < lengths[:, None])[:, None, None]
+    options = dict(attn_mask=seen)
+    if by == "length":
+        options = dict(attn_mask=torch.ones_like(seen), bias=numbers(200), key_lengths=lengths)
+    with use_backend("reference"):
+        want = output_and_lse({name: t.double() for name, t in x.items()}, options)
+    for name in ("key", "value"):
+        x[name] = x[name].masked_fill(~seen.mT, float("nan"))
+    with simulated(("_mask_block", "values.store(", "nobody("), bounds=by == "mask"):
+        have = output_and_lse(x, options)
+    for a, b, bound in zip(have, want, (1e-2, 1e-4)):
+        assert (a.double() - b).abs().max() < bound
+
+
 # A packed batch of three sequences, whose keys have a bias that hides some.
 PACKED_BIAS = HIDING[0, 0, 0, :135].clone()
 PACKED = dict(

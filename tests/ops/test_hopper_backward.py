@@ -274,6 +274,28 @@ def test_what_no_query_may_see_reaches_nothing(by, bad):
     assert by == "mask" or not after[3][hidden[:, None, None]].any()
 
 
+@pytest.mark.parametrize("by", ["length", "mask"])
+def test_nothing_is_set_to_zero_behind_the_last_key(by):
+    """As in test_hopper.py: dQ of padded keys that hold NaN, without what sets them to zero."""
+    x, lengths = qkv(sq=70), torch.tensor([150, 70])
+    seen = (torch.arange(200) < lengths[:, None])[:, None, None]
+    options = dict(attn_mask=seen)
+    if by == "length":
+        options = dict(attn_mask=torch.ones_like(seen), key_lengths=lengths)
+    given = torch.randn_like(x["query"])
+    with use_backend("triton"):
+        want = gradients(x, given, **options)
+    for name in ("key", "value"):
+        x[name] = x[name].masked_fill(~seen.mT, float("nan"))
+    edit = "_set_to_zero", "part.store(", "nobody("
+    arguments = {name: t.detach().requires_grad_() for name, t in x.items()}
+    with simulated_backward(edit, kernels=("dq",), bounds=by == "mask"), torch.enable_grad():
+        output = attend(**arguments, **options)
+        have = torch.autograd.grad(output, list(arguments.values()), given)
+    for a, b in zip(have, want):
+        assert (a - b).abs().max() < 2e-2 * b.abs().max()
+
+
 @pytest.mark.parametrize("options", [dict(attn_mask=MASK[1:]), DROPOUT], ids=["mask", "dropout"])
 @pytest.mark.parametrize("where", ["key", "value", "gradient"])
 def test_nan_that_a_query_sees_is_kept(options, where):

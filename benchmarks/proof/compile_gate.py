@@ -55,8 +55,8 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     # or a bias of keys also by the warp that sets values to zero, which has 24.
     ("Gluon", "hopper_forward", 40),
     ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 52),
-    ("key mask, Gluon", "hopper_forward", 264),
-    ("key bias, Gluon", "hopper_forward", 264),
+    ("key mask, Gluon", "hopper_forward", 272),
+    ("key bias, Gluon", "hopper_forward", 272),
     ("key mask, dropout, Gluon", "hopper_forward", 364),
     ("D=128 plain, Gluon backward", "hopper_d", 8),
     ("D=128 plain, dropout, Gluon backward", "hopper_d", 16),
@@ -70,6 +70,8 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     ("D=128 key bias, dropout, Gluon backward", "hopper_dq", 32),
     ("D=128 key mask, Gluon backward", "hopper_dkdv", 40),
     ("D=128 key mask, Gluon backward", "hopper_dq", 64),
+    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 132),
+    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 176),
     ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
     ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
 )

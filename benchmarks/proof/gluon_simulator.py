@@ -14,8 +14,9 @@ Beside the values, vector clocks order the accesses to shared memory (Lamport 19
 each access must have happened after those that conflict with it, by barriers, waits, and the start
 of the partitions. So a race is found whatever the schedule, even if the values come out right. Also
 found are: a plain access and an asynchronous one to the same memory without a proxy fence between
-them; more arrivals in a phase than a barrier's count; bytes that do not add up; a deadlock; copies,
-stores and wgmma that are under way when a partition ends.
+them, such as the initialisation of a barrier and a copy that arrives there; more arrivals in a
+phase than a barrier's count; bytes that do not add up; a deadlock; copies, stores and wgmma that
+are under way when a partition ends.
 
 What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers, of
 which benchmarks/proof/sass.py sees hazards in machine code; the order that ptxas gives the

@@ -97,6 +97,7 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("D=128 causal, dropout, Gluon backward", "hopper_dkdv", 4),
         ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 15),
         ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 6),
+        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 6),
     ),
     # Most of all for dK and dV at D=256. Of the loops in Gluon it is at most 5% of what they issue,
     # and 11% with 192 queries, which are no candidate.
@@ -114,7 +115,7 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("D=128 causal, Gluon", "hopper_forward", 24),
         ("D=128 causal, dropout, Gluon", "hopper_forward", 29),
         ("D=128 key mask, Gluon", "hopper_forward", 23),
-        ("D=128 key mask, dropout, Gluon", "hopper_forward", 34),
+        ("D=128 key mask, dropout, Gluon", "hopper_forward", 40),
         ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 38),
         ("D=128 softcap, causal, Gluon", "hopper_forward", 34),
         ("D=128 key bias, Gluon", "hopper_forward", 23),
@@ -131,6 +132,7 @@ LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
         ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 21),
         ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 10),
         ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 39),
+        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 28),
         ("D=128 plain, Gluon 128 128, persistent", "hopper_forward", 26),
     ),
 }

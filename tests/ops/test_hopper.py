@@ -57,7 +57,7 @@ MASK = ragged(2, 1, 1, 200)
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
 ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 HOLES = torch.ones(2, 1, 1, 448) > 0
-HOLES[0, ..., 10:20] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
+HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
 HIDING = numbers(2, 1, 1, 200).masked_fill(~MASK, -torch.inf)
 WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles on both sides
 SLOPES = torch.tensor([0.5, 0.03])

@@ -58,7 +58,7 @@ SPANS = torch.stack([spans(140, 440, 200, step) for step in (240, 30)])[None]
 SPANS = torch.nn.functional.pad(SPANS, (0, 24))
 LONG_SPANS = torch.stack([spans(300, 464, 200, step) for step in (264, 30)])[None]
 HOLES = torch.ones(2, 1, 1, 448) > 0
-HOLES[0, ..., 10:20] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
+HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
 HIDING = drawn(1, 2, 1, 200, seed=4)
 HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {

@@ -220,22 +220,18 @@ compute_capability.__dict__["_dynamo_marked_constant"] = True
 def architecture(device: torch.device) -> str:
     """Return the device's row in the tables: sm_80 .. sm_100, gfx942, interpreter, or other.
 
-    sm_86 is the row of all GPUs with 101376 bytes of shared memory per block: 8.6, 8.9 and 12.x.
+    sm_86 is the row of all GPUs with 101376 bytes of shared memory per block: 8.6, 8.9 and 12.x,
+    and sm_100 that of those with tcgen05 and 232448 bytes: 10.x, and 11.0 (Jetson Thor).
     """
     if INTERPRETED:
         return "interpreter"
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return name if name == "gfx942" else "other"
-    return {
-        (8, 0): "sm_80",
-        (8, 6): "sm_86",
-        (8, 9): "sm_86",
-        (9, 0): "sm_90",
-        (10, 0): "sm_100",
-        (12, 0): "sm_86",
-        (12, 1): "sm_86",
-    }.get(compute_capability(device), "other")
+    major, minor = compute_capability(device)
+    if major == 8:
+        return {0: "sm_80", 6: "sm_86", 9: "sm_86"}.get(minor, "other")
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_86"}.get(major, "other")
 
 
 @functools.cache

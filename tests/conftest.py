@@ -47,9 +47,12 @@ def _run(function, tensors, constants, backend, cotangent, use_formula):
     return {"output": output.detach(), **{"grad of " + n: g for n, g in zip(leaves, grads)}}
 
 
-def check_against_oracle(function, tensors, small=False, gradients=True, **constants):
+def check_against_oracle(
+    function, tensors, small=False, gradients=True, only_zeros=False, **constants
+):
     """The numerics policy: the current backend against the written-out reference in float64, output
-    and, with `gradients`, every gradient.
+    and, with `gradients`, every gradient. A call whose gradients are all zero is refused, because
+    it would compare nothing, unless `only_zeros` says that they have to be.
 
     `small`: of a few elements eager's may be right by luck, and a gradient may be the small
     difference of large terms (it is zero at the score of an only key). So eager's error is the
@@ -71,6 +74,10 @@ def check_against_oracle(function, tensors, small=False, gradients=True, **const
 
     got = _run(function, tensors, constants, current_backend(), cotangent, False)
     oracle = _run(function, _wide(tensors), constants, "reference", cotangent, True)
+    found = [x for name, x in oracle.items() if name != "output" and x.numel()]
+    if found and not small:
+        zeros = not any(x.any() for x in found)
+        assert zeros == only_zeros, f"the oracle's gradients are {'' if zeros else 'not '}all zero"
     peers = []
     if small or dtype in (torch.float16, torch.bfloat16):
         peers.append(_eager_errors(function, tensors, constants, cotangent, oracle))

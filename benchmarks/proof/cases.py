@@ -211,6 +211,9 @@ for _arch in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx90a", "other"):
     _rows("cross_entropy", _arch, "bf16", (32768,), "v")
     _feed_forward(_arch, "bf16", ["relu", "gelu"], [True])
     _feed_forward(_arch, "fp32", ["gelu"], [True])
+_attention("sm_103", "bf16", (64, 128, 256), [_EVERY], [True])  # it takes the rows of sm_100
+_attention("sm_103", "fp32", (128,), [_EVERY], [True])
+_feed_forward("sm_103", "bf16", ["gelu"], [True])
 for _arch in ("sm_90", "gfx942"):
     CASES[f"{_arch} feed_forward bf16 gelu, dropout, torch's GEMM"] = {
         **CASES["sm_90 feed_forward bf16 gelu, dropout"],
@@ -260,6 +263,7 @@ for _d, _also in (
         "causal",
         "causal, dropout",
         "key mask",
+        "key mask, dropout",
         "window, bottom-right, lengths, dropout",
         *_also,
     ):

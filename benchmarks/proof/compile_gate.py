@@ -56,8 +56,8 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     # or a bias of keys also by the warp that sets values to zero, which has 24.
     ("Gluon", "hopper_forward", 40),
     ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 52),
-    ("key mask, Gluon", "hopper_forward", 264),
-    ("key bias, Gluon", "hopper_forward", 264),
+    ("key mask, Gluon", "hopper_forward", 272),
+    ("key bias, Gluon", "hopper_forward", 272),
     ("key mask, dropout, Gluon", "hopper_forward", 364),
     ("D=128 plain, Gluon backward", "hopper_d", 8),
     ("D=128 plain, dropout, Gluon backward", "hopper_d", 16),
@@ -71,6 +71,9 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     ("D=128 key bias, dropout, Gluon backward", "hopper_dq", 32),
     ("D=128 key mask, Gluon backward", "hopper_dkdv", 40),
     ("D=128 key mask, Gluon backward", "hopper_dq", 64),
+    ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 48),
+    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 132),
+    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 176),
     ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
     ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
 )
@@ -115,7 +118,8 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 172),
         ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 48),
         ("D=128 key mask, Gluon backward", "hopper_dkdv", 88),
-        ("D=128 key mask, Gluon backward", "hopper_dq", 72),
+        ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 64),
+        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 236),
     ),
     # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
     "3.9": (
@@ -152,7 +156,7 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("D=128 causal, dropout, Gluon", "hopper_forward", 592),
         ("D=128 key mask, Gluon", "hopper_forward", 480),
         ("D=64 window, bottom-right, lengths, Gluon", "hopper_forward", 64),
-        ("D=128 key mask, dropout, Gluon", "hopper_forward", 972),
+        ("D=128 key mask, dropout, Gluon", "hopper_forward", 1016),
         ("D=128 window, bottom-right, lengths, Gluon", "hopper_forward", 708),
         ("D=128 softcap, causal, Gluon", "hopper_forward", 564),
         ("D=128 key bias, Gluon", "hopper_forward", 480),
@@ -173,6 +177,7 @@ SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
         ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_dkdv", 192),
         ("D=128 packed, causal, dropout, Gluon backward", "hopper_dkdv", 116),
         ("D=128 2-D mask, dropout, Gluon backward", "hopper_dkdv", 312),
+        ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 236),
     ),
 }
 SERIALISED_OF: dict[str, tuple[tuple[str, str], ...]] = {

@@ -53,6 +53,7 @@ TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "sm_89": (GPUTarget("cuda", 89, 32), "sm_86", 101376),
     "sm_90": (GPUTarget("cuda", 90, 32), "sm_90", 232448),
     "sm_100": (GPUTarget("cuda", 100, 32), "sm_100", 232448),
+    "sm_103": (GPUTarget("cuda", 103, 32), "sm_100", 232448),
     "gfx942": (GPUTarget("hip", "gfx942", 64), "gfx942", 65536),
     # two that have no row of their own, with the least that such a GPU has
     "other": (GPUTarget("cuda", 80, 32), "other", 101376),

@@ -14,9 +14,10 @@ Beside the values, vector clocks order the accesses to shared memory (Lamport 19
 each access must have happened after those that conflict with it, by barriers, waits, and the start
 of the partitions. So a race is found whatever the schedule, even if the values come out right. Also
 found are: a plain access and an asynchronous one to the same memory without a proxy fence between
-them; more arrivals in a phase than a barrier's count; bytes that do not add up; a deadlock; copies,
-stores and wgmma that are under way when a partition ends; slices past the end of shared memory; and
-in global memory all that kernels/memory_check.py finds.
+them, such as the initialisation of a barrier and a copy that arrives there; more arrivals in a
+phase than a barrier's count; bytes that do not add up; a deadlock; copies, stores and wgmma that
+are under way when a partition ends; slices past the end of shared memory; and in global memory all
+that kernels/memory_check.py finds.
 
 What it does not see: layouts, and so bank conflicts and wgmma that Triton refuses; registers, of
 which benchmarks/proof/sass.py sees hazards in machine code; the order that ptxas gives the
@@ -422,10 +423,12 @@ class Barrier:
         self.name, self.count = name, 0
         self.clock: Clock = {}  # what arrived in this phase
         self.complete: Clock = {}  # what had arrived when the last phase ended
+        self.cell = Cell(name)
 
     def init(self, count: int) -> None:
         self.count = self.left = count
         self.bytes = self.phase = 0
+        self.cell.write(_now.where(), _now.now.tick(), False)
 
     def passed(self, phase: int) -> bool:
         if not self.count:
@@ -499,6 +502,7 @@ class Load:
         _now.copied += 1
         self.event = (_now.copied, 1)
         self.clock = _joined(_now.now.clock, dict([self.event]))
+        bar.cell.read(self.who, self.event, True)
         for cell in target.cells:
             cell.write(self.who, self.event, True)
         target.data[...] = np.nan

@@ -49,12 +49,14 @@ from .hopper_parts import (
     slot_of,
     spread,
     unpack,
+    up_to_last_seen,
 )
 from .hopper_work import (
     ROWS,
     Launched,
     at_row,
     block_of,
+    bounds_at,
     key_of_any_tile,
     key_of_tile,
     make_shared,
@@ -170,7 +172,7 @@ def _mask_block(block, shared, tile: gl.constexpr, has: gl.constexpr, how: gl.co
     for t in range(work.walk.first, masked):
         slot, phase = slot_of(t, how.slots)
         n0 = key_of_any_tile(work.walk, t, tile, has)
-        bound = bounds_of_keys(block.mask, n0 + j, has)
+        bound = bounds_of_keys(block.mask, n0 + j, work.last + 1, has)
         seen = bound != float("-inf")
         # All consumers have read the bounds before.
         mbarrier.wait(bars.bounds_free.index(slot), phase ^ 1)
@@ -491,14 +493,18 @@ def hopper_forward_kernel(
         if i0 >= sequence.queries:
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
-    launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
     if how.persistent:
+        launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
         given = launched
         tensors = make_whole_tensors(inputs, O, output_strides, launched, tile)
     else:
-        given = block_of(place, launched, 0, 0, tile, has)
+        bounds = bounds_at(place, call, tile, has)
+        sequence = up_to_last_seen(sequence, bounds, has)
+        launched = Launched(call, sequence, order, LSE, STATISTICS, SINKS)
+        given = block_of(place, launched, bounds, 0, 0, tile, has)
         tensors = make_tensors(inputs, O, output_strides, launched, given, tile, has)
     shared = make_shared(inputs.query.dtype.element_ty, tensors, tile, has, how)
+    fence_async_shared()  # the copies have to see the barriers
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -244,7 +245,7 @@ def _dkdv_consumer(
     phase = 0
     for member in range(call.sizes.group):
         head, span = head_of(work, member, tile, has), _span_of_head(work, member, tile, has)
-        bound = bounds_of_keys(mask_of(head, has), j, has)
+        bound = bounds_of_keys(mask_of(head), j, work.sequence.length, has)
         dbias = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
         for PART in gl.static_range(2 * one_loop(tile, has), 2 + one_loop(tile, has)):
             begin, end = loop_of(span, span.begin, PART, WALK)
@@ -308,7 +309,8 @@ def _seen_keys(x, n0, work, tile: gl.constexpr, has: gl.constexpr, LAYOUT: gl.co
     if has_bounds(has):
         seen = j < 0
         for member in range(work.call.sizes.group):
-            bound = bounds_of_keys(mask_of(head_of(work, member, tile, has), has), j, has)
+            mask = mask_of(head_of(work, member, tile, has))
+            bound = bounds_of_keys(mask, j, work.sequence.length, has)
             seen = seen | (bound != float("-inf"))
         ok = ok & seen
     return gl.where(gl.expand_dims(ok, 1), x, 0.0)
@@ -504,6 +506,7 @@ def hopper_dkdv_kernel(
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
     tensors = _dkdv_tensors(inputs, (DK, DV), (b, g), all_strides, sizes, head, tile, has)
     shared = _dkdv_shared(tensors, tile, has)
+    fence_async_shared()  # the copies have to see the barriers
     span = _queries_of_keys(n0, sequence, band, tile, has)
     work = work_of(n0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0

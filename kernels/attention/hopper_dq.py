@@ -50,6 +50,7 @@ from .hopper_parts import (
     mask_of,
     next_slot,
     rows_of,
+    up_to_last_seen,
 )
 from .scores import (
     keys_of_rows,
@@ -106,7 +107,7 @@ def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
     buffers, bars = shared
     BN: gl.constexpr = tile.columns
     KEYS: gl.constexpr = gl.BlockedLayout([BN // 32], [32], [1], [0])
-    mask = mask_of(head_of(work, 0, tile, has), has)
+    mask = mask_of(head_of(work, 0, tile, has))
     ONE: gl.constexpr = one_copy_loop(tile, has)
     slot = 0
     phase = 0
@@ -116,7 +117,8 @@ def _mask_keys(work, shared, tile: gl.constexpr, has: gl.constexpr):
             some = False
             if has_bounds(read_by(PART, has)):
                 n0 = tile_at(n0, work.span, BN, PART, has)
-                bound = bounds_of_keys(mask, n0 + gl.arange(0, BN, layout=KEYS), has)
+                j = n0 + gl.arange(0, BN, layout=KEYS)
+                bound = bounds_of_keys(mask, j, work.sequence.length, has)
                 some = gl.sum((bound != float("-inf")).to(gl.int32), 0) < BN
             # The keys have arrived. So their slot was free: the bounds before have been read, too.
             mbarrier.wait(bars.first_ready.index(slot), phase)
@@ -375,12 +377,14 @@ def hopper_dq_kernel(
             return
     call = prepare_call(optional, strides, sizes, band, factors, has)
     all_strides = dq_strides, do_strides, strides
+    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
+    sequence = up_to_last_seen(sequence, bounds, has)
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
     tensors = _dq_tensors(inputs, DQ, (b, h, g), all_strides, head, tile, has)
     shared = _dq_shared(tensors, tile, has)
+    fence_async_shared()  # the copies have to see the barriers
     lo, hi = keys_of_rows(i0, i0 + tile.rows, sequence.length, sequence.shift, band, tile, has)
     begin, end = unmasked_tiles(i0, sequence, band, tile, has)
-    bounds = load_bounds(optional, strides, b, h, i0 // tile.rows, has)
     span = within_bounds(Span(lo, begin, end, hi), bounds, tile.columns, has)
     work = work_of(i0, span, (b, h), (OFFSET, DELTA), band, call, sequence, has)
     FIRST: gl.constexpr = 0

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..common import LOG2E
+from .scores import Sequence
 
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9, 3.6
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -119,27 +120,40 @@ def buffer(tensor, count: gl.constexpr):
 
 
 @gluon.jit
-def mask_of(head, has: gl.constexpr):
-    """Return pointers to the mask and the bias of the first key of a head, their strides, and the
-    number of keys.
+def up_to_last_seen(sequence, bounds, has: gl.constexpr):
+    """Return a sequence without the keys behind the last one that the bounds of a mask leave to the
+    queries of a program: so TMA reads them as zeros, and nobody has to set them to zero.
     """
-    strides, keys = head.call.strides, head.call.sizes.keys
-    if has.packed:  # what is behind them may be the end of the batch
-        keys = head.sequence.length
-    return head.mask, strides.mask_column, head.bias, strides.bias_column, keys
+    if has.bounds:
+        return Sequence(
+            first_query=sequence.first_query,
+            first_key=sequence.first_key,
+            queries=sequence.queries,
+            length=gl.minimum(sequence.length, bounds.last),
+            shift=sequence.shift,
+        )
+    else:
+        return sequence
 
 
 @gluon.jit
-def bounds_of_keys(mask, j, has: gl.constexpr):
-    """Return the bias of the keys j in base 2 or, without one, inf; -inf for a masked key. `mask`
-    is that of `mask_of`.
+def mask_of(head):
+    """Return pointers to the mask and the bias of the first key of a head, and their strides."""
+    strides = head.call.strides
+    return head.mask, strides.mask_column, head.bias, strides.bias_column
+
+
+@gluon.jit
+def bounds_of_keys(mask, j, keys, has: gl.constexpr):
+    """Return the bias of the keys j in base 2 or, without one, inf; -inf for a masked key, which is
+    none of those past the number of keys. `mask` is that of `mask_of`.
     """
-    MASK, mask_stride, BIAS, bias_stride, keys = mask
+    MASK, mask_stride, BIAS, bias_stride = mask
     bound = gl.full_like(j.to(gl.float32), float("inf"))
     if has.bias == 1:
         bias = gl.load(BIAS + j * bias_stride, mask=j < keys, other=0)
         bound = bias.to(gl.float32) * LOG2E
     if has.mask == 1:
-        byte = gl.load(MASK + j * mask_stride, mask=j < keys, other=0)
+        byte = gl.load(MASK + j * mask_stride, mask=j < keys, other=1)
         bound = gl.where(byte != 0, bound, float("-inf"))
     return bound

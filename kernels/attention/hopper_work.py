@@ -229,27 +229,34 @@ def place_of_block(n, sizes, order, tile: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def block_of(place, launched, first, phase, tile: gl.constexpr, has: gl.constexpr):
+def bounds_at(place, call, tile: gl.constexpr, has: gl.constexpr):
+    """Return the `Bounds` of the mask for the queries at `place`, which `locate_rows` returns."""
+    _, i0, b, h, _ = place
+    return load_bounds(call.optional, call.strides, b, h, i0 // tile.rows, has)
+
+
+@gluon.jit
+def block_of(place, launched, bounds, first, phase, tile: gl.constexpr, has: gl.constexpr):
     """Return the `Block` at `place`, which `locate_rows` returns, with tiles from `first` on."""
     batch_head, i0, b, h, g = place
     call, sequence = launched.call, launched.sequence
-    strides, sizes = call.strides, call.sizes
+    sizes = call.sizes
     head = locate_head(call, sequence, batch_head, b, h, 0, tile, has)
-    bounds = load_bounds(call.optional, strides, b, h, i0 // tile.rows, has)
     work = work_of(i0, head, bounds, first, tile, has)
     sink = 0.0
     if has.sink:
         sink = gl.load(launched.sinks + h).to(gl.float32)
     row = first_row(batch_head, h, sequence, sizes, has)
     rows = Rows(launched.lse, launched.statistics, row, sequence.queries, sink)
-    return Block(work, rows, mask_of(head, has), phase, b, h, g)
+    return Block(work, rows, mask_of(head), phase, b, h, g)
 
 
 @gluon.jit
 def nth_block(n, launched, first, tile: gl.constexpr, has: gl.constexpr):
     """Return the n-th `Block` of a persistent program, with tiles from `first` on."""
     place = place_of_block(number_of_block(n), launched.call.sizes, launched.order, tile, has)
-    return block_of(place, launched, first, n & 1, tile, has)
+    bounds = bounds_at(place, launched.call, tile, has)
+    return block_of(place, launched, bounds, first, n & 1, tile, has)
 
 
 @gluon.jit

@@ -368,6 +368,19 @@ def test_reason_is_logged_once(caplog):
     ]
 
 
+def test_architectures(monkeypatch):
+    """B300 has compute capability 10.3, Jetson Thor 11.0: they have what 10.0 has."""
+    launch = pytest.importorskip("fastformer.kernels.launch")
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    rows = {"sm_80": [(8, 0)], "sm_86": [(8, 6), (8, 9), (12, 0), (12, 1)], "sm_90": [(9, 0)]}
+    rows |= {"sm_100": [(10, 0), (10, 1), (10, 3), (11, 0)], "other": [(8, 7), (13, 0)]}
+    for name, capabilities in rows.items():
+        for capability in capabilities:
+            monkeypatch.setattr(launch, "compute_capability", lambda _, c=capability: c)
+            assert launch.architecture.__wrapped__(torch.device("cuda")) == name
+
+
 @pytest.mark.parametrize("capability, runs", [((7, 5), False), ((8, 0), True), ((9, 0), True)])
 def test_compute_capabilities(monkeypatch, capability, runs):
     launch = pytest.importorskip("fastformer.kernels.launch")

@@ -123,6 +123,7 @@ class Case:
         (wide, _, wide_grads), (same, _, same_grads) = (
             self.whole(x, dtype) for x in (torch.float64, dtype)
         )
+        assert not wide_grads or any(g.any() for g in wide_grads.values()), "gradients of zeros"
         oracle, eager = dict(enumerate(wide)) | wide_grads, dict(enumerate(same)) | same_grads
         for name, have in found.items():
             want, peer = oracle[name], eager[name]

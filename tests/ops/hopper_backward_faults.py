@@ -4,8 +4,9 @@ the result is wrong.
 """
 
 PLAIN, CAUSAL, MASKED, EMPTY, DROPPED = "plain", "causal", "mask", "lengths", "dropout"
-LOW, WINDOW = "mask, low scores", "window"
-TERMS, BIASED, OWN = "2-D mask, 2-D bias", "bias", "own bias"
+LOW, WINDOW, SHARD = "mask, low scores", "window", "shard"
+WIDE, WIDE_VALUES, ONE_KEY = "mask, 128 wide", "mask, wide values", "mask of one key"
+TERMS, BIASED, OWN, OWN_CAUSAL = "2-D mask, 2-D bias", "bias", "own bias", "own bias, causal"
 SPANS, HOLES, ONE = "spans", "holes", "one loop"
 DQ, DKDV = "dq", "dkdv"
 
@@ -168,6 +169,12 @@ FAULTS = {
         "    pass",
         PLAIN,
     ),
+    "dQ: no fence behind the barriers": (
+        DQ,
+        "hopper_dq_kernel",
+        *without("    fence_async_shared()  # the copies have to see the barriers\n"),
+        PLAIN,
+    ),
     # --------------------------------------------------------------------------- dQ: the mask
     "dQ: zeros over keys that are copied": (
         DQ,
@@ -265,6 +272,35 @@ FAULTS = {
         ),
         MASKED,
     ),
+    "dQ: one masked key of a tile stays": (
+        DQ,
+        "_mask_keys",
+        'bound != float("-inf")).to(gl.int32), 0) < BN',
+        'bound != float("-inf")).to(gl.int32), 0) < BN - 1',
+        ONE_KEY,
+    ),
+    "dQ: one masked key of eight stays": (DQ, "_set_to_zero", "0) < 8", "0) < 7", ONE_KEY),
+    "dQ: masked keys stay past column 64": (
+        DQ,
+        "_set_to_zero",
+        "range(0, BD, WIDTH)",
+        "range(0, WIDTH, WIDTH)",
+        WIDE,
+    ),
+    "dQ: masked values stay past column 64": (
+        DQ,
+        "_set_to_zero",
+        "range(0, BD, WIDTH)",
+        "range(0, WIDTH, WIDTH)",
+        WIDE_VALUES,
+    ),
+    "dQ: as many columns of masked values as of keys": (
+        DQ,
+        "_mask_keys",
+        "bounds, BN, tile.value_block)",
+        "bounds, BN, tile.dim_block)",
+        WIDE_VALUES,
+    ),
     # -------------------------------------------------------------------------- dQ: numbers
     "dQ: a descriptor of no rows": (
         DQ,
@@ -294,6 +330,18 @@ FAULTS = {
         "i = i0 // 2 + gl",
         "i = i0 // 2 + 8 + gl",
         DROPPED,
+    ),
+    "dQ: words of the first queries of a shard": (
+        DQ,
+        "kept_by_dropout",
+        *without("        i0 += shard.query\n"),
+        SHARD,
+    ),
+    "dQ: words of the first keys of a shard": (
+        DQ,
+        "kept_by_dropout",
+        *without("        n0 += shard.key\n"),
+        SHARD,
     ),
     # ------------------------------------------------------------------- dK and dV: waits
     "dK, dV: no wait for the keys": (
@@ -542,6 +590,24 @@ FAULTS = {
         "keep",
         DROPPED,
     ),
+    "dK, dV: words of the first queries of a shard": (
+        DKDV,
+        "kept_by_dropout",
+        *without("        i0 += shard.query\n"),
+        SHARD,
+    ),
+    "dK, dV: words of the first keys of a shard": (
+        DKDV,
+        "kept_by_dropout",
+        *without("        n0 += shard.key\n"),
+        SHARD,
+    ),
+    "dK, dV: no fence behind the barriers": (
+        DKDV,
+        "hopper_dkdv_kernel",
+        *without("    fence_async_shared()  # the copies have to see the barriers\n"),
+        PLAIN,
+    ),
     "dK, dV: the words of another head": (
         DKDV,
         "head_of",
@@ -694,6 +760,34 @@ FAULTS = {
         "_store_bias_gradient(ds, i, gl.where(n0 > 0, n0 - 64, 0) + j, work, DBIAS)",
         OWN,
     ),
+    "dQ: a bias's gradient of whole tiles alone": (
+        DQ,
+        "_dq_consumer",
+        "            if tile.bias_grad:\n",
+        "            if tile.bias_grad and LOOP != 1:\n",
+        OWN_CAUSAL,
+    ),
+    "dQ: a bias's gradient of tiles that no edge cuts alone": (
+        DQ,
+        "_dq_consumer",
+        "            if tile.bias_grad:\n",
+        "            if tile.bias_grad and LOOP != 0:\n",
+        OWN_CAUSAL,
+    ),
+    "dQ: a bias's gradient past the diagonal": (
+        DQ,
+        "_hide_keys",
+        "last = gl.minimum(i + work.right, last)",
+        "last = gl.minimum(i + work.right + 1, last)",
+        OWN_CAUSAL,
+    ),
+    "dQ: a bias's gradient past the length": (
+        DQ,
+        "_hide_keys",
+        "last = i * 0 + work.sequence.length - 1",
+        "last = i * 0 + work.sequence.length",
+        OWN_CAUSAL,
+    ),
     "dK, dV: a bias that is not copied": (
         DKDV,
         "copy_terms",
@@ -752,8 +846,8 @@ FAULTS = {
     "dK, dV: the bias of the first head": (
         DKDV,
         "_dkdv_consumer",
-        "        bound = bounds_of_keys(mask_of(head, has), j, has)",
-        "        bound = bounds_of_keys(mask_of(head_of(work, 0, tile, has), has), j, has)",
+        "mask_of(head)",
+        "mask_of(head_of(work, 0, tile, has))",
         BIASED,
     ),
     "dK, dV: a bias's gradient of all heads before": (

@@ -4,6 +4,7 @@ and a call of test_hopper.py that shows it. The simulator reports each, or the r
 
 PLAIN, CAUSAL, MASKED, EMPTY = "plain", "causal", "mask", "lengths"
 WINDOW, SPANS, HOLES, BIASED, THREE = "window", "spans", "holes", "bias", "three"
+WIDE_VALUES, ONE_KEY, PACKED = "mask, wide values", "mask of one key", "packed"
 PERSISTENT, PERSISTENT_MASK = "persistent", "persistent, mask"
 
 FAULTS = {
@@ -368,6 +369,12 @@ FAULTS = {
         "",
         MASKED,
     ),
+    "no fence behind the barriers": (
+        "hopper_forward_kernel",
+        "    fence_async_shared()  # the copies have to see the barriers\n",
+        "",
+        PLAIN,
+    ),
     "the fence behind the copy": (
         "_store",
         "    fence_async_shared()  # the store to shared memory was a plain one, the copy is not\n"
@@ -422,12 +429,49 @@ FAULTS = {
         "gl.expand_dims(kept, 1), x, x",
         MASKED,
     ),
+    "values of one masked key of a tile stay": (
+        "_mask_block",
+        "seen.to(gl.int32), 0) < BN",
+        "seen.to(gl.int32), 0) < BN - 1",
+        ONE_KEY,
+    ),
+    "values of one masked key of eight stay": (
+        "_mask_block",
+        "0) < CHUNK",
+        "0) < CHUNK - 1",
+        ONE_KEY,
+    ),
+    "values of masked keys stay past column 64": (
+        "_mask_block",
+        "range(0, tile.value_block, WIDTH)",
+        "range(0, min(64, tile.value_block), WIDTH)",
+        WIDE_VALUES,
+    ),
+    "as many columns of masked values as of keys": (
+        "_mask_block",
+        "range(0, tile.value_block, WIDTH)",
+        "range(0, tile.dim_block, WIDTH)",
+        WIDE_VALUES,
+    ),
     "no mask": (
         "_scores",
         "        s = gl.minimum(s, gl.expand_dims(bound, 0))",
         "        s = s",
         MASKED,
     ),
+    "the bias of the first sequence": (
+        "locate_head",
+        "bias += sequence.first_key * strides.bias_column",
+        "bias += 0",
+        PACKED,
+    ),
+    "the bias of the keys behind a sequence": (
+        "_mask_block",
+        "work.last + 1, has)",
+        "work.last + 99, has)",
+        PACKED,
+    ),
+    "a bias in base e": ("bounds_of_keys", "* LOG2E", "* 1.0", PACKED),
     # ------------------------------------------------------ masks and biases of queries and keys
     "no wait for the bias": (
         "_scores",

@@ -13,7 +13,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
-from fastformer.kernels.attention.hopper_rows import HOPPER, refused
+from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
 from hopper_calls import ROW, replaced, simulated
 from hopper_faults import FAULTS, HARMLESS
 
@@ -55,8 +55,9 @@ def numbers(*shape):
 LENGTHS = torch.tensor([0, 67])
 MASK = ragged(2, 1, 1, 200)
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
+ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 HOLES = torch.ones(2, 1, 1, 448) > 0
-HOLES[0, ..., 10:20] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
+HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 400:] = False
 HIDING = numbers(2, 1, 1, 200).masked_fill(~MASK, -torch.inf)
 WINDOW = dict(window=(190, 30), causal_alignment="bottom_right")  # cuts tiles on both sides
 SLOPES = torch.tensor([0.5, 0.03])
@@ -254,14 +255,17 @@ def test_a_persistent_row_gives_the_bits_of_the_others(call):
     assert all(map(torch.equal, (output, lse), others))
 
 
-@pytest.mark.parametrize("options", [{}, dict(**WINDOW, **DROPOUT)], ids=["plain", "window"])
-def test_packed_batches(against_oracle, options):
+@pytest.mark.parametrize("kind", ["plain", "window", "bias"])
+def test_packed_batches(against_oracle, kind):
     """One sequence has no queries, one no keys, and one begins in the middle of a tile."""
     lengths = torch.tensor([[70, 0, 130, 20], [300, 40, 150, 0]])
     offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int()
     shapes = ((220, 2, 64), (490, 1, 64), (490, 1, 32))
     x = {n: torch.randn(*shape) for n, shape in zip(("query", "key", "value"), shapes)}
+    if kind == "bias":
+        x["bias"] = torch.randn(490)
     x = {name: t.half() for name, t in x.items()}
+    options = dict(**WINDOW, **DROPOUT) if kind == "window" else {}
 
     def attend_packed(**given):
         in_simulator = current_backend() == "triton"
@@ -430,22 +434,89 @@ def test_which_rows_a_call_may_take():
     assert rows(256, attn_mask=mask) == set()
 
 
+def test_how_many_programs_a_persistent_row_has():
+    """One for each multiprocessor, but no more than give each program two blocks."""
+    row = HOPPER["Gluon 128 128, persistent"]
+    for grid, programs in (((1,), 1), ((3, 5), 8), ((4, 4), 8), ((99, 9), 132)):
+        order, found = in_turn(row, grid, 132)
+        assert math.prod(order) == math.prod(grid) and found == (programs,)
+    assert in_turn(HOPPER["Gluon 128 128"], (3, 5), 132)[1] == (3, 5)
+
+
+def test_how_much_shared_memory_a_row_takes():
+    """The output has room of its own if it is not as wide as the queries. What is left holds one or
+    two tiles of a mask and a bias of queries and keys.
+    """
+    bias, mask = torch.zeros(1, 2, 64, 64).half(), torch.ones(1, 2, 64, 64) > 0
+    given = dict(dropout_p=0.0, is_causal=False, scale=0.1, bias=bias)
+    for width, values, attn_mask, slots in (
+        (64, 64, mask, 2),
+        (128, 128, None, 2),
+        (128, 128, mask, 1),
+        (128, 64, mask, 1),
+    ):
+        query, value = (torch.empty(1, 2, 64, d).half() for d in (width, values))
+        with replaced(plan, architecture=lambda device: "sm_90"):
+            made = plan.ForwardPlan(query, query, value, Attention(attn_mask, **given))
+        assert made.for_hopper["Gluon 128 128, packed"].term_slots == slots
+
+
+@pytest.mark.parametrize("by", ["length", "mask"])
+def test_nothing_is_set_to_zero_behind_the_last_key(by):
+    """TMA reads as zeros the keys behind the length and, with the bounds of a mask, behind the last
+    one that it leaves. So what sets values to zero does not run: here it would fail.
+    """
+    x, lengths = qkv(sq=70, dtype=torch.float16), torch.tensor([150, 70])
+    seen = (torch.arange(200) < lengths[:, None])[:, None, None]
+    options = dict(attn_mask=seen)
+    if by == "length":
+        options = dict(attn_mask=torch.ones_like(seen), bias=numbers(200), key_lengths=lengths)
+    with use_backend("reference"):
+        want = output_and_lse({name: t.double() for name, t in x.items()}, options)
+    for name in ("key", "value"):
+        x[name] = x[name].masked_fill(~seen.mT, float("nan"))
+    with simulated(("_mask_block", "values.store(", "nobody("), bounds=by == "mask"):
+        have = output_and_lse(x, options)
+    for a, b, bound in zip(have, want, (1e-2, 1e-4)):
+        assert (a.double() - b).abs().max() < bound
+
+
+# A packed batch of three sequences, whose keys have a bias that hides some.
+PACKED_BIAS = HIDING[0, 0, 0, :135].clone()
+PACKED = dict(
+    cu_seqlens_q=torch.tensor([0, 70, 70, 100]).int(),
+    cu_seqlens_k=torch.tensor([0, 90, 95, 135]).int(),
+    max_q=70,
+    max_k=90,
+    bias=PACKED_BIAS,
+)
 # The calls that show planted faults, and how they are computed: of six tiles; of seven with edges;
-# with a mask; with one sequence without keys; with edges on both sides; with masks of which only
-# the edges are read; with a bias; with three consumers; and with programs of two or three blocks.
+# with a mask, also of wide rows, and of one key alone; with one sequence without keys; with edges
+# on both sides; with masks of which only the edges are read; with a bias; of a packed batch; with
+# three consumers; and with programs of two or three blocks.
 SHOWN = {
     "plain": (dict(sk=330), {}, {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True), {}),
     "mask": (dict(), dict(attn_mask=MASK), {}),
+    "mask, wide values": (dict(sq=70, d=32, dv=128), dict(attn_mask=MASK), {}),
+    "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN), {}),
     "lengths": (dict(), dict(key_lengths=LENGTHS), {}),
     "window": (dict(sq=140, sk=450, b=1), WINDOW, {}),
     "spans": (dict(sq=140, sk=464, b=1), dict(attn_mask=SPANS), dict(bounds=True)),
     "holes": (dict(sk=448), dict(attn_mask=HOLES), dict(bounds=True)),
     "bias": (dict(sk=208), dict(bias=numbers(130, 208)), {}),
+    "packed": (dict(sq=100, sk=135, b=1), PACKED, {}),
     "three": (dict(sq=190, sk=330, b=1), {}, dict(BM=192, packed=True)),
     "persistent": (dict(sq=70, sk=300, h=5), {}, dict(persistent=True)),
     "persistent, mask": (dict(sq=70, h=5), dict(attn_mask=MASK), dict(persistent=True)),
 }
+
+
+def output_and_lse(x, options):
+    if "max_q" in options:
+        x = {name: t[0].transpose(0, 1) for name, t in x.items()}
+        return functional.packed_attention(**x, **options, return_lse=True)
+    return functional.scaled_dot_product_attention(**x, **options, enable_gqa=True, return_lse=True)
 
 
 @functools.cache
@@ -454,12 +525,12 @@ def shown(call):
     sizes, options, _ = SHOWN[call]
     x = qkv(**sizes, dtype=torch.float16)
     with use_backend("reference"):
-        wide = {name: t.double() for name, t in x.items()}
-        want = functional.scaled_dot_product_attention(
-            **wide, **options, enable_gqa=True, return_lse=True
-        )
+        want = output_and_lse({name: t.double() for name, t in x.items()}, options)
     hidden = {
         "mask": ~MASK[:, 0, 0],
+        "mask, wide values": ~MASK[:, 0, 0],
+        "mask of one key": ~ONE_HIDDEN[:, 0, 0],
+        "packed": PACKED_BIAS.isneginf()[None],
         "persistent, mask": ~MASK[:, 0, 0],
         "holes": ~HOLES[:, 0, 0],
         "lengths": torch.arange(200) >= LENGTHS[:, None],
@@ -475,9 +546,7 @@ def what_is_found(call, *edits, **how):
     x, options, want = shown(call)
     try:
         with simulated(*edits, **SHOWN[call][2], **how):
-            have = functional.scaled_dot_product_attention(
-                **x, **options, enable_gqa=True, return_lse=True
-            )
+            have = output_and_lse(x, options)
     except Fault as fault:
         return str(fault)
     for a, b, bound in zip(have, want, (1e-2, 1e-4)):

@@ -45,6 +45,7 @@ def spans(sq, sk, width, step):
 LENGTHS = torch.tensor([0, 67])
 MASK = torch.rand(2, 1, 1, 200, generator=torch.Generator().manual_seed(0)) < 0.7
 MASK[0, ..., 64:128] = False  # a whole tile
+ONE_HIDDEN = torch.arange(128).expand(1, 1, 1, -1) != 70
 OF_HEADS = torch.rand(2, 2, 1, 200, generator=torch.Generator().manual_seed(1)) < 0.7
 SLOPES = torch.tensor([0.5, 0.01])
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
@@ -57,7 +58,7 @@ SPANS = torch.stack([spans(140, 440, 200, step) for step in (240, 30)])[None]
 SPANS = torch.nn.functional.pad(SPANS, (0, 24))
 LONG_SPANS = torch.stack([spans(300, 464, 200, step) for step in (264, 30)])[None]
 HOLES = torch.ones(2, 1, 1, 448) > 0
-HOLES[0, ..., 10:20] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
+HOLES[0, ..., 10:20] = HOLES[0, ..., 430:436] = HOLES[0, ..., 440:] = HOLES[1, ..., 250:] = False
 HIDING = drawn(1, 2, 1, 200, seed=4)
 HIDING[:, 0, :, 20:90] = HIDING[:, 1, :, 60:140] = -torch.inf
 CALLS = {
@@ -105,7 +106,7 @@ CALLS = {
             shard=Shard(1, 2, 64, 128, 8, 256, 400),
             is_causal=True,
             causal_alignment="bottom_right",
-            key_lengths=LENGTHS + 150,
+            key_lengths=torch.tensor([330, 380]),
             **DROPOUT,
         ),
     ),
@@ -132,6 +133,10 @@ CALLS = {
     "2-D bias, mask, alibi, softcap": (
         dict(sk=208, bias=drawn(2, 2, 130, 208, seed=10)),
         dict(attn_mask=drawn(2, 1, 1, 208, seed=11) < 0.5, alibi_slopes=SLOPES, softcap=3.0),
+    ),
+    "2-D bias of its own, causal, lengths": (
+        dict(sk=208, bias=drawn(2, 2, 130, 208, seed=20)),
+        dict(is_causal=True, key_lengths=torch.tensor([70, 110])),
     ),
     "2-D bias, 2-D mask, window, lengths, dropout": (
         dict(sk=208, b=1, bias=drawn(2, 130, 208, seed=15)),
@@ -269,6 +274,28 @@ def test_what_no_query_may_see_reaches_nothing(by, bad):
     assert by == "mask" or not after[3][hidden[:, None, None]].any()
 
 
+@pytest.mark.parametrize("by", ["length", "mask"])
+def test_nothing_is_set_to_zero_behind_the_last_key(by):
+    """As in test_hopper.py: dQ of padded keys that hold NaN, without what sets them to zero."""
+    x, lengths = qkv(sq=70), torch.tensor([150, 70])
+    seen = (torch.arange(200) < lengths[:, None])[:, None, None]
+    options = dict(attn_mask=seen)
+    if by == "length":
+        options = dict(attn_mask=torch.ones_like(seen), key_lengths=lengths)
+    given = torch.randn_like(x["query"])
+    with use_backend("triton"):
+        want = gradients(x, given, **options)
+    for name in ("key", "value"):
+        x[name] = x[name].masked_fill(~seen.mT, float("nan"))
+    edit = "_set_to_zero", "part.store(", "nobody("
+    arguments = {name: t.detach().requires_grad_() for name, t in x.items()}
+    with simulated_backward(edit, kernels=("dq",), bounds=by == "mask"), torch.enable_grad():
+        output = attend(**arguments, **options)
+        have = torch.autograd.grad(output, list(arguments.values()), given)
+    for a, b in zip(have, want):
+        assert (a - b).abs().max() < 2e-2 * b.abs().max()
+
+
 @pytest.mark.parametrize("options", [dict(attn_mask=MASK[1:]), DROPOUT], ids=["mask", "dropout"])
 @pytest.mark.parametrize("where", ["key", "value", "gradient"])
 def test_nan_that_a_query_sees_is_kept(options, where):
@@ -376,15 +403,20 @@ def test_which_calls_a_measurement_may_choose_it_for():
 
 
 # The calls that show planted faults: of five tiles of queries and six of keys, of seven with edges,
-# with a mask, also of keys whose weights are exp(24) before the softmax divides them, with one
-# sequence without keys, with dropout, with what else there is, and with the bounds of a mask.
+# with a mask, also of keys whose weights are exp(24) before the softmax divides them, of rows that
+# are wider, and of one key alone; with one sequence without keys, with dropout, with what else
+# there is, and with the bounds of a mask.
 SHOWN = {
     "plain": (dict(sq=300, sk=330, b=1), {}),
     "causal": (dict(sq=400, sk=400, b=1), dict(is_causal=True)),
     "mask": (dict(), dict(attn_mask=MASK)),
     "mask, low scores": (dict(sq=70), dict(attn_mask=MASK)),
+    "mask, 128 wide": (dict(sq=70, d=128, dv=128), dict(attn_mask=MASK)),
+    "mask, wide values": (dict(sq=70, d=32, dv=128), dict(attn_mask=MASK)),
+    "mask of one key": (dict(sq=70, sk=128, b=1), dict(attn_mask=ONE_HIDDEN)),
     "lengths": (dict(), dict(key_lengths=LENGTHS)),
     "dropout": (dict(sq=70, sk=70, b=1), dict(is_causal=True, **DROPOUT)),
+    "shard": (dict(sq=70, sk=100), CALLS["shard"][1]),
     "window": (
         dict(sq=200, sk=330, b=1),
         dict(
@@ -402,6 +434,10 @@ SHOWN = {
     "own bias": (
         dict(sq=70, sk=200, b=1, bias=drawn(2, 70, 200, seed=17)),
         dict(softcap=3.0, window=(60, 20)),
+    ),
+    "own bias, causal": (
+        dict(sq=130, sk=200, bias=drawn(2, 2, 130, 200, seed=21)),
+        dict(is_causal=True, key_lengths=torch.tensor([3, 110])),
     ),
     "spans": (dict(sq=300, sk=464, b=1), dict(attn_mask=LONG_SPANS)),
     "holes": (dict(sk=448), dict(attn_mask=HOLES)),
@@ -423,12 +459,15 @@ def shown(call):
     if call == "mask, low scores":
         x["query"].fill_(2.0)
         x["key"] -= 1.5
-    grad_output = torch.randn_like(x["query"])
+    grad_output = torch.randn(*x["query"].shape[:3], x["value"].shape[3]).half()
     with use_backend("reference"):
         wide = {name: t.double() for name, t in x.items()}
         want = gradients(wide, grad_output.double(), **options)
     hidden = {
         "mask": ~MASK[:, 0, 0],
+        "mask, 128 wide": ~MASK[:, 0, 0],
+        "mask, wide values": ~MASK[:, 0, 0],
+        "mask of one key": ~ONE_HIDDEN[:, 0, 0],
         "holes": ~HOLES[:, 0, 0],
         "lengths": torch.arange(200) >= LENGTHS[:, None],
         "bias": HIDING.isneginf().all(1)[:, 0],
@@ -438,7 +477,8 @@ def shown(call):
             x[name] = x[name].masked_fill(hidden[:, None, :, None], float("nan"))
     *inputs, bias = x["query"], x["key"], x["value"], x.get("bias")
     seed = options.get("dropout_seed")
-    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.125) | options
+    scale = x["query"].shape[3] ** -0.5
+    given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=scale) | options
     given["dropout_seed"] = None if seed is None else torch.tensor([seed])
     arguments = pack([*inputs, Attention(**given, bias=bias)])
     saved = launchers.forward(*arguments, False)
@@ -450,7 +490,7 @@ def what_is_found(kernel, call, *edits, slots, seed):
     is right.
     """
     arguments, want = shown(call)
-    learned = (kernel, call) in (("dkdv", "bias"), ("dq", "own bias"))
+    learned = call in (("own bias", "own bias, causal") if kernel == "dq" else ("bias",))
     needs = (True, False, False, learned) if kernel == "dq" else (False, True, True, learned)
     try:
         how = dict(slots=slots, seed=seed, bounds=call in BOUNDED)

@@ -412,6 +412,7 @@ OF_HOPPER_BACKWARD = {
     "causal": ((370, 410), (510, 590)),
     "key mask": ((370, 405), (510, 590)),
     "plain, dropout": ((930, 1070), (1160, 1290)),
+    "key mask, dropout": ((930, 1170), (1160, 1280)),
     "causal, dropout": ((930, 1100), (1160, 1420)),
     "2-D mask, dropout": ((920, 1310), (1160, 1500)),
     "key bias, dropout": ((1060, 1300), (1550, 1880)),
@@ -426,7 +427,9 @@ def test_the_backward_for_hopper_computes_exponentials_beside_products(kind):
         for d, most in zip((64, 128), bounds):
             known = KNOWN[f"sm_90 attention bf16 D={d} {kind}, Gluon backward"]
             found = {e.part: e for e in known if e.kernel == kernel}
-            assert all((e.overlap, e.local, e.hazards) == (1, 0, 0) for e in found.values())
+            assert all((e.overlap, e.hazards) == (1, 0) for e in found.values())
+            local = (d, kind) == (128, "key mask, dropout")  # see LOCAL of cost.py
+            assert all((e.local > 0) == local for e in found.values())
             assert found.get("full", found.get("loop")).issue <= most
 
 

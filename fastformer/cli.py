@@ -28,7 +28,7 @@ import torch
 
 from fastformer import environment
 from fastformer._version import __version__
-from fastformer.dispatch import backends, measurements, peers, workloads
+from fastformer.dispatch import backends, measurements, workloads
 from fastformer.dispatch.operation import OPERATIONS
 from fastformer.training import copy_task, parallel_copy_task, plots
 from fastformer.tuning import tuner
@@ -435,9 +435,8 @@ def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="measure what is fastest on this GPU",
-        description="Times the tiles of each kernel, torch's own ops, and those of flash-attn 4, "
-        "QuACK and Liger if they are installed, where they compute the same, for common sizes of "
-        "calls, and writes what is fastest to a file that the backend "
+        description="Times the tiles of each kernel, and torch's own ops where they compute the "
+        "same, for common sizes of calls, and writes what is fastest to a file that the backend "
         "auto reads. A candidate that fails, crashes, hangs or disagrees with the reference is "
         "dropped. What the file already holds is not measured again, so an interrupted run goes "
         "on. fastformer.tune(model, *inputs) measures the calls of a model.",
@@ -528,8 +527,6 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
             print(f"{name:11} {facts[name] or 'not installed'}")
     if facts["triton"] is not None and not _has_gluon():
         print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
-    found = (f"{name} {version or 'not installed'}" for name, version in peers.packages().items())
-    print(f"{'peers':11} {', '.join(found)}")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")

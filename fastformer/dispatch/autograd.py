@@ -100,19 +100,9 @@ def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
     """Read the schemas of a registered op, and add a pair for each of its alternatives."""
     _pairs[op] = _Pair(op)
     for name, alternative in alternatives.items():
-        add(op, name, alternative)
-
-
-def add(op: str, name: str, alternative: Alternative) -> None:
-    """Make the alternative of a registered op known by that name."""
-    other = copy.copy(_pairs[op])
-    other.forward, other.backward = alternative.forward, alternative.backward or other.backward
-    _pairs[_named(op, name)] = other
-
-
-def kernels(op: str) -> tuple[Any, Any]:
-    """Return the forward of a registered op, and its backward."""
-    return _pairs[op].forward, _pairs[op].backward
+        other = copy.copy(_pairs[op])
+        other.forward, other.backward = alternative.forward, alternative.backward or other.backward
+        _pairs[_named(op, name)] = other
 
 
 @contextmanager

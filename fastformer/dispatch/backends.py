@@ -1,8 +1,7 @@
 """The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
     auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
-                own op, or a kernel of another package (`peers`), if `fastformer tune` has measured
-                that it computes the same and is faster
+                own op if `fastformer tune` has measured that it computes the same and is faster
     triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.description import Attention
-from fastformer.dispatch import autograd, measurements, peers, workloads
+from fastformer.dispatch import autograd, measurements, workloads
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager, formula
 
@@ -254,10 +253,9 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return the alternative that was measured to be the fastest for this call, or None."""
     chosen, record = measurements.choices(first.device), OPERATIONS[op]
-    if not chosen or not (record.alternatives or record.peers) or not eager(first):
+    if not chosen or not record.alternatives or not eager(first):
         return None
-    with_peers = _takes_peers(op, first.device)
-    signature = peers.signature(arguments) if with_peers else record.signature(arguments)
+    signature = record.signature(arguments)
     if signature is None:
         return None
     key = op, first.device, workloads.differentiated(arguments), signature
@@ -266,25 +264,8 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
         name = None if workload is None else chosen.get((op, workload.key))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
-        _alternatives[key] = name if name and _computes(op, name, arguments) else None
+        _alternatives[key] = name if name in record.alternatives else None
     return _alternatives[key]
-
-
-def _takes_peers(op: str, device: torch.device) -> bool:
-    """Return whether a measurement of an op on this device chooses a peer."""
-    key = op, device
-    if key not in _with_peers:
-        chosen = measurements.choices(device).items()
-        names = (name for (kind, _), name in chosen if kind == op)
-        _with_peers[key] = any(peers.is_peer(op, name) for name in names)
-    return _with_peers[key]
-
-
-def _computes(op: str, name: str, arguments: Arguments) -> bool:
-    """Return whether the alternative or peer of that name computes the call."""
-    if name in OPERATIONS[op].alternatives:
-        return OPERATIONS[op].signature(arguments) is not None
-    return peers.is_peer(op, name) and peers.taken(op, name, arguments)
 
 
 def forced(op: str, options: Mapping[str, Any]) -> Any:
@@ -315,15 +296,12 @@ def has_changed(name: str) -> bool:
 
 MOST_ALTERNATIVES = 4096
 _alternatives: dict[Any, str | None] = {}
-_with_peers: dict[tuple[str, torch.device], bool] = {}
 
 
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
     measurements.forget()
-    peers.forget()
     _alternatives.clear()
-    _with_peers.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 

@@ -67,24 +67,6 @@ class Alternative(NamedTuple):
     backward: Function | None = None
 
 
-class Peer(NamedTuple):
-    """A kernel of another package that computes the same as a kernel, as an `Alternative` does.
-
-    It is imported when `fastformer tune` measures it, or when a call needs it because a stored
-    measurement names it; see `peers`.
-
-    package: the name of its distribution, for example "flash-attn-4".
-    forward, backward: as in `Alternative`.
-    unsupported_reason: a function of the arguments of a call that returns why the package does not
-        compute it, or None.
-    """
-
-    package: str
-    forward: Function
-    backward: Function | None
-    unsupported_reason: Callable[[Arguments], str | None]
-
-
 class Operation(NamedTuple):
     """The record of an op.
 
@@ -100,7 +82,6 @@ class Operation(NamedTuple):
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
-    peers: the kernels of other packages that may replace the kernels.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
@@ -118,7 +99,6 @@ class Operation(NamedTuple):
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
-    peers: tuple[Peer, ...] = ()
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     block: Function | None = None

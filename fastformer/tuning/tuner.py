@@ -1,9 +1,9 @@
 """Measure which options are fastest on this GPU.
 
 The candidates for a class of calls are the tile configurations of each of its kernels, the variants
-of a kernel, and instead of the kernels torch's own op or a kernel of another package. A candidate
-is dropped if its results break the numerics policy, change from run to run or lose a NaN. Each
-finished measurement is written to the file, and the next run continues from there.
+of a kernel, and instead of the kernels torch's own op. A candidate is dropped if its results break
+the numerics policy, change from run to run or lose a NaN. Each finished measurement is written to
+the file, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fastformer import checks, environment, numerics
-from fastformer.dispatch import autograd, backends, measurements, peers, workloads
+from fastformer.dispatch import autograd, backends, measurements, workloads
 from fastformer.dispatch.measurements import Class, Entry
-from fastformer.dispatch.operation import OPERATIONS, Alternative
+from fastformer.dispatch.operation import OPERATIONS
 from fastformer.dispatch.workloads import Workload
 from fastformer.eager import use_formula
 from fastformer.tuning import safety
@@ -216,12 +216,10 @@ def _jobs(
         torch.cuda.set_device(device)
     call, chosen = _Call(workload, device), {}  # type: ignore[var-annotated]
     computed = False  # whether torch's op can compute the call
-    given: workloads.Arguments = {}
 
     def look(op: str, arguments: workloads.Arguments) -> None:
         nonlocal computed
         computed = OPERATIONS[op].signature(arguments) is not None
-        given.update(arguments)
 
     with backends.forced(workload.op, {}) as asked, backends.observe(on_call=look):
         call.forward()
@@ -250,28 +248,8 @@ def _jobs(
             continue
         context = functools.partial(_instead, workload.op, name, chosen)
         candidates.append(Candidate(name, call, call.drop_reason, context))
-    candidates += _peers(workload, call, given, chosen)
     candidates.append(Candidate("reference", call.by_reference, baseline=True))
     yield selection.of(Job((workload.op, workload.key), candidates))
-
-
-def _peers(
-    workload: Workload, call: _Call, given: workloads.Arguments, chosen: Mapping[str, Any]
-) -> Iterator[Candidate]:
-    """Yield a candidate for each installed peer of the op. Those that do not compute the call are
-    dropped with the reason, so that the file says with which versions it was measured.
-
-    given: the arguments of the call. chosen: the options of the kernels.
-    """
-    op = workload.op
-    for name, peer in peers.installed(op, workload.gradient).items():
-        reason = peer.unsupported_reason(given)
-        if reason is not None:
-            yield Candidate(name, call, functools.partial(str, reason))
-            continue
-        autograd.add(op, name, Alternative(peer.forward, peer.backward))
-        context = functools.partial(_instead, op, name, chosen)
-        yield Candidate(name, call, call.drop_reason, context)
 
 
 @contextlib.contextmanager
@@ -428,23 +406,10 @@ def measure(
 
 
 def _known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
-    """Return the measurements in a file, without those that other versions of peers took part in
-    than are installed now, or kernels in Gluon that have changed since: they are measured again.
+    """Return the measurements in a file, without those of kernels in Gluon that have changed since,
+    and without the choices between ops that were made with these: they are measured again.
     """
-    known = _without_changed(measurements.measured(file, here))
-    for (kind, case), entry in [*known.items()]:
-        names = entry.us.keys() | entry.dropped.keys()
-        gradient = case.endswith(" backward")
-        if kind in OPERATIONS and peers.outdated(kind, names, entry.choice, gradient):
-            del known[kind, case]
-    return known
-
-
-def _without_changed(found: Mapping[Class, Entry]) -> dict[Class, Entry]:
-    """Leave out the measurements of kernels in Gluon that have changed since, and the choices
-    between ops that were made with these.
-    """
-    old = set()
+    found, old = measurements.measured(file, here), set()
     for key, entry in found.items():
         if any(map(backends.has_changed, (*entry.us, *entry.dropped))):
             old.add(key)
@@ -471,9 +436,8 @@ def tune(
     It runs the model once on the inputs, in its current mode, and records the calls of fastformer's
     ops; if gradients are enabled and needed, the backward is measured too. For each class of calls
     (an op, a dtype, sizes rounded up to powers of two, and options) it times the candidates: the
-    tile configurations and variants of each kernel, torch's own op if it computes the same, and the
-    kernels of flash-attn 4, QuACK and Liger if they are installed and compute the same. A candidate
-    is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
+    tile configurations and variants of each kernel, and torch's own op if it computes the same. A
+    candidate is dropped if it fails, crashes, hangs, disagrees with the reference by the numerics
     policy, or has results that change from run to run.
 
     The results are written to the file that the backend `auto` reads: `tuning.json` in the user's

@@ -12,7 +12,7 @@ from fastformer.description import OPTIONS, Attention, beyond_torch, dims, unpac
 from fastformer.dispatch import backends, operation, workloads
 from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
-from fastformer.ops.attention import by_peers, contract, reference
+from fastformer.ops.attention import contract, reference
 
 _aten = torch.ops.aten
 
@@ -236,7 +236,6 @@ backends.register(
             "torch (efficient)": Alternative(_forward_by(_efficient)),
         },
         signature=_signature,
-        peers=by_peers.PEERS,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
     ),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.dispatch import backends, operation, workloads
-from fastformer.ops.loss import by_peers, contract, reference
+from fastformer.ops.loss import contract, reference
 
 
 def _dims(arguments: operation.Arguments) -> dict[str, str]:
@@ -62,7 +62,6 @@ backends.register(
         ),
         without_kernel=("weight", "z_loss"),
         tuned=("cross_entropy loss", "cross_entropy gradient"),
-        peers=by_peers.PEERS,
     )
 )
 backends.register(

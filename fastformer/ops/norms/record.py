@@ -12,7 +12,7 @@ from torch import Tensor
 from fastformer.dispatch import backends, operation, workloads
 from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
 from fastformer.dispatch.workloads import Maker
-from fastformer.ops.norms import by_peers, contract, reference
+from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
 
@@ -143,7 +143,6 @@ _OF_LAYER_NORM = Operation(
         "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),
     },
     signature=_signature,
-    peers=by_peers.LAYER_NORM,
 )
 _OF_SUM = _OF_LAYER_NORM._replace(
     contract=contract.dropout_add_layer_norm,
@@ -151,7 +150,6 @@ _OF_SUM = _OF_LAYER_NORM._replace(
     sharding=_SHARDING._replace(outputs=lambda x: (x["input"],) * 2),
     workloads=operation.WorkloadFamily(_describe, _sum_arguments, _LIMITS, (_SIZES, _AFFINE)),
     alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
-    peers=(),
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
 backends.register(
@@ -160,7 +158,6 @@ backends.register(
         contract=contract.rms_norm,
         reference=reference.rms_norm,
         alternatives={"torch (rms_norm)": Alternative(_rms_norm)},
-        peers=by_peers.RMS_NORM,
     ),
     _OF_SUM,
     _OF_SUM._replace(
@@ -170,7 +167,6 @@ backends.register(
             _describe, _rms_sum_arguments, _LIMITS, (_SIZES, _WEIGHTED)
         ),
         alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
-        peers=by_peers.SUM_AND_RMS_NORM,
         reference_backward=functools.partial(
             reference.dropout_add_norm_backward, reference.rms_norm
         ),

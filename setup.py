@@ -1,5 +1,5 @@
-"""Maps the top-level folder kernels/ to the package fastformer.kernels, and the measurements of
-GPUs to fastformer.measurements; everything else is in pyproject.toml.
+"""Maps the top-level folder kernels/ to the package fastformer.kernels; everything else is in
+pyproject.toml.
 """
 
 import shutil
@@ -67,7 +67,6 @@ setup(
         "fastformer.kernels.attention",
         "fastformer.kernels.cross_entropy",
         "fastformer.kernels.layer_norm",
-        "fastformer.measurements",
         "fastformer.nn",
         "fastformer.ops",
         "fastformer.ops.attention",
@@ -77,7 +76,6 @@ setup(
         "fastformer.ops.norms",
         "fastformer.ops.rotary",
         "fastformer.training",
-        "fastformer.tuning",
     ],
     package_dir={
         "fastformer": "fastformer",
@@ -85,6 +83,5 @@ setup(
         "fastformer.kernels.attention": "kernels/attention",
         "fastformer.kernels.cross_entropy": "kernels/cross_entropy",
         "fastformer.kernels.layer_norm": "kernels/layer_norm",
-        "fastformer.measurements": "benchmarks/results/tuning",
     },
 )

@@ -72,7 +72,7 @@ from fastformer.training.training import (
     rate,
     run_epoch,
 )
-from fastformer.tuning.tuner import Tuning, tune
+from fastformer.tuning import Tuning, tune
 
 # The name of the class stands for the module, too: `import fastformer.context_parallel`.
 sys.modules[f"{__name__}.context_parallel"] = sys.modules[context_parallel.__module__]

@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 
-from fastformer import environment
+from fastformer import environment, tuning
 from fastformer._version import __version__
-from fastformer.dispatch import backends, measurements, workloads
-from fastformer.dispatch.operation import OPERATIONS
+from fastformer.dispatch import backends, measurements
+from fastformer.ops import examples
 from fastformer.training import copy_task, parallel_copy_task, plots
-from fastformer.tuning import tuner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -466,7 +465,8 @@ def _add_tune(commands: Any) -> None:
     add(
         "--consan",
         action="store_true",
-        help="also run each kernel in Gluon once under Triton's concurrency sanitizer (slow)",
+        help="run under Triton's concurrency sanitizer, which is slow: print what it finds, and "
+        "write nothing",
     )
     parser.set_defaults(run=_tune, parser=parser)
 
@@ -482,28 +482,36 @@ def _tune(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     if not arguments.minutes > 0:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
     only = arguments.only or re.compile("")
-    wanted = [workload for workload in tuner.standard() if only.search(str(workload))]
+    wanted = _common_calls(torch.device("meta"), only)
     if not wanted:
         parser.error(f"--only {only.pattern!r} finds no call")
     if arguments.dry_run:
         *_, last = environment.devices()
-        plan = tuner.planned(wanted, arguments.out or measurements.path(), last)
+        plan = tuning.planned(wanted, arguments.out or measurements.path(), last)
         print(plan)
         print(f"{len(plan.rows)} calls; the results go to {plan.file}")
         return 0
     try:
-        device = tuner.gpu()
-        file = arguments.out or tuner.writable()
-        candidates = "" if arguments.candidates is None else arguments.candidates.pattern
-        selection = tuner.Selection(candidates, arguments.consan)
-        result = tuner.measure(wanted, device, file, arguments.minutes, selection=selection)
+        calls = _common_calls(tuning.gpu(), only)
+        file = None if arguments.consan else arguments.out or tuning.writable()
+        pattern = "" if arguments.candidates is None else arguments.candidates.pattern
+        given = calls, file, arguments.minutes
+        result = tuning.measure(*given, candidates=pattern, consan=arguments.consan)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
     if not result.done:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
-    print(f"Wrote {file}" if file.exists() else "Nothing was measured")
+    print(f"Wrote {file}" if file is not None and file.exists() else "Nothing was written")
     return 0
+
+
+def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
+    """Return the common calls whose names the expression finds, with tensors on the device."""
+    calls: tuning.Calls = {}
+    for op, given in examples.calls(device):
+        tuning.add(calls, op, backends.checked(op, **given))
+    return {key: given for key, given in calls.items() if only.search(" ".join(key))}
 
 
 # --------------------------------------------------------------------------------------------- info
@@ -530,8 +538,9 @@ def _info(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
-        for op in sorted(OPERATIONS):
-            print(f"  {_explanation(op, device)}")
+        small = examples.calls(device, torch.float32, False, B=1, S=16, H=2, D=16, V=16)
+        for op, given in sorted(dict(small).items()):
+            print(f"  {_explanation(op, given)}")
     return 0
 
 
@@ -542,8 +551,8 @@ def _has_gluon() -> bool:
     return bool(plan.HOPPER)
 
 
-def _explanation(op: str, device: torch.device) -> str:
+def _explanation(op: str, given: dict[str, Any]) -> str:
     try:
-        return str(backends.explain(op, **workloads.example(op).arguments(device)))
+        return str(backends.explain(op, **given))
     except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
         return str(error)

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -140,23 +140,6 @@ class TMALaunch(Launch):
 
         triton.set_allocator(allocate)
         super().__call__(*pointers)
-
-
-@contextlib.contextmanager
-def replaced_launches(replacement: Callable[..., None]) -> Iterator[None]:
-    """Return a context in which each launch is `replacement(start, *pointers)`, where
-    `start(*pointers)` launches the kernel; in all threads, because autograd has its own.
-    """
-    start = Launch.__call__
-
-    def call(launch: Launch, *pointers: Any) -> None:
-        replacement(functools.partial(start, launch), *pointers)
-
-    Launch.__call__ = call  # type: ignore
-    try:
-        yield
-    finally:
-        Launch.__call__ = start  # type: ignore
 
 
 MOST_PLANS = 4096

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.description import Attention
-from fastformer.dispatch import autograd, measurements, workloads
+from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager, formula
 
@@ -42,7 +42,8 @@ class _State(threading.local):
     def __init__(self) -> None:  # torch.compile guards on instance attributes
         self.backend: str | None = None
         self.first: int | None = None  # the argument of `sequences_from`
-        self.explained: list[Choice] | None = None  # a list within `explain`: ops do not run
+        # A list within `explain`: ops do not run.
+        self.explained: list[tuple[Choice, Arguments]] | None = None
         self.on_choice: Callable[[Choice], None] | None = None
         self.on_call: Callable[[str, Arguments], None] | None = None  # only with an on_choice
         self.on_unsupported: Callable[[str, str], None] | None = None
@@ -169,7 +170,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
-    explained: list[Choice] = []
+    return _described(*_explained(op, *args, **kwargs))
+
+
+def checked(op: str, **arguments: Any) -> Arguments:
+    """Return the arguments of `run` that a public function makes of its own, without running it."""
+    with use_backend("reference"):
+        return _explained(op, **arguments)[1]
+
+
+def _explained(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
+    explained: list[tuple[Choice, Arguments]] = []
     _state.explained = explained
     try:
         OPERATIONS[op].contract(*args, **kwargs)
@@ -258,10 +269,9 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     signature = record.signature(arguments)
     if signature is None:
         return None
-    key = op, first.device, workloads.differentiated(arguments), signature
+    key = op, first.device, measurements.differentiated(arguments), signature
     if key not in _alternatives:
-        workload = workloads.of(op, arguments)
-        name = None if workload is None else chosen.get((op, workload.key))
+        name = chosen.get((op, measurements.class_of(op, arguments) or ""))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
         _alternatives[key] = name if name in record.alternatives else None
@@ -281,17 +291,16 @@ def label(option: Any) -> str:
     return sys.modules[_TUNED].label(option)
 
 
-def replaced_launches(replacement: Callable[..., None]) -> Any:
-    """Return a context in which `replacement` stands for each launch: see kernels/launch.py."""
-    return importlib.import_module("fastformer.kernels.launch").replaced_launches(replacement)
+def fenced() -> Any:
+    """Return a context in which tensors have NaN around them: see kernels/tuned.py."""
+    return importlib.import_module(_TUNED).fenced()
 
 
 def has_changed(name: str) -> bool:
     """Return whether the kernel of an option has changed since it was measured under this name."""
     if not measurements.is_gluon(name) or not _HAS_TRITON:
         return False
-    _import_all()
-    return sys.modules[_TUNED].has_changed(name)
+    return importlib.import_module(_TUNED).has_changed(name)
 
 
 MOST_ALTERNATIVES = 4096
@@ -312,8 +321,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
-    workload = workloads.of(choice.op, arguments)
-    entry = None if workload is None else known.get((choice.op, workload.key))
+    entry = known.get((choice.op, measurements.class_of(choice.op, arguments) or ""))
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice
@@ -415,7 +423,7 @@ def run(op: str, **arguments: Any) -> Any:
     backend = current_backend()
     choice = choose_backend(op, arguments, backend)
     if state.explained is not None:
-        state.explained.append(_described(choice, arguments))
+        state.explained.append((choice, arguments))
         return next(iter(arguments.values()))  # any value: `explain` drops the result
     if state.on_choice is not None:
         _report_call(choice, arguments)

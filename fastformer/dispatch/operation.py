@@ -1,7 +1,7 @@
 """The record of an op, `Operation`: everything that the dispatch knows about it.
 
 The records are defined in `records` and registered by `backends.register`. So no module below the
-ops has to name an op to find its kernel, its reference, its sharding rule or its workload.
+ops has to name an op to find its kernel, its reference or its sharding rule.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 Arguments = dict[str, Any]  # the arguments of an op, by name
-Sizes = dict[str, int]
-Options = dict[str, Any]  # options that differ from the default: True, a word or a number
 Function = Callable[..., Any]
 
 ROW_DIMS = "0123456789"  # the names of the leading dimensions
@@ -37,22 +35,6 @@ class ShardingRule(NamedTuple):
     halves: tuple[str, ...] = ()
 
 
-class WorkloadFamily(NamedTuple):
-    """How a measurement describes a call of an op, and makes a similar call.
-
-    describe: a function of the arguments of a checked call that returns its sizes and options.
-    build: a function of a `workloads.Maker`, sizes and options that returns random arguments of
-        the public function.
-    limits: the largest sizes for which the float64 reference fits in memory.
-    example: the sizes and options of a small call.
-    """
-
-    describe: Callable[..., tuple[Sizes, Options]]
-    build: Callable[..., Arguments]
-    limits: Sizes
-    example: tuple[Sizes, Options]
-
-
 class Alternative(NamedTuple):
     """An op of torch that computes the same as a kernel, and may be measured to be faster.
 
@@ -74,7 +56,6 @@ class Operation(NamedTuple):
     contract: the public function, which checks the arguments and calls `backends.run`.
     reference: the op in eager PyTorch, given checked arguments.
     sharding: how the op is sharded over a mesh.
-    workloads: how measurements describe and make calls of the op.
     without_kernel: arguments that no kernel takes. A call has them only where they are given, and
         then runs on the reference.
     tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
@@ -94,7 +75,6 @@ class Operation(NamedTuple):
     contract: Function
     reference: Function
     sharding: ShardingRule
-    workloads: WorkloadFamily
     without_kernel: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}

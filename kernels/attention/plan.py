@@ -31,7 +31,7 @@ from ..launch import (
     next_power_of_2,
     processors,
 )
-from ..tuned import TuningKey, choose, flags, gluon_kernels, gluon_options, named
+from ..tuned import GluonOption, TuningKey, choose, flags, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -81,8 +81,6 @@ try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper_dkdv import hopper_dkdv_kernel
     from .hopper_dq import hopper_dq_kernel
     from .hopper_rows import HOPPER, HOPPER_BACKWARD
-
-    gluon_kernels += [hopper_forward_kernel, hopper_dq_kernel, hopper_dkdv_kernel]
 except Exception:
     HOPPER, HOPPER_BACKWARD = {}, {}
     hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = None
@@ -353,13 +351,10 @@ class Plan:
             return shipped
 
         def options() -> list[Any]:
-            backward = hopper_dq_kernel if kernel == "dq" else hopper_dkdv_kernel
             forward = [row for row in self.for_hopper if row not in refused()]
-            return (
-                rows(kernel, self.dtype, self.head_block)
-                + gluon_options(forward, hopper_forward_kernel)
-                + gluon_options(self.backward_for_hopper.get(kernel, ()), backward)
-            )
+            backward = self.backward_for_hopper.get(kernel, [])
+            found = rows(kernel, self.dtype, self.head_block)
+            return found + [GluonOption(row) for row in forward + backward]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 

@@ -42,18 +42,10 @@ def test_torch_is_given_no_option_that_it_does_not_compute():
         assert description.beyond_torch(PLAIN._replace(**{name: x})) == [name]
 
 
-@pytest.mark.parametrize("name", [*VALUES, "is_causal", "causal_alignment"])
-def test_a_measurement_tells_every_option_apart(name):
-    x = VALUES.get(name, True if name == "is_causal" else "bottom_right")
-    assert description.words(PLAIN) != description.words(PLAIN._replace(**{name: x}))
-
-
 def test_an_option_is_declared_by_its_name_alone():
-    """Nothing of it is forgotten: torch does not get it, and a measurement names it."""
+    """Torch does not get it."""
     new = Option("parity", "bool")
     assert not new.by_torch and not new.packed
-    assert new.words_of(False) == dict(parity=False) and new.words_of(True) == dict(parity=True)
-    assert Option("gate", "Tensor?").words_of(torch.zeros(1)) == dict(gate=True)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
-from fastformer.dispatch import backends, operation, workloads
-from fastformer.dispatch.operation import Arguments, Operation, Options, Sizes
-from fastformer.dispatch.workloads import Maker
+from fastformer.dispatch import backends, operation
+from fastformer.dispatch.operation import Arguments, Operation
 from fastformer.ops.embedding import contract, reference
 
 
@@ -25,33 +20,12 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-def _describe(
-    tokens: Tensor, weight: Tensor, positional: Tensor | None, dropout_p: float, **_: Any
-) -> tuple[Sizes, Options]:
-    V, N = weight.shape
-    sizes = dict(M=tokens.numel(), S=tokens.shape[-1], N=N, V=V)
-    return sizes, dict(positional=positional is not None, dropout=dropout_p > 0)
-
-
-def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
-    M, S, N, V = sizes.values()
-    given: Arguments = dict(tokens=make.integers(0, V, M // S, S), weight=make.normal(V, N))
-    positional = make.normal(S, N) if "positional" in options else None
-    return given | dict(positional=positional) | workloads.dropout(options)
-
-
 backends.register(
     Operation(
         kernel="embedding",
         contract=contract.embed,
         reference=reference.embed,
         sharding=_SHARDING,
-        workloads=operation.WorkloadFamily(
-            _describe,
-            _arguments,
-            limits=dict(M=720, S=240, V=1024),
-            example=(dict(M=16, S=16, N=16, V=16), {}),
-        ),
         tuned=("embed forward", "embed backward"),
     )
 )

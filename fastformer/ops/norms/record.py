@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.dispatch import backends, operation, workloads
-from fastformer.dispatch.operation import Alternative, Arguments, Operation, Options, Sizes
-from fastformer.dispatch.workloads import Maker
+from fastformer.dispatch import backends, operation
+from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.norms import contract, reference
 
 _aten = torch.ops.aten
@@ -26,44 +25,6 @@ def _dims(arguments: Arguments) -> dict[str, str]:
 
 
 _SHARDING = operation.ShardingRule(_dims, lambda x: (x["input"],), operation.ROW_DIMS)
-
-
-def _describe(
-    input: Tensor,
-    normalized_shape: Any = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    unbiased: bool = False,
-    dropout_p: float = 0.0,
-    residual: Tensor | None = None,
-    **_: Any,
-) -> tuple[Sizes, Options]:
-    n = torch.Size(normalized_shape or weight.shape).numel()  # type: ignore[union-attr]
-    options: Options = dict(weight=weight is not None, bias=bias is not None, unbiased=unbiased)
-    if weight is not None and weight.dtype != input.dtype:
-        options["weight_dtype"] = str(weight.dtype).removeprefix("torch.")
-    return dict(M=input.numel() // n, N=n), dict(**options, dropout=dropout_p > 0)
-
-
-def _arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
-    n = sizes["N"]
-    given: Arguments = dict(input=make.normal(sizes["M"], n), normalized_shape=n)
-    for name in ("weight", "bias"):
-        if name in options:
-            x = make.normal(n)
-            dtype = getattr(torch, options.get("weight_dtype", str(x.dtype).split(".")[1]))
-            given[name] = x.detach().to(dtype).requires_grad_(x.requires_grad)
-    return given | (dict(unbiased=True) if "unbiased" in options else {})
-
-
-def _sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
-    return dict(bias=None) | _rms_sum_arguments(make, sizes, options)
-
-
-def _rms_sum_arguments(make: Maker, sizes: Sizes, options: Options) -> Arguments:
-    given = _arguments(make, sizes, options) | workloads.dropout(options)
-    del given["normalized_shape"]
-    return given | dict(residual=make.normal(sizes["M"], sizes["N"]))
 
 
 # ------------------------------------------------------------------------------------ alternatives
@@ -128,15 +89,11 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return dtype, tensors[0].shape, tuple(arguments.get("normalized_shape", ())), len(tensors)
 
 
-_LIMITS, _SIZES = dict(M=496), dict(M=1, N=16)
-_WEIGHTED, _AFFINE = dict(weight=True), dict(weight=True, bias=True)
-
 _OF_LAYER_NORM = Operation(
     kernel="layer_norm",
     contract=contract.layer_norm,
     reference=reference.layer_norm,
     sharding=_SHARDING,
-    workloads=operation.WorkloadFamily(_describe, _arguments, _LIMITS, (_SIZES, {})),
     tuned=("layer_norm forward", "layer_norm backward"),
     alternatives={
         "torch (layer_norm)": Alternative(_layer_norm),
@@ -148,7 +105,6 @@ _OF_SUM = _OF_LAYER_NORM._replace(
     contract=contract.dropout_add_layer_norm,
     reference=reference.dropout_add_layer_norm,
     sharding=_SHARDING._replace(outputs=lambda x: (x["input"],) * 2),
-    workloads=operation.WorkloadFamily(_describe, _sum_arguments, _LIMITS, (_SIZES, _AFFINE)),
     alternatives={"torch (add, layer_norm)": Alternative(_sum_and_norm)},
     reference_backward=functools.partial(reference.dropout_add_norm_backward, reference.layer_norm),
 )
@@ -163,9 +119,6 @@ backends.register(
     _OF_SUM._replace(
         contract=contract.dropout_add_rms_norm,
         reference=reference.dropout_add_rms_norm,
-        workloads=operation.WorkloadFamily(
-            _describe, _rms_sum_arguments, _LIMITS, (_SIZES, _WEIGHTED)
-        ),
         alternatives={"torch (add, rms_norm)": Alternative(_sum_and_rms_norm)},
         reference_backward=functools.partial(
             reference.dropout_add_norm_backward, reference.rms_norm

@@ -11,7 +11,8 @@ whether torch's op may compute a call are derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -141,9 +142,24 @@ OPTIONS = (
     Option("dropout_seed", "Tensor?", ".", by_torch=True, packed=True),
     Option("shard", "SymInt[]?", by_torch=True, packed=True),
 )
-SCHEMA = ", ".join(f"{option.schema} {option.name}" for option in OPTIONS)
+_BY_NAME = {option.name: option for option in OPTIONS}
+_PADDED = [name for name in Attention._fields if name in _BY_NAME]
+SCHEMA = ", ".join(f"{_BY_NAME[name].schema} {name}" for name in _PADDED)
 PACKED_SCHEMA = SCHEMA + ", Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k"
 PADDED_OPTIONS = tuple(option.name for option in OPTIONS if not option.packed)
+_TENSORS = [n for n in _PADDED if _BY_NAME[n].schema == "Tensor?"] + [
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+]
+
+
+def _fields_named(names: Iterable[str]) -> Callable[[Attention], tuple[Any, ...]]:
+    """Return a function that returns these fields; it is the fastest one that reads by name."""
+    return operator.itemgetter(*map(Attention._fields.index, names))
+
+
+tensor_fields = _fields_named(_TENSORS)
+other_fields = _fields_named(n for n in Attention._fields if n not in _TENSORS)
 _WINDOW, _SHARD = map(Attention._fields.index, ("window", "shard"))
 _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)
 
@@ -172,7 +188,7 @@ def pack(arguments: Iterable[Any]) -> list[Any]:
     flat: list[Any] = []
     for x in arguments:
         if isinstance(x, Attention):
-            flat += x[: len(OPTIONS)] if x.cu_seqlens_q is None else x
+            flat += x[: len(_PADDED)] if x.cu_seqlens_q is None else x
         else:
             flat.append(x)
     return flat

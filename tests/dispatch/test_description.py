@@ -24,8 +24,10 @@ VALUES = dict(
 
 
 def test_every_option_is_declared():
-    """In the order of the fields: a schema is unpacked by their places."""
-    assert list(Attention._fields[: len(OPTIONS)]) == NAMES
+    """A schema has the order of the fields, whose last four are for a packed batch."""
+    assert {*Attention._fields[:-4]} == {*NAMES}
+    declared = [word.split()[1] for word in description.SCHEMA.split(", ")]
+    assert declared == [*Attention._fields[:-4]]
     assert description.PACKED_SCHEMA.count(",") + 1 == len(Attention._fields)
     public = inspect.signature(ff.scaled_dot_product_attention).parameters
     assert set(NAMES) <= set(public)
@@ -40,6 +42,16 @@ def test_torch_is_given_no_option_that_it_does_not_compute():
     assert set(VALUES) == {option.name for option in OPTIONS if not option.by_torch}
     for name, x in VALUES.items():
         assert description.beyond_torch(PLAIN._replace(**{name: x})) == [name]
+
+
+@pytest.mark.parametrize("name", [*VALUES, "is_causal", "causal_alignment", "scale"])
+def test_calls_that_differ_in_an_option_share_no_plan(name):
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    given = VALUES | dict(is_causal=True, causal_alignment="bottom_right", scale=0.3)
+    inputs = [torch.zeros(2, 4, 3, 8)] * 3
+    other = PLAIN._replace(**{name: given[name]})
+    assert plan.signature_of(*inputs, PLAIN) != plan.signature_of(*inputs, other)
+    assert plan.signature_of(*inputs, other) == plan.signature_of(*inputs, other)
 
 
 def test_an_option_is_declared_by_its_name_alone():

@@ -214,16 +214,17 @@ def _load(op: str) -> ModuleType:
     """Return the module of an op's kernels. The first call imports it, which imports triton."""
     if torch.compiler.is_compiling():  # dynamo reads `_kernels` once, at the first op of a graph
         _import_all()
-    else:
+    elif op not in _kernels:
         _import(op)
     return _kernels[op]
 
 
 def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> str | None:
     """Return why the kernels of `op` cannot run this call, or None."""
-    given = [name for name in OPERATIONS[op].without_kernel if name in arguments]
-    if given:
-        return f"no kernel computes {' and '.join(given)}"
+    if without := OPERATIONS[op].without_kernel:
+        given = [name for name in without if name in arguments]
+        if given:
+            return f"no kernel computes {' and '.join(given)}"
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
     if not _HAS_TRITON:

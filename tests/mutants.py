@@ -1553,7 +1553,7 @@ COVERED_BY = {
         "dispatch/test_backends.py",
     ),
     "registration": ("dispatch/test_load.py", "dispatch/test_autograd.py"),
-    "tuned": ("tuning/test_tuning.py", "tuning/test_safety.py"),
+    "tuned": ("tuning/test_tuning.py", "tuning/test_measuring.py"),
     "autograd": ("dispatch/test_autograd.py",),
     "backends": ("dispatch/test_backends.py", "dispatch/test_autograd.py", "tuning/test_tuning.py"),
     "padding": ("ops/test_padding.py",),
@@ -1645,11 +1645,9 @@ DRAWN_FROM = {
         "fastformer/nn/saving.py",
         "fastformer/nn/stacks.py",
         "fastformer/ops/feed_forward/contract.py",
-        "fastformer/ops/feed_forward/record.py",
         "fastformer/ops/feed_forward/reference.py",
         "fastformer/ops/rotary/contract.py",
         "fastformer/ops/rotary/frequencies.py",
-        "fastformer/ops/rotary/record.py",
         "fastformer/ops/rotary/reference.py",
         "fastformer/training/batches.py",
     ),
@@ -1666,10 +1664,7 @@ DRAWN_WITHIN = {
             "_Stack._run", "Encoder", "Decoder", "require_packings", "EncoderLayer.forward",
             "EncoderLayer._through", "DecoderLayer.forward", "DecoderLayer._through",
         ),
-        "fastformer/ops/feed_forward/contract.py": ("gated_activation",),
-        "fastformer/ops/feed_forward/record.py": (
-            "_gate_dims", "_describe_gate", "_gate_arguments",
-        ),
+        "fastformer/ops/feed_forward/contract.py": ("gated_activation", "_gate_dims"),
         "fastformer/ops/feed_forward/reference.py": ("gated_activation",),
     },
 }  # fmt: skip
@@ -1725,7 +1720,7 @@ EXECUTED_BY = {
             for op in ("rotary_embedding", "rotary_embedding without norms", "gated_activation")
         ),
         "dispatch/test_plans.py",
-        "tuning/test_tuner.py::test_a_case_makes_a_call_of_its_own_kind",
+        "tuning/test_tuning.py::test_every_op_has_classes_and_a_part_that_float64_can_compute",
         "tuning/test_tuning.py::test_every_measured_row_of_tiles_reaches_its_launch"
         "[rotary_embedding]",
         "nn/test_rotary_model.py",

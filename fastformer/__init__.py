@@ -72,7 +72,7 @@ from fastformer.training.training import (
     rate,
     run_epoch,
 )
-from fastformer.tuning.tuner import Tuning, tune
+from fastformer.tuning import Tuning, tune
 
 __all__ = [
     "Batch",

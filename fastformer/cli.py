@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 import fastformer_command
-from fastformer import environment
-from fastformer.dispatch import backends, measurements, peers, workloads
-from fastformer.dispatch.operation import OPERATIONS
+from fastformer import environment, tuning
+from fastformer.dispatch import backends, measurements
+from fastformer.ops import examples
 from fastformer.training import copy_task, parallel_copy_task, plots
-from fastformer.tuning import tuner
 
 __all__ = ["run_copy_task", "run_info", "run_plot", "run_tune"]
 
@@ -210,28 +209,36 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if not arguments.minutes > 0:
         parser.error(f"minutes is {arguments.minutes}; expected a positive number")
     only = arguments.only or re.compile("")
-    wanted = [workload for workload in tuner.standard() if only.search(str(workload))]
+    wanted = _common_calls(torch.device("meta"), only)
     if not wanted:
         parser.error(f"--only {only.pattern!r} finds no call")
     if arguments.dry_run:
         *_, last = environment.devices()
-        plan = tuner.planned(wanted, arguments.out or measurements.path(), last)
+        plan = tuning.planned(wanted, arguments.out or measurements.path(), last)
         print(plan)
         print(f"{len(plan.rows)} calls; the results go to {plan.file}")
         return 0
     try:
-        device = tuner.gpu()
-        file = arguments.out or tuner.writable()
-        candidates = "" if arguments.candidates is None else arguments.candidates.pattern
-        selection = tuner.Selection(candidates, arguments.consan)
-        result = tuner.measure(wanted, device, file, arguments.minutes, selection=selection)
+        calls = _common_calls(tuning.gpu(), only)
+        file = None if arguments.consan else arguments.out or tuning.writable()
+        pattern = "" if arguments.candidates is None else arguments.candidates.pattern
+        given = calls, file, arguments.minutes
+        result = tuning.measure(*given, candidates=pattern, consan=arguments.consan)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(result)
     if not result.done:
         print(f"The time is up after {arguments.minutes:g} minutes; the next run goes on from here")
-    print(f"Wrote {file}" if file.exists() else "Nothing was measured")
+    print(f"Wrote {file}" if file is not None and file.exists() else "Nothing was written")
     return 0
+
+
+def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
+    """Return the common calls whose names the expression finds, with tensors on the device."""
+    calls: tuning.Calls = {}
+    for op, given in examples.calls(device):
+        tuning.add(calls, op, backends.checked(op, **given))
+    return {key: given for key, given in calls.items() if only.search(" ".join(key))}
 
 
 # --------------------------------------------------------------------------------------------- info
@@ -249,13 +256,12 @@ def run_info(arguments: argparse.Namespace) -> int:
             print(f"{name:11} {facts[name] or 'not installed'}")
     if facts["triton"] is not None and not _has_gluon():
         print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
-    found = (f"{name} {version or 'not installed'}" for name, version in peers.packages().items())
-    print(f"{'peers':11} {', '.join(found)}")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
-        for op in sorted(OPERATIONS):
-            print(f"  {_explanation(op, device)}")
+        small = examples.calls(device, torch.float32, False, B=1, S=16, H=2, D=16, V=16)
+        for op, given in sorted(dict(small).items()):
+            print(f"  {_explanation(op, given)}")
     return 0
 
 
@@ -266,8 +272,8 @@ def _has_gluon() -> bool:
     return bool(plan.HOPPER)
 
 
-def _explanation(op: str, device: torch.device) -> str:
+def _explanation(op: str, given: dict[str, Any]) -> str:
     try:
-        return str(backends.explain(op, **workloads.example(op).arguments(device)))
+        return str(backends.explain(op, **given))
     except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
         return str(error)

@@ -5,12 +5,13 @@ The registered ops take its fields one by one, because torch.library accepts onl
 and strings: `SCHEMA` and `PACKED_SCHEMA` are the schemas of these fields, `pack` flattens a
 description into its fields, and `unpack` rebuilds it.
 
-`OPTIONS` declares each option once. The schema, the dimensions that may be sharded, the words of a
-measurement, and the test whether torch's op may compute a call are derived from it.
+`OPTIONS` declares each option once. The schema, the dimensions that may be sharded, and the test
+whether torch's op may compute a call are derived from it.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,16 +95,11 @@ class Attention(NamedTuple):
     max_k: int = 0
 
 
-Words = dict[str, Any]  # the name of a measurement holds the words whose value is not False
-
-
 class Option(NamedTuple):
     """What the package has to know about an option of attention, apart from its mathematics.
 
     name: the name of its field of `Attention`.
     schema: its type in the schema of a registered op.
-    words: given the value, returns the words that distinguish measurements with different values.
-        None: the only word is the name of the option, with whether it is given.
     dims: for a tensor, a letter for each of its last dimensions: b batch, h heads, q queries,
         k keys; "." is never sharded.
     broadcasts: whether a dimension may have size 1 instead.
@@ -113,15 +109,10 @@ class Option(NamedTuple):
 
     name: str
     schema: str
-    words: Callable[[Any], Words] | None = None
     dims: str = ""
     broadcasts: bool = False
     by_torch: bool = False
     packed: bool = False
-
-    def words_of(self, x: Any) -> Words:
-        """Return the words for the value x."""
-        return {self.name: _is_given(x)} if self.words is None else self.words(x)
 
     def dims_of(self, x: Tensor) -> str:
         """Return the name of each dimension of x, "." for one that broadcasts."""
@@ -131,75 +122,46 @@ class Option(NamedTuple):
         return "".join("." if size == 1 else dim for dim, size in zip(dims, x.shape))
 
 
-def _is_given(x: Any) -> bool:
-    return isinstance(x, Tensor) or bool(x)
-
-
-def _no_words(x: Any) -> Words:
-    return {}
-
-
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def _varies_over(x: Tensor | None) -> str | bool:
-    """Return whether a mask varies over "keys", "rows" (queries) or "all"; False for None."""
-    if x is None:
-        return False
-    if x.dim() < 2 or x.shape[-2] == 1:
-        return "keys"
-    return "rows" if x.shape[-1] == 1 else "all"
-
-
-def _sides(window: tuple[int, int] | None) -> Words:
-    sides = zip(("left", "right"), window or (-1, -1))
-    return {side: next_power_of_2(n) if n >= 0 else False for side, n in sides}
-
-
 OPTIONS = (
-    Option("attn_mask", "Tensor?", lambda x: dict(mask=_varies_over(x)), "bhqk", broadcasts=True),
-    Option("dropout_p", "float", lambda x: dict(dropout=x > 0), packed=True),
-    Option("is_causal", "bool", lambda x: dict(causal=x), by_torch=True, packed=True),
-    Option("scale", "float", _no_words, by_torch=True, packed=True),
-    Option(
-        "bias",
-        "Tensor?",
-        lambda x: dict(bias=_varies_over(x), bias_gradient=x is not None and x.requires_grad),
-        "bhqk",
-        broadcasts=True,
-        packed=True,
-    ),
-    Option("key_lengths", "Tensor?", lambda x: dict(lengths=x is not None), "b"),
-    Option("window", "int[]?", _sides, packed=True),
-    Option(
-        "causal_alignment",
-        "str",
-        lambda x: dict(bottom_right=x == "bottom_right"),
-        by_torch=True,
-        packed=True,
-    ),
-    Option("alibi_slopes", "Tensor?", lambda x: dict(alibi=x is not None), "bh", packed=True),
+    Option("attn_mask", "Tensor?", "bhqk", broadcasts=True),
+    Option("dropout_p", "float", packed=True),
+    Option("is_causal", "bool", by_torch=True, packed=True),
+    Option("scale", "float", by_torch=True, packed=True),
+    Option("bias", "Tensor?", "bhqk", broadcasts=True, packed=True),
+    Option("key_lengths", "Tensor?", "b"),
+    Option("window", "int[]?", packed=True),
+    Option("causal_alignment", "str", by_torch=True, packed=True),
+    Option("alibi_slopes", "Tensor?", "bh", packed=True),
     Option("softcap", "float?", packed=True),
-    Option("sinks", "Tensor?", dims="h", packed=True),
-    Option("dropout_seed", "Tensor?", _no_words, ".", by_torch=True, packed=True),
-    Option("shard", "SymInt[]?", _no_words, by_torch=True, packed=True),
+    Option("sinks", "Tensor?", "h", packed=True),
+    Option("dropout_seed", "Tensor?", ".", by_torch=True, packed=True),
+    Option("shard", "SymInt[]?", by_torch=True, packed=True),
 )
-SCHEMA = ", ".join(f"{option.schema} {option.name}" for option in OPTIONS)
+_BY_NAME = {option.name: option for option in OPTIONS}
+_PADDED = [name for name in Attention._fields if name in _BY_NAME]
+SCHEMA = ", ".join(f"{_BY_NAME[name].schema} {name}" for name in _PADDED)
 PACKED_SCHEMA = SCHEMA + ", Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_q, SymInt max_k"
 PADDED_OPTIONS = tuple(option.name for option in OPTIONS if not option.packed)
+_TENSORS = [n for n in _PADDED if _BY_NAME[n].schema == "Tensor?"] + [
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+]
+
+
+def _fields_named(names: Iterable[str]) -> Callable[[Attention], tuple[Any, ...]]:
+    """Return a function that returns these fields; it is the fastest one that reads by name."""
+    return operator.itemgetter(*map(Attention._fields.index, names))
+
+
+tensor_fields = _fields_named(_TENSORS)
+other_fields = _fields_named(n for n in Attention._fields if n not in _TENSORS)
 _WINDOW, _SHARD = map(Attention._fields.index, ("window", "shard"))
 _BEYOND_TORCH = tuple((o.name, Attention._fields.index(o.name)) for o in OPTIONS if not o.by_torch)
-
-
-def words(attention: Attention) -> Words:
-    """Return what a measurement of attention depends on, apart from the sizes and the dtype."""
-    return {
-        word: value
-        for option in OPTIONS
-        for word, value in option.words_of(getattr(attention, option.name)).items()
-    }
 
 
 def dims(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -226,7 +188,7 @@ def pack(arguments: Iterable[Any]) -> list[Any]:
     flat: list[Any] = []
     for x in arguments:
         if isinstance(x, Attention):
-            flat += x[: len(OPTIONS)] if x.cu_seqlens_q is None else x
+            flat += x[: len(_PADDED)] if x.cu_seqlens_q is None else x
         else:
             flat.append(x)
     return flat

@@ -5,6 +5,8 @@ The tests, `fastformer tune` and the accuracy ledger apply it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,23 @@ def disagreement(
     if found <= bound:  # False if `found` is NaN
         return None
     return f"differs by {found:.1e}; at most {bound:.1e} is allowed"
+
+
+def first_disagreement(
+    have: Sequence[Tensor], want: Sequence[Tensor], eager: Sequence[Tensor], outputs: int
+) -> str | None:
+    """Return a message on the first result that breaks the policy, or None.
+
+    have: the results. want: those of the reference in float64. eager: those of the reference in the
+    dtype of the call. The first `outputs` tensors are outputs, the others are gradients.
+    """
+    for i, (x, exact, own) in enumerate(zip(have, want, eager, strict=True)):
+        name = f"output {i}" if i < outputs else f"gradient {i - outputs}"
+        if x.shape != exact.shape or x.dtype != own.dtype:
+            wanted = f"{own.dtype} {list(exact.shape)}"
+            return f"{name} is {x.dtype} {list(x.shape)}; expected {wanted}"
+        other = (own.double() - exact).abs()
+        error = float(other.max()) if other.numel() else 0.0
+        if problem := disagreement(x, exact, error, i >= outputs):
+            return f"{name} disagrees with the reference: it {problem}"
+    return None

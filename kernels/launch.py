@@ -7,7 +7,7 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -142,23 +142,6 @@ class TMALaunch(Launch):
         super().__call__(*pointers)
 
 
-@contextlib.contextmanager
-def replaced_launches(replacement: Callable[..., None]) -> Iterator[None]:
-    """Return a context in which each launch is `replacement(start, *pointers)`, where
-    `start(*pointers)` launches the kernel; in all threads, because autograd has its own.
-    """
-    start = Launch.__call__
-
-    def call(launch: Launch, *pointers: Any) -> None:
-        replacement(functools.partial(start, launch), *pointers)
-
-    Launch.__call__ = call  # type: ignore
-    try:
-        yield
-    finally:
-        Launch.__call__ = start  # type: ignore
-
-
 MOST_PLANS = 4096
 plans: dict[Any, Any] = {}
 
@@ -184,7 +167,9 @@ def dense(shape: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def layouts(*tensors: Tensor | None) -> Any:
     """Return the layout of each tensor."""
-    return tuple([layout(x) for x in tensors])  # a list, which is faster than a generator
+    return tuple(  # a list, which is faster than a generator or a call for each tensor
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
+    )
 
 
 def alignment(x: Tensor | None) -> int | None:
@@ -285,13 +270,14 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def unsupported_dtype(x: Tensor) -> str | None:
     """Return why no kernel can run on x, or None."""
     if INTERPRETED:
-        from . import interpreter
+        if x.dtype == torch.bfloat16:
+            from . import interpreter
 
-        if x.dtype == torch.bfloat16 and not interpreter.repaired:
-            return (
-                "Triton's interpreter computes bfloat16 on bit patterns; "
-                "fastformer.kernels.interpreter.repair() fixes that"
-            )
+            if not interpreter.repaired:
+                return (
+                    "Triton's interpreter computes bfloat16 on bit patterns; "
+                    "fastformer.kernels.interpreter.repair() fixes that"
+                )
         return None
     if x.dtype == torch.float64:
         return "the kernels run float64 in Triton's interpreter only"

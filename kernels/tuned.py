@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import inspect
 import logging
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .launch import next_power_of_2, plans
+from .launch import Launch, next_power_of_2, plans
 
 _log = logging.getLogger("fastformer")
+MARGIN = 4096  # bytes of NaN before and behind each tensor
+NAN = (0xFF, 0xFF, 0xBF, 0x7F)  # in every floating dtype; no arithmetic leaves it as it is
 
 
 class TuningKey(NamedTuple):
@@ -42,26 +44,9 @@ class TuningKey(NamedTuple):
 class GluonOption(str):
     """The name of an option whose kernel is written in Gluon.
 
-    Such a kernel says itself which warp waits for which. So `fastformer tune` checks it for longer,
-    and a measurement of it holds only for the source that was measured.
+    In Gluon the author writes the barriers. So `fastformer tune` checks such a kernel for longer,
+    and a measurement of it holds only for the sources that were measured.
     """
-
-    kernel: Any
-
-    @property
-    def digest(self) -> str:
-        return digest(self.kernel.fn)
-
-
-gluon_kernels: list[Any] = []  # all that an option may name
-
-
-def gluon_options(rows: Iterable[str], kernel: Any) -> list[GluonOption]:
-    """Return an option for each of these names of rows of a kernel in Gluon."""
-    options = [GluonOption(name) for name in rows]
-    for option in options:
-        option.kernel = kernel
-    return options
 
 
 def _nothing(device: torch.device) -> Mapping[tuple[str, str], str]:
@@ -76,53 +61,25 @@ _asked: list[TuningKey] | None = None
 
 def label(option: Any) -> str:
     """Return the name of an option in the file of measurements: for tiles their numbers, for a
-    kernel in Gluon its row and a digest of its source.
+    kernel in Gluon its row and a digest of the sources.
     """
     if isinstance(option, GluonOption):
-        return f"{option} @{option.digest}"
+        return f"{option} @{digest()}"
     return option if isinstance(option, str) else " ".join(map(str, option))
 
 
 def has_changed(name: str) -> bool:
-    """Return whether a name in the file of measurements holds the digest of a kernel in Gluon, and
-    no kernel has this digest now.
-    """
+    """Return whether a name in the file of measurements holds the digest of other sources."""
     _, mark, measured = name.rpartition(" @")
-    return bool(mark) and measured not in (digest(kernel.fn) for kernel in gluon_kernels)
+    return bool(mark) and measured != digest()
 
 
 @functools.cache
-def digest(function: Any) -> str:
-    """Return a digest of the source of a function, and of the functions, classes and constants of
-    this package that it names, directly or through others.
-    """
-    found: dict[str, str] = {}
-    _read_source(function, found)
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:8]
-
-
-def _read_source(function: Any, found: dict[str, str]) -> None:
-    here = function.__module__
-    if f"{here}.{function.__qualname__}" in found:
-        return
-    found[f"{here}.{function.__qualname__}"] = inspect.getsource(function)
-    for name in _names(getattr(function, "__code__", None)):
-        value = function.__globals__.get(name)
-        value = getattr(value, "fn", value)  # what @triton.jit or @gluon.jit was given
-        if isinstance(value, (type, types.FunctionType)):
-            if value.__module__.partition(".")[0] == here.partition(".")[0]:
-                _read_source(value, found)
-        elif isinstance(value := getattr(value, "value", value), (int, float, str, tuple)):
-            found[f"{here}.{name}"] = repr(value)
-
-
-def _names(code: types.CodeType | None) -> Iterator[str]:
-    """Yield the names that a function looks up, the functions inside of it included."""
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from _names(constant)
+def digest() -> str:
+    """Return a digest of the sources of attention, to which all kernels in Gluon belong."""
+    here = Path(__file__).parent
+    files = [here / "common.py", *sorted((here / "attention").glob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def named(dtype: torch.dtype, precision: str = "", **sizes: int) -> str:
@@ -180,3 +137,66 @@ def forced(options: Mapping[str, Any]) -> Iterator[list[TuningKey]]:
     finally:
         _asked, _forced = before
         plans.clear()
+
+
+# ----------------------------------------------------------------------------- NaN around tensors
+
+
+class _Fence:
+    """A copy of a tensor, with the same strides and alignment, in memory full of NaN."""
+
+    def __init__(self, x: Tensor) -> None:
+        shape = [1 if step == 0 else n for n, step in zip(x.shape, x.stride())]
+        self.x = x.data.as_strided(shape, x.stride())
+        size = x.element_size() * (1 + sum((n - 1) * s for n, s in zip(shape, x.stride())))
+        first = MARGIN + x.data_ptr() % 16
+        pattern = torch.tensor(NAN, dtype=torch.uint8, device=x.device)
+        self.outside = pattern.repeat(-(-(first + size + MARGIN) // len(NAN)))
+        self.memory, self.place = self.outside.clone(), slice(first, first + size)
+        self.inside = self._view(self.memory)
+        self.inside.copy_(self.x)
+
+    def _view(self, memory: Tensor) -> Tensor:
+        return memory[self.place].view(self.x.dtype).as_strided(self.x.shape, self.x.stride())
+
+    def close(self) -> bool:
+        """Copy back what was written. Return whether all outside of the tensor is as it was."""
+        self._view(self.outside).copy_(self.inside)
+        self.x.copy_(self.inside)
+        return torch.equal(self.outside, self.memory)
+
+
+@contextlib.contextmanager
+def fenced() -> Iterator[list[str]]:
+    """Return a context in which each tensor that a kernel gets is a copy with NaN around it, and
+    between its rows if they are apart, in all threads. It yields a list that is filled with what
+    was wrong.
+    """
+    found: list[str] = []
+    start = Launch.__call__
+    former = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def call(launch: Launch, *pointers: Any) -> None:
+        fences: dict[Any, _Fence] = {}  # one for each tensor, which may be passed twice
+
+        def moved(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(moved, x))
+            if not isinstance(x, Tensor) or not x.numel():
+                return x
+            key = x.data_ptr(), x.dtype, x.shape, x.stride()
+            fences[key] = fences.get(key) or _Fence(x)
+            return fences[key].inside
+
+        start(launch, *map(moved, pointers))
+        if not all([fence.close() for fence in fences.values()]):
+            found.append("it writes outside of a tensor")
+
+    Launch.__call__ = call  # type: ignore
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        yield found
+    finally:
+        Launch.__call__ = start  # type: ignore
+        torch.use_deterministic_algorithms(former, warn_only=warns)

@@ -23,23 +23,12 @@ def installed_packages(monkeypatch, folder):
 
 
 def test_every_folder_of_modules_is_a_package(monkeypatch):
-    found = {name for name in installed_packages(monkeypatch, ROOT) if "measurements" not in name}
+    found = {*installed_packages(monkeypatch, ROOT)}
     folders = {
         path.parent for top in ("fastformer", "kernels") for path in ROOT.glob(f"{top}/**/*.py")
     }
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert found == {n if n.startswith("fastformer") else f"fastformer.{n}" for n in names}
-
-
-def test_measurements_are_a_package_where_there_are_some(monkeypatch, tmp_path):
-    """An sdist without measurements has no folder for them."""
-    for name in ("fastformer", "kernels"):
-        (tmp_path / name).mkdir()
-    assert "fastformer.measurements" not in installed_packages(monkeypatch, tmp_path)
-    folder = tmp_path / "benchmarks/results/tuning"
-    folder.mkdir(parents=True)
-    (folder / "gpu.json").write_text("{}")
-    assert "fastformer.measurements" in installed_packages(monkeypatch, tmp_path)
 
 
 def test_checkout_that_is_not_installed(tmp_path):

@@ -161,7 +161,7 @@ def on_gpu() -> dict[str, list[Part]]:
                 **compiles),
         figures("embedding", 30, "embedding", having("512|4096")),
     ]  # fmt: skip
-    attention = r"^scaled_dot_product_attention bfloat16 .* Sq=(4096|1024) .*\+ backward$"
+    attention = r"^scaled_dot_product_attention bfloat16 .* backward$"
     gluon = [*COMMAND, "tune", "--minutes", "4", "--out", f"FOLDER/{GLUON}"]
     gluon += ["--only", attention, "--candidates", "@|torch"]
     tune = [*COMMAND, "tune", "--minutes", "5", "--out", f"FOLDER/{TUNING}"]

@@ -100,19 +100,9 @@ def pair(op: str, alternatives: Mapping[str, Alternative]) -> None:
     """Read the schemas of a registered op, and add a pair for each of its alternatives."""
     _pairs[op] = _Pair(op)
     for name, alternative in alternatives.items():
-        add(op, name, alternative)
-
-
-def add(op: str, name: str, alternative: Alternative) -> None:
-    """Make the alternative of a registered op known by that name."""
-    other = copy.copy(_pairs[op])
-    other.forward, other.backward = alternative.forward, alternative.backward or other.backward
-    _pairs[_named(op, name)] = other
-
-
-def kernels(op: str) -> tuple[Any, Any]:
-    """Return the forward of a registered op, and its backward."""
-    return _pairs[op].forward, _pairs[op].backward
+        other = copy.copy(_pairs[op])
+        other.forward, other.backward = alternative.forward, alternative.backward or other.backward
+        _pairs[_named(op, name)] = other
 
 
 @contextmanager
@@ -239,8 +229,6 @@ def gradients(
 
 def _has_tangent(values: Sequence[object]) -> bool:
     """Return whether one of the tensors carries a tangent of forward-mode differentiation."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
     tensors = (x for x in values if isinstance(x, Tensor))
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
@@ -251,20 +239,22 @@ def apply(op: str, arguments: dict[str, Any], alternative: str = "") -> Any:
     """
     name = _named(op, alternative) if alternative else op
     pair = _pairs[name]
-    values = pack(arguments.values())
-    if _has_tangent(values):
+    values = pack(arguments.values()) if pair.fields else [*arguments.values()]
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and forward_ad._current_level >= 0 and _has_tangent(values):
         with use_formula():
             return OPERATIONS[op].reference(**arguments)
-    if torch.compiler.is_compiling():  # dynamo refuses one tensor in two places: attention(x, x, x)
+    if is_compiling:  # dynamo refuses one tensor in two places: attention(x, x, x)
         for i, x in enumerate(values):
             if isinstance(x, Tensor) and any(x is y for y in values[:i]):
                 values[i] = x.view_as(x)
-    grad = torch.is_grad_enabled()
-    needs = [grad and isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
+    needs = [False] * len(pair.grads)
+    if torch.is_grad_enabled():
+        needs = [isinstance(values[i], Tensor) and values[i].requires_grad for i in pair.grads]
     if pair.extra == "needs":
         values.append(needs)
     elif pair.extra == "ahead":
-        values.append(any(needs) and not torch.compiler.is_compiling())
+        values.append(any(needs) and not is_compiling)
     outputs = _Kernel.apply(name, *values) if any(needs) else _as_tuple(pair.forward(*values))
     kept = tuple(
         x for name, x in zip(pair.outputs, outputs) if arguments.get("return_" + name, True)

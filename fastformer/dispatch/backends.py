@@ -1,8 +1,7 @@
 """The dispatch: choose the backend that runs an op. No other module chooses a backend.
 
     auto        the Triton kernels on a GPU if they support the call, else the reference; torch's
-                own op, or a kernel of another package (`peers`), if `fastformer tune` has measured
-                that it computes the same and is faster
+                own op if `fastformer tune` has measured that it computes the same and is faster
     triton      the Triton kernels, or an error if they cannot run; on a CPU, Triton's interpreter
     reference   eager PyTorch
 
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastformer.description import Attention
-from fastformer.dispatch import autograd, measurements, peers, workloads
+from fastformer.dispatch import autograd, measurements
 from fastformer.dispatch.operation import OPERATIONS, Arguments, Operation
 from fastformer.eager import eager, formula
 
@@ -43,7 +42,8 @@ class _State(threading.local):
     def __init__(self) -> None:  # torch.compile guards on instance attributes
         self.backend: str | None = None
         self.first: int | None = None  # the argument of `sequences_from`
-        self.explained: list[Choice] | None = None  # a list within `explain`: ops do not run
+        # A list within `explain`: ops do not run.
+        self.explained: list[tuple[Choice, Arguments]] | None = None
         self.on_choice: Callable[[Choice], None] | None = None
         self.on_call: Callable[[str, Arguments], None] | None = None  # only with an on_choice
         self.on_unsupported: Callable[[str, str], None] | None = None
@@ -170,7 +170,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Choice:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op is {op!r}; expected one of {', '.join(sorted(OPERATIONS))}")
-    explained: list[Choice] = []
+    return _described(*_explained(op, *args, **kwargs))
+
+
+def checked(op: str, **arguments: Any) -> Arguments:
+    """Return the arguments of `run` that a public function makes of its own, without running it."""
+    with use_backend("reference"):
+        return _explained(op, **arguments)[1]
+
+
+def _explained(op: str, *args: Any, **kwargs: Any) -> tuple[Choice, Arguments]:
+    explained: list[tuple[Choice, Arguments]] = []
     _state.explained = explained
     try:
         OPERATIONS[op].contract(*args, **kwargs)
@@ -204,16 +214,17 @@ def _load(op: str) -> ModuleType:
     """Return the module of an op's kernels. The first call imports it, which imports triton."""
     if torch.compiler.is_compiling():  # dynamo reads `_kernels` once, at the first op of a graph
         _import_all()
-    else:
+    elif op not in _kernels:
         _import(op)
     return _kernels[op]
 
 
 def _unsupported_reason(op: str, arguments: Arguments, device: torch.device) -> str | None:
     """Return why the kernels of `op` cannot run this call, or None."""
-    given = [name for name in OPERATIONS[op].without_kernel if name in arguments]
-    if given:
-        return f"no kernel computes {' and '.join(given)}"
+    if without := OPERATIONS[op].without_kernel:
+        given = [name for name in without if name in arguments]
+        if given:
+            return f"no kernel computes {' and '.join(given)}"
     if device.type not in ("cpu", "cuda"):
         return f"there is no Triton kernel for a {device.type} device"
     if not _HAS_TRITON:
@@ -254,37 +265,18 @@ def choose_backend(op: str, arguments: Arguments, backend: str) -> Choice:
 def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     """Return the alternative that was measured to be the fastest for this call, or None."""
     chosen, record = measurements.choices(first.device), OPERATIONS[op]
-    if not chosen or not (record.alternatives or record.peers) or not eager(first):
+    if not chosen or not record.alternatives or not eager(first):
         return None
-    with_peers = _takes_peers(op, first.device)
-    signature = peers.signature(arguments) if with_peers else record.signature(arguments)
+    signature = record.signature(arguments)
     if signature is None:
         return None
-    key = op, first.device, workloads.differentiated(arguments), signature
+    key = op, first.device, measurements.differentiated(arguments), signature
     if key not in _alternatives:
-        workload = workloads.of(op, arguments)
-        name = None if workload is None else chosen.get((op, workload.key))
+        name = chosen.get((op, measurements.class_of(op, arguments) or ""))
         if len(_alternatives) >= MOST_ALTERNATIVES:
             _alternatives.clear()
-        _alternatives[key] = name if name and _computes(op, name, arguments) else None
+        _alternatives[key] = name if name in record.alternatives else None
     return _alternatives[key]
-
-
-def _takes_peers(op: str, device: torch.device) -> bool:
-    """Return whether a measurement of an op on this device chooses a peer."""
-    key = op, device
-    if key not in _with_peers:
-        chosen = measurements.choices(device).items()
-        names = (name for (kind, _), name in chosen if kind == op)
-        _with_peers[key] = any(peers.is_peer(op, name) for name in names)
-    return _with_peers[key]
-
-
-def _computes(op: str, name: str, arguments: Arguments) -> bool:
-    """Return whether the alternative or peer of that name computes the call."""
-    if name in OPERATIONS[op].alternatives:
-        return OPERATIONS[op].signature(arguments) is not None
-    return peers.is_peer(op, name) and peers.taken(op, name, arguments)
 
 
 def forced(op: str, options: Mapping[str, Any]) -> Any:
@@ -300,30 +292,26 @@ def label(option: Any) -> str:
     return sys.modules[_TUNED].label(option)
 
 
-def replaced_launches(replacement: Callable[..., None]) -> Any:
-    """Return a context in which `replacement` stands for each launch: see kernels/launch.py."""
-    return importlib.import_module("fastformer.kernels.launch").replaced_launches(replacement)
+def fenced() -> Any:
+    """Return a context in which tensors have NaN around them: see kernels/tuned.py."""
+    return importlib.import_module(_TUNED).fenced()
 
 
 def has_changed(name: str) -> bool:
     """Return whether the kernel of an option has changed since it was measured under this name."""
     if not measurements.is_gluon(name) or not _HAS_TRITON:
         return False
-    _import_all()
-    return sys.modules[_TUNED].has_changed(name)
+    return importlib.import_module(_TUNED).has_changed(name)
 
 
 MOST_ALTERNATIVES = 4096
 _alternatives: dict[Any, str | None] = {}
-_with_peers: dict[tuple[str, torch.device], bool] = {}
 
 
 def measure_again() -> None:
     """Forget the measurements: the next call reads them again."""
     measurements.forget()
-    peers.forget()
     _alternatives.clear()
-    _with_peers.clear()
     if _TUNED in sys.modules:
         sys.modules[_TUNED].plans.clear()
 
@@ -334,8 +322,7 @@ def _with_figures(choice: Choice, arguments: Arguments) -> Choice:
     known = {} if torch.compiler.is_compiling() else measurements.measurements(first.device)
     if not known or choice.backend == "reference":
         return choice
-    workload = workloads.of(choice.op, arguments)
-    entry = None if workload is None else known.get((choice.op, workload.key))
+    entry = known.get((choice.op, measurements.class_of(choice.op, arguments) or ""))
     ran = choice.backend
     if entry is None or ran not in entry.us:
         return choice
@@ -437,7 +424,7 @@ def run(op: str, **arguments: Any) -> Any:
     backend = current_backend()
     choice = choose_backend(op, arguments, backend)
     if state.explained is not None:
-        state.explained.append(_described(choice, arguments))
+        state.explained.append((choice, arguments))
         return next(iter(arguments.values()))  # any value: `explain` drops the result
     if state.on_choice is not None:
         _report_call(choice, arguments)

@@ -1,7 +1,7 @@
 """The record of an op, `Operation`: everything that the dispatch knows about it.
 
 The records are defined in `records` and registered by `backends.register`. So no module below the
-ops has to name an op to find its kernel, its reference, its sharding rule or its workload.
+ops has to name an op to find its kernel, its reference or its sharding rule.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 Arguments = dict[str, Any]  # the arguments of an op, by name
-Sizes = dict[str, int]
-Options = dict[str, Any]  # options that differ from the default: True, a word or a number
 Function = Callable[..., Any]
 
 ROW_DIMS = "0123456789"  # the names of the leading dimensions
@@ -37,22 +35,6 @@ class ShardingRule(NamedTuple):
     halves: tuple[str, ...] = ()
 
 
-class WorkloadFamily(NamedTuple):
-    """How a measurement describes a call of an op, and makes a similar call.
-
-    describe: a function of the arguments of a checked call that returns its sizes and options.
-    build: a function of a `workloads.Maker`, sizes and options that returns random arguments of
-        the public function.
-    limits: the largest sizes for which the float64 reference fits in memory.
-    example: the sizes and options of a small call.
-    """
-
-    describe: Callable[..., tuple[Sizes, Options]]
-    build: Callable[..., Arguments]
-    limits: Sizes
-    example: tuple[Sizes, Options]
-
-
 class Alternative(NamedTuple):
     """An op of torch that computes the same as a kernel, and may be measured to be faster.
 
@@ -67,24 +49,6 @@ class Alternative(NamedTuple):
     backward: Function | None = None
 
 
-class Peer(NamedTuple):
-    """A kernel of another package that computes the same as a kernel, as an `Alternative` does.
-
-    It is imported when `fastformer tune` measures it, or when a call needs it because a stored
-    measurement names it; see `peers`.
-
-    package: the name of its distribution, for example "flash-attn-4".
-    forward, backward: as in `Alternative`.
-    unsupported_reason: a function of the arguments of a call that returns why the package does not
-        compute it, or None.
-    """
-
-    package: str
-    forward: Function
-    backward: Function | None
-    unsupported_reason: Callable[[Arguments], str | None]
-
-
 class Operation(NamedTuple):
     """The record of an op.
 
@@ -92,7 +56,6 @@ class Operation(NamedTuple):
     contract: the public function, which checks the arguments and calls `backends.run`.
     reference: the op in eager PyTorch, given checked arguments.
     sharding: how the op is sharded over a mesh.
-    workloads: how measurements describe and make calls of the op.
     without_kernel: arguments that no kernel takes. A call has them only where they are given, and
         then runs on the reference.
     tuned: the decisions, by their names in `tuned.choose`, that a measurement makes for the kernels
@@ -100,7 +63,6 @@ class Operation(NamedTuple):
     alternatives: the ops of torch that may replace the kernels, by the name that `explain` prints.
     signature: a function of the arguments of a call that returns what the choice of an alternative
         depends on, or None if no alternative computes the call.
-    peers: the kernels of other packages that may replace the kernels.
     reference_backward: the gradients by differentiable primitives, given the arguments of the
         kernel's backward; for ops whose backward does not take all of the arguments.
     unsaved: a function of the arguments of a call, by their names in the schema, that returns the
@@ -113,12 +75,10 @@ class Operation(NamedTuple):
     contract: Function
     reference: Function
     sharding: ShardingRule
-    workloads: WorkloadFamily
     without_kernel: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
     alternatives: Mapping[str, Alternative] = {}
     signature: Callable[[Arguments], Hashable | None] = lambda arguments: None
-    peers: tuple[Peer, ...] = ()
     reference_backward: Function | None = None
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     block: Function | None = None

@@ -3,8 +3,8 @@
 # ruff: noqa: F401
 
 from fastformer.ops.attention import record as attention
-from fastformer.ops.embedding import record as embedding
-from fastformer.ops.feed_forward import record as feed_forward
-from fastformer.ops.loss import record as loss
-from fastformer.ops.norms import record as norms
-from fastformer.ops.rotary import record as rotary
+from fastformer.ops.embedding import contract as embedding
+from fastformer.ops.feed_forward import contract as feed_forward
+from fastformer.ops.loss import contract as loss
+from fastformer.ops.norms import contract as norms
+from fastformer.ops.rotary import contract as rotary

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastformer.description import Attention
+from fastformer.description import OPTIONS, Attention, other_fields, tensor_fields
 
 from ..common import LOG2E, dropout_arguments
 from ..launch import (
@@ -27,11 +27,10 @@ from ..launch import (
     constants,
     dot_precision,
     l2_cache,
-    layout,
     next_power_of_2,
     processors,
 )
-from ..tuned import TuningKey, choose, flags, gluon_kernels, gluon_options, named
+from ..tuned import GluonOption, TuningKey, choose, flags, named
 from .backward import (
     Over,
     backward_dbias_kernel,
@@ -81,8 +80,6 @@ try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper_dkdv import hopper_dkdv_kernel
     from .hopper_dq import hopper_dq_kernel
     from .hopper_rows import HOPPER, HOPPER_BACKWARD
-
-    gluon_kernels += [hopper_forward_kernel, hopper_dq_kernel, hopper_dkdv_kernel]
 except Exception:
     HOPPER, HOPPER_BACKWARD = {}, {}
     hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = None
@@ -92,6 +89,7 @@ except Exception:
 OLD = triton.__version__.startswith("3.6.")
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
+FLAGS = [o.name for o in OPTIONS if o.schema == "bool" and o.name in Features._fields]
 
 
 def heads_like(x: Tensor, heads: int, width: int) -> Tensor:
@@ -119,10 +117,8 @@ def signature_of(
     query: Tensor, key: Tensor, value: Tensor, attention: Attention
 ) -> tuple[Any, ...]:
     """Return the key of a plan: all that determines a `Plan`, with tensors by their layout. It is
-    written out without loops because it is most of the host time of a call.
+    most of the host time of a call: a list is faster than a generator or a call for each tensor.
     """
-    mask, dropout_p, is_causal, scale, bias, lengths, window, alignment = attention[:8]
-    slopes, softcap, sinks, seed, shard, starts, ends, max_q, max_k = attention[8:]
     dtype = query.dtype
     return (
         query.shape,
@@ -136,24 +132,12 @@ def signature_of(
         value.data_ptr() & 15,
         dtype,
         query.device,
-        dropout_p,
-        is_causal,
-        scale,
-        window,
-        alignment,
-        softcap,
-        shard,
-        max_q,
-        max_k,
         dtype is torch.float32 and allow_tf32(),
-        None if mask is None else layout(mask),
-        None if bias is None else layout(bias),
-        None if slopes is None else layout(slopes),
-        None if lengths is None else (lengths.dtype, lengths.data_ptr() & 15),
-        None if starts is None else (starts.shape, starts.dtype, starts.data_ptr() & 15),
-        None if ends is None else (ends.dtype, ends.data_ptr() & 15),
-        None if seed is None else seed.data_ptr() & 15,
-        None if sinks is None else (sinks.dtype, sinks.data_ptr() & 15),
+        other_fields(attention),
+        *[
+            None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15)
+            for x in tensor_fields(attention)
+        ],
     )
 
 
@@ -256,6 +240,7 @@ class Plan:
             and attention.softcap is None
             and not self.separate_max,
             separate_max=self.separate_max,
+            **{name: getattr(attention, name) for name in FLAGS},
         )
         rows = (*self.strides(query), *self.strides(key), *self.strides(value))
         group = self.heads // max(1, self.groups)
@@ -353,13 +338,10 @@ class Plan:
             return shipped
 
         def options() -> list[Any]:
-            backward = hopper_dq_kernel if kernel == "dq" else hopper_dkdv_kernel
             forward = [row for row in self.for_hopper if row not in refused()]
-            return (
-                rows(kernel, self.dtype, self.head_block)
-                + gluon_options(forward, hopper_forward_kernel)
-                + gluon_options(self.backward_for_hopper.get(kernel, ()), backward)
-            )
+            backward = self.backward_for_hopper.get(kernel, [])
+            found = rows(kernel, self.dtype, self.head_block)
+            return found + [GluonOption(row) for row in forward + backward]
 
         return choose(self.device, TuningKey(f"attention {kernel}", self.case, shipped, options))
 

@@ -24,8 +24,10 @@ VALUES = dict(
 
 
 def test_every_option_is_declared():
-    """In the order of the fields: a schema is unpacked by their places."""
-    assert list(Attention._fields[: len(OPTIONS)]) == NAMES
+    """A schema has the order of the fields, whose last four are for a packed batch."""
+    assert {*Attention._fields[:-4]} == {*NAMES}
+    declared = [word.split()[1] for word in description.SCHEMA.split(", ")]
+    assert declared == [*Attention._fields[:-4]]
     assert description.PACKED_SCHEMA.count(",") + 1 == len(Attention._fields)
     public = inspect.signature(ff.scaled_dot_product_attention).parameters
     assert set(NAMES) <= set(public)
@@ -42,18 +44,20 @@ def test_torch_is_given_no_option_that_it_does_not_compute():
         assert description.beyond_torch(PLAIN._replace(**{name: x})) == [name]
 
 
-@pytest.mark.parametrize("name", [*VALUES, "is_causal", "causal_alignment"])
-def test_a_measurement_tells_every_option_apart(name):
-    x = VALUES.get(name, True if name == "is_causal" else "bottom_right")
-    assert description.words(PLAIN) != description.words(PLAIN._replace(**{name: x}))
+@pytest.mark.parametrize("name", [*VALUES, "is_causal", "causal_alignment", "scale"])
+def test_calls_that_differ_in_an_option_share_no_plan(name):
+    plan = pytest.importorskip("fastformer.kernels.attention.plan")
+    given = VALUES | dict(is_causal=True, causal_alignment="bottom_right", scale=0.3)
+    inputs = [torch.zeros(2, 4, 3, 8)] * 3
+    other = PLAIN._replace(**{name: given[name]})
+    assert plan.signature_of(*inputs, PLAIN) != plan.signature_of(*inputs, other)
+    assert plan.signature_of(*inputs, other) == plan.signature_of(*inputs, other)
 
 
 def test_an_option_is_declared_by_its_name_alone():
-    """Nothing of it is forgotten: torch does not get it, and a measurement names it."""
+    """Torch does not get it."""
     new = Option("parity", "bool")
     assert not new.by_torch and not new.packed
-    assert new.words_of(False) == dict(parity=False) and new.words_of(True) == dict(parity=True)
-    assert Option("gate", "Tensor?").words_of(torch.zeros(1)) == dict(gate=True)
 
 
 @pytest.mark.parametrize(

@@ -268,12 +268,10 @@ class InGluon(dict):
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
         from fastformer.kernels import tuned
-        from fastformer.kernels.attention import plan
 
         if key[0] != "attention forward":
             return default
-        (option,) = tuned.gluon_options([self.row], plan.hopper_forward_kernel)
-        return tuned.label(option)
+        return tuned.label(tuned.GluonOption(self.row))
 
 
 def by_gluon(row: str = "Gluon 128 128", **given: Any) -> Tensor:

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import fastformer as ff
-from fastformer import use_backend
-from fastformer.dispatch import autograd, backends, measurements, workloads
+from fastformer import tuning, use_backend
+from fastformer.dispatch import autograd, backends, measurements
 from fastformer.dispatch.measurements import Entry
 from fastformer.dispatch.operation import OPERATIONS
+from fastformer.ops import examples
 
 HERE = dict(gpu="GPU A", driver="570.1", torch="2.13.0", triton="3.7.1", fastformer="0.1.0")
 FORWARD = "attention forward"
@@ -36,7 +37,6 @@ def file(tmp_path, monkeypatch):
     path = tmp_path / "tuning.json"
     monkeypatch.setenv("FASTFORMER_TUNING", str(path))
     monkeypatch.setattr(measurements, "machine", lambda device: HERE)
-    monkeypatch.setattr(measurements, "SHIPPED", (tmp_path / "shipped",))
     backends.measure_again()
     yield path
     backends.measure_again()
@@ -113,12 +113,12 @@ def test_a_writer_that_fails_leaves_the_file(file, monkeypatch):
 
 # --------------------------------------------------------------------------------- what is ignored
 
-GOOD = {"format": 1, "machines": [HERE | {"classes": {FORWARD: {"a": entry()._asdict()}}}]}
+GOOD = {"format": 2, "machines": [HERE | {"classes": {FORWARD: {"a": entry()._asdict()}}}]}
 
 
 def changed(**fields):
     one = entry()._asdict() | fields
-    return {"format": 1, "machines": [HERE | {"classes": {FORWARD: {"a": one}}}]}
+    return {"format": 2, "machines": [HERE | {"classes": {FORWARD: {"a": one}}}]}
 
 
 BAD = {
@@ -128,21 +128,25 @@ BAD = {
     "nested": ("[" * 100_000, "cannot be read"),
     "a list": ([], "not a file of fastformer tune"),
     "another file": ({"name": "x"}, "not a file of fastformer tune"),
-    "a newer format": ({"format": 2, "machines": []}, "its format is 2; expected 1"),
-    "no machines": ({"format": 1}, "no list of machines"),
-    "a number for a machine": ({"format": 1, "machines": [3]}, "no list of machines"),
-    "no classes": ({"format": 1, "machines": [HERE]}, "classes are broken"),
-    "classes in a list": ({"format": 1, "machines": [HERE | {"classes": [1]}]}, "are broken"),
+    "a newer format": ({"format": 3, "machines": []}, "its format is 3; expected 2"),
+    "an older format": (
+        {"format": 1, "machines": [HERE | {"classes": {}}]},
+        "its format is 1; expected 2: `fastformer tune` measures again",
+    ),
+    "no machines": ({"format": 2}, "no list of machines"),
+    "a number for a machine": ({"format": 2, "machines": [3]}, "no list of machines"),
+    "no classes": ({"format": 2, "machines": [HERE]}, "classes are broken"),
+    "classes in a list": ({"format": 2, "machines": [HERE | {"classes": [1]}]}, "are broken"),
     "a choice that is no name": (changed(choice=["x"]), "classes are broken"),
     "a choice without a time": (changed(choice="x"), "was not timed"),
     "a time that is no number": (changed(us={"64 32 4 1": "fast"}), "classes are broken"),
     "a time of zero": (changed(us={"64 32 4 1": 0}), "is not positive"),
     "an infinite time": (changed(us={"64 32 4 1": math.inf}), "is not positive"),
     "no reasons": (changed(dropped=None), "classes are broken"),
-    "nothing": ({"format": 1, "machines": []}, "measured on nothing"),
+    "nothing": ({"format": 2, "machines": []}, "measured on nothing"),
     **{
         f"another {name}": (
-            {"format": 1, "machines": [HERE | {name: "other", "classes": {}}]},
+            {"format": 2, "machines": [HERE | {name: "other", "classes": {}}]},
             f"{name} other",
         )
         for name in HERE
@@ -209,17 +213,6 @@ def test_a_cpu_has_no_measurements(tmp_path, monkeypatch, logged):
     backends.measure_again()
 
 
-def test_shipped_measurements_are_the_defaults_of_their_gpu(file, logged):
-    """They count under every driver, and what the user has measured comes before them."""
-    shipped = measurements.SHIPPED[0]
-    there = {(FORWARD, "a"): entry("128 64 8 2"), (FORWARD, "b"): entry("128 64 8 2")}
-    measurements.write(shipped / "gpu_a.json", HERE | {"driver": "older"}, there)
-    measurements.write(shipped / "gpu_b.json", HERE | {"gpu": "GPU B"}, {(FORWARD, "c"): entry()})
-    measurements.write(file, HERE, {(FORWARD, "a"): entry()})
-    assert measurements.choices(CPU) == {(FORWARD, "a"): "64 32 4 1", (FORWARD, "b"): "128 64 8 2"}
-    assert logged() == []
-
-
 # ------------------------------------------------------------------------------- what calls take
 
 
@@ -283,39 +276,15 @@ def test_measured_tiles_reach_the_launches(file, attention):
     torch.testing.assert_close(out, expected)
 
 
-ROWS = dict(M=40, N=48)
-OTHERS = [
-    workloads.workload("layer_norm", "float32", ROWS, True, weight=True, bias=True),
-    workloads.workload("rms_norm", "float32", ROWS, True, weight=True),
-    workloads.workload("dropout_add_layer_norm", "float32", ROWS, True, weight=True, dropout=True),
-    workloads.workload(
-        "feed_forward",
-        "float32",
-        dict(M=40, d=24, F=48, out=16),
-        True,
-        activation="gelu",
-        b_1=True,
-        dropout=True,
-    ),
-    workloads.workload("swiglu", "float32", dict(M=40, d=24, F=48, out=16), True, dropout=True),
-    workloads.workload("cross_entropy", "float32", dict(M=5, V=2000), True, reduction="mean"),
-    workloads.workload(
-        "rotary_embedding", "float32", dict(B=1, H=2, G=2, S=40, D=16, R=16), True, norm=True
-    ),
-    workloads.workload(
-        "embed", "float32", dict(M=40, S=20, N=48, V=9), True, positional=True, dropout=True
-    ),
-]
+SMALL = dict(examples.calls(CPU, torch.float32, B=2, S=20, H=3, D=16, V=2000))
+TILED = {"layer_norm", "dropout_add_rms_norm", "feed_forward", "swiglu", "cross_entropy", "embed"}
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.op)
-def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch):
+@pytest.mark.parametrize("op", sorted(TILED | {"rotary_embedding"}))
+def test_every_measured_row_of_tiles_reaches_its_launch(file, op, monkeypatch):
     """And computes the same, to the policy."""
-    from fastformer.kernels import launch, tuned
-
-    from fastformer.tuning import tuner
-
-    call, taken = tuner._Call(case, CPU), []
+    launch, tuned = (pytest.importorskip(f"fastformer.kernels.{x}") for x in ("launch", "tuned"))
+    call, taken = tuning.Call(op, backends.checked(op, **SMALL[op])), []
     former = launch.Launch.__init__
 
     def remember(self, kernel, grid, arguments, warps, *rest, **named):
@@ -332,9 +301,8 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, case, monkeypatch)
         options = [o for o in question.options() if not isinstance(o, str)]
         assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
         option = next(o for o in options if o[0] != question.shipped[0])
-        measurements.write(
-            file, HERE, {(question.kernel, question.case): entry(tuned.label(option))}
-        )
+        case = question.kernel, question.case
+        measurements.write(file, HERE, {case: entry(tuned.label(option))})
         backends.measure_again()
         taken.clear()
         call()
@@ -394,9 +362,13 @@ def plain(gradient=False, S=40):
     return [torch.randn(1, 2, S, 16, requires_grad=gradient) for _ in range(3)]
 
 
+def class_of(op, **arguments):
+    return op, measurements.class_of(op, backends.checked(op, **arguments))
+
+
 def key(gradient=False):
-    sizes = dict(B=1, H=2, G=2, Sq=40, Sk=40, D=16, Dv=16)
-    return OP, workloads.workload(OP, "float32", sizes, gradient, causal=True).key
+    named = dict(zip(("query", "key", "value"), plain(gradient)))
+    return class_of(OP, **named, is_causal=True)
 
 
 MEASURED = {"triton": 100.0, "torch (cuDNN)": 131.0, "torch (flash)": 200.0, "reference": 900.0}
@@ -427,10 +399,10 @@ def test_explain_says_what_was_measured(file, us, reason):
 
 def test_explain_of_a_model_says_it_too(file):
     pytest.importorskip("triton")
-    sizes = dict(M=4, N=8)
-    case = workloads.workload("layer_norm", "float32", sizes, weight=True, bias=True)
+    x = torch.randn(4, 8)
+    case = class_of("layer_norm", input=x, normalized_shape=8, weight=x[0], bias=x[0])
     us = {"triton": 10.0, "torch (layer_norm)": 15.0}
-    measurements.write(file, HERE, {("layer_norm", case.key): Entry("triton", us, {})})
+    measurements.write(file, HERE, {case: Entry("triton", us, {})})
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     ff.accelerate(model)
     with use_backend("triton"), torch.no_grad():
@@ -521,16 +493,21 @@ def test_an_unknown_op_of_torch_is_no_choice(file, flash):
     assert flash == []
 
 
+def rows(op, gradient=False):
+    """The arguments of a norm of rows [6, 16]."""
+    (weight, bias), (x, residual) = torch.randn(2, 16), torch.randn(2, 6, 16)
+    given = dict(input=x, weight=weight) | ({} if "rms" in op else dict(bias=bias))
+    given |= dict(residual=residual) if "add" in op else dict(normalized_shape=16)
+    leaves = (x for x in given.values() if isinstance(x, torch.Tensor))
+    return given if not gradient or [x.requires_grad_() for x in leaves] else {}
+
+
 @pytest.mark.parametrize("op", [op for op, x in OPERATIONS.items() if x.alternatives and op != OP])
 def test_torchs_norms_compute_the_same_as_ours(op):
     """Output by output, those that the backward reads included, and gradient by gradient."""
     backends._load(op)
-    sizes = dict(M=6, N=16)
-    options = dict(weight=True, bias="rms" not in op)
-    given = workloads.workload(op, "float32", sizes, **options).arguments(CPU)
-    found = []
-    with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
-        OPERATIONS[op].contract(**given)
+    given = rows(op)
+    found = [backends.checked(op, **given)]
     assert OPERATIONS[op].signature(found[0]) is not None
     values, pair = list(found[0].values()), autograd._pairs[op]
     grad, needs = torch.randn(6, 16), [True] * len(pair.grads)
@@ -550,12 +527,14 @@ def test_torchs_norms_compute_the_same_as_ours(op):
 
 def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
     op = "layer_norm"
-    case = workloads.workload(op, "float32", dict(M=6, N=16), True, weight=True)
+    given = rows(op, True)
     name = f"torch ({op}, backward)"
-    measurements.write(file, HERE, {(op, case.key): Entry(name, {name: 1.0, "triton": 2.0}, {})})
+    measurements.write(
+        file, HERE, {class_of(op, **given): Entry(name, {name: 1.0, "triton": 2.0}, {})}
+    )
     on_a_gpu(monkeypatch)
     backends._load(op)
-    given, called = case.arguments(CPU), []
+    called = []
     pair = autograd._pairs[f"{op}: {name}"]
 
     def backward(*arguments, former=pair.backward):
@@ -575,25 +554,16 @@ def test_a_choice_of_torchs_norm_takes_its_backward_too(file, monkeypatch):
 
 
 NOT_TORCHS = [
-    ("layer_norm", dict(unbiased=True), {}),
-    ("layer_norm", dict(weight_dtype="float64"), {}),
-    ("dropout_add_layer_norm", dict(dropout=True, bias=True), {}),
-    ("dropout_add_rms_norm", dict(dropout=True), {}),
+    ("layer_norm", dict(unbiased=True)),
+    ("layer_norm", dict(input=torch.zeros(6, 16, dtype=torch.float16))),
+    ("dropout_add_layer_norm", dict(dropout_p=0.1, dropout_seed=1)),
+    ("dropout_add_rms_norm", dict(dropout_p=0.1, dropout_seed=1)),
 ]
 
 
-@pytest.mark.parametrize("op, options, more", NOT_TORCHS)
-def test_norms_that_torch_does_not_have(op, options, more):
-    given = workloads.workload(op, "float32", dict(M=6, N=16), weight=True, **options).arguments(
-        CPU
-    )
-    if "weight" in given and "weight_dtype" in options:
-        given["weight"] = given["weight"].float()
-        given["input"] = given["input"].half()
-    found = []
-    with backends.observe(on_call=lambda op, arguments: found.append(arguments)):
-        OPERATIONS[op].contract(**given)
-    assert OPERATIONS[op].signature(found[0]) is None
+@pytest.mark.parametrize("op, options", NOT_TORCHS)
+def test_norms_that_torch_does_not_have(op, options):
+    assert OPERATIONS[op].signature(backends.checked(op, **rows(op) | options)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -617,11 +587,60 @@ def test_the_classes_of_a_kernel_round_sizes_up():
 
     assert tuned.named(torch.float16, "tf32", q=1000, D=64, none=0) == "float16 q1024 D64 none1"
     assert tuned.named(torch.float32, "tf32", q=65) == "float32 tf32 q128"
-    assert [workloads.next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [1, 1, 2, 4, 64, 128]
+    assert [ff.description.next_power_of_2(n) for n in (0, 1, 2, 3, 64, 65)] == [
+        1,
+        1,
+        2,
+        4,
+        64,
+        128,
+    ]
 
 
-def test_of_several_drivers_in_a_shipped_file_the_last_counts(file):
-    shipped = measurements.SHIPPED[0] / "gpu_a.json"
-    for driver, choice in (("one", "64 32 4 1"), ("other", "128 64 8 2")):
-        measurements.write(shipped, HERE | {"driver": driver}, {(FORWARD, "a"): entry(choice)})
-    assert measurements.choices(CPU) == {(FORWARD, "a"): "128 64 8 2"}
+# ------------------------------------------------------------------------------ classes of calls
+
+
+def test_the_name_of_a_class():
+    x = torch.randn(3, 5, 24, requires_grad=True)
+    _, name = class_of("layer_norm", input=x, normalized_shape=24, weight=torch.ones(24))
+    assert name == "float32 input=16x32 normalized_shape=32 weight=32 backward"
+    heads = torch.randn(2, 40, 3, 16, dtype=torch.float16).transpose(1, 2)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    _, name = class_of(OP, query=heads, key=heads, value=heads, attn_mask=mask, window=(8, 100))
+    assert name == (
+        "float16 query=2x4x64x16:0213 key=2x4x64x16:0213 value=2x4x64x16:0213 "
+        "attn_mask=2x1x1x64 window=8x128 causal_alignment=top_left"
+    )
+
+
+def test_what_tells_classes_apart():
+    base = dict(zip(("query", "key", "value"), plain()))
+    same = [{}, dict(scale=0.5), dict(return_lse=True)]
+    same += [dict(zip(base, plain(S=n))) for n in (33, 64)]
+    assert len({class_of(OP, **base | options) for options in same}) == 1
+    bias = torch.zeros(40, 40)
+    different = [{}, dict(is_causal=True), dict(window=(8, None)), dict(softcap=3.0)]
+    different += [dict(bias=bias), dict(bias=bias[:1]), dict(bias=bias[:, :1])]
+    different += [dict(bias=bias.t()), dict(sinks=torch.zeros(2))]
+    different += [dict(zip(base, plain(True))), dict(zip(base, plain(S=65)))]
+    different += [{n: x.half() for n, x in base.items()}, dict(dropout_p=0.1, dropout_seed=1)]
+    found = [class_of(OP, **base | options) for options in different]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("op", sorted(SMALL))
+def test_every_op_has_classes_and_a_part_that_float64_can_compute(op):
+    given = backends.checked(op, **SMALL[op])
+    part = measurements.cut(op, given, 8, 8)
+    call = tuning.Call(op, given)
+    results = call.results(part, "reference")
+    wide = call.results(measurements.changed(part, tuning._double), "reference")
+    assert measurements.class_of(op, given) and op in measurements.kinds()
+    assert len(results) == len(wide) > call.gradient and wide[0].dtype == torch.float64
+    assert SMALL.keys() == OPERATIONS.keys()
+
+
+def test_calls_that_are_not_measured():
+    x = torch.zeros(0, 8)
+    assert class_of("layer_norm", input=x, normalized_shape=8)[1] is None
+    assert class_of("layer_norm", input=x.new_zeros(3, 8).double(), normalized_shape=8)[1] is None

@@ -1,10 +1,10 @@
-"""Jobs and timers for test_tuner.py, which a worker process imports by name."""
+"""Jobs and timers for test_measuring.py, which a worker process imports by name."""
 
 import os
 import sys
 import time
 
-from fastformer.tuning.measuring import Candidate, Job
+from fastformer.tuning import Candidate
 
 
 def by_itself(call):
@@ -41,22 +41,15 @@ CANDIDATES = {
 }
 
 
-def jobs(group, done):
-    """A group is the name of a class and those of its candidates."""
-    name, *names = group.split(", ")
-    if name == "no inputs":
+def jobs(work, key, names):
+    """The candidates of those names."""
+    if names == "no inputs":
         fail("out of memory")
-    if name == "dies":
+    if names == "dies":
         print("the GPU is lost to its process", file=sys.stderr, flush=True)
         os._exit(1)
-    yield Job(("attention forward", name), [CANDIDATES[n] for n in names])
-    assert done["attention forward", name].us.keys() <= set(names)
-
-
-def slow_jobs(group, done):
-    """Each takes a tenth of a second."""
-    time.sleep(0.1)
-    yield Job(("attention forward", group), [CANDIDATES["good"]])
+    yield key, [CANDIDATES[name] for name in names.split(", ")]
+    assert work.done[key].us.keys() <= set(names.split(", "))
 
 
 def by_tiles(call):

@@ -18,7 +18,9 @@ from fastformer.checks import (
     seed_tensor,
     shape_of,
 )
-from fastformer.dispatch import backends
+from fastformer.dispatch import backends, operation
+from fastformer.dispatch.operation import Arguments, Operation
+from fastformer.ops.embedding import reference
 from fastformer.ops.row_shards import row_shard
 
 
@@ -106,3 +108,30 @@ def embed(
         dropout_seed=seed_tensor(dropout_seed, p, weight.device),
         shard=shard,
     )
+
+
+# ----------------------------------------------------------------------- the record of the dispatch
+
+
+def _dims(arguments: Arguments) -> dict[str, str]:
+    tokens = operation.ROW_DIMS[: arguments["tokens"].dim()]
+    return {"tokens": tokens, "weight": "vn", "positional": ".n", "dropout_seed": "."}
+
+
+_SHARDING = operation.ShardingRule(
+    _dims,
+    lambda x: (x["tokens"] + "n",),
+    "vn" + operation.ROW_DIMS,
+    {"v": ("tokens",), "n": ("tokens",)},
+)
+
+
+backends.register(
+    Operation(
+        kernel="embedding",
+        contract=embed,
+        reference=reference.embed,
+        sharding=_SHARDING,
+        tuned=("embed forward", "embed backward"),
+    )
+)

@@ -20,8 +20,9 @@ from fastformer.checks import (
     require_tensor,
     shape_of,
 )
-from fastformer.dispatch import backends
+from fastformer.dispatch import backends, operation
 from fastformer.eager import may_read
+from fastformer.ops.loss import reference
 from fastformer.ops.loss.reference import usual_cross_entropy
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -289,3 +290,40 @@ def _negative_entropy(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / w.sum()
+
+
+# ----------------------------------------------------------------------- the record of the dispatch
+
+
+def _dims(arguments: operation.Arguments) -> dict[str, str]:
+    rows = operation.ROW_DIMS[: arguments["target"].dim()]
+    if "logits" in arguments:
+        return {"logits": rows + "v", "target": rows}
+    return {"input": rows + "n", "linear_weight": "vn", "target": rows, "linear_bias": "v"}
+
+
+_SHARDING = operation.ShardingRule(
+    _dims, lambda x: (x["target"],), "v" + operation.ROW_DIMS, {"v": ("target",)}
+)
+
+
+backends.register(
+    operation.Operation(
+        kernel="cross_entropy",
+        contract=cross_entropy,
+        reference=reference.cross_entropy,
+        sharding=_SHARDING,
+        without_kernel=("weight", "z_loss"),
+        tuned=("cross_entropy loss", "cross_entropy gradient"),
+    )
+)
+backends.register(
+    operation.Operation(
+        kernel="cross_entropy",
+        contract=linear_cross_entropy,
+        reference=reference.linear_cross_entropy,
+        sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
+        without_kernel=("weight", "z_loss"),
+        tuned=("linear_cross_entropy chunk", "cross_entropy loss", "cross_entropy gradient"),
+    )
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,9 @@ from fastformer.checks import (
     require_tensor,
     shape_of,
 )
-from fastformer.dispatch import backends
+from fastformer.dispatch import backends, operation
+from fastformer.dispatch.operation import Arguments, Operation
+from fastformer.ops.rotary import reference
 
 
 def rotary_embedding(
@@ -144,3 +148,35 @@ def _require_like(name: str, x: Tensor, query: Tensor) -> None:
             f"{name} has dtype {x.dtype}; expected the query's {query.dtype}, or float32"
         )
     require_device(name, x, "query", query)
+
+
+# ----------------------------------------------------------------------- the record of the dispatch
+
+
+def _dims(arguments: Arguments) -> dict[str, str]:
+    heads, table = ("qh.", "q.") if arguments["query"].dim() == 3 else ("bhq.", "bq.")
+    table = table[-arguments["cos"].dim() :]
+    given = {"query": heads, "key": heads, "cos": table, "sin": table}
+    return given | {"query_norm": ".", "key_norm": "."}
+
+
+_SHARDING = operation.ShardingRule(_dims, lambda x: (x["query"], x["key"]), "hbq")
+
+
+def _unsaved(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Return what the backward does not read: without a norm, the rotation is linear."""
+    pairs = (("query", "query_norm"), ("key", "key_norm"))
+    return tuple(x for x, norm in pairs if arguments[norm] is None)
+
+
+backends.register(
+    Operation(
+        kernel="rotary",
+        contract=rotary_embedding,
+        reference=reference.rotary_embedding,
+        sharding=_SHARDING,
+        tuned=("rotary forward", "rotary backward"),
+        reference_backward=reference.rotary_embedding_backward,
+        unsaved=_unsaved,
+    )
+)

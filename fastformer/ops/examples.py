@@ -1,0 +1,91 @@
+"""A call of each op, at sizes that are common: what `fastformer tune` measures, and at small sizes
+what `fastformer info` explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastformer.dispatch.operation import Arguments
+
+P, SEED = 0.1, 7  # of dropout
+
+
+def calls(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    gradient: bool = True,
+    B: int = 4,
+    S: int = 4096,
+    H: int = 16,
+    D: int = 64,
+    V: int = 32768,
+) -> Iterator[tuple[str, Arguments]]:
+    """Yield (op, arguments) of calls with B sequences of S tokens, H heads of D features, and V
+    classes. gradient: the inputs require gradients, but for decoding, which has none.
+    """
+    N, G, page = H * D, max(1, H // 4), 16
+    blocks = -(-S // page)  # of the keys of a sequence
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, device=device) * scale
+        return x.to(dtype).requires_grad_(gradient)
+
+    def heads(n: int, length: int, width: int = D) -> Tensor:  # [B, n, length, width]
+        x = torch.randn(B, length, n, width, device=device).to(dtype).transpose(1, 2)
+        return x.requires_grad_(gradient and length > 1)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, device=device)
+
+    def inputs(n: int = H, width: int = D) -> Arguments:
+        return {name: heads(n, S, width) for name in ("query", "key", "value")}
+
+    attention, lengths = "scaled_dot_product_attention", integers(S // 2, S + 1, B)
+    dropout: Arguments = dict(dropout_p=P, dropout_seed=SEED)
+    yield attention, dict(inputs(), is_causal=True)
+    yield attention, dict(inputs(max(1, H // 2), 2 * D), is_causal=True)
+    yield attention, dict(inputs(), key_lengths=lengths) | dropout
+    mask = torch.arange(S, device=device) < lengths.view(B, 1, 1, 1)
+    yield attention, dict(inputs(), attn_mask=mask) | dropout
+    offsets = S * torch.arange(B + 1, dtype=torch.int32, device=device)
+    packed: Arguments = {n: normal(B * S, H, D) for n in ("query", "key", "value")}
+    packed |= dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_q=S, max_k=S)
+    yield "packed_attention", dict(packed, is_causal=True)
+    one = dict(key_lengths=lengths, is_causal=True, causal_alignment="bottom_right")
+    with torch.no_grad():
+        cached = {name: x.detach() for name, x in zip(("key", "value"), (heads(G, S), heads(G, S)))}
+        yield attention, dict(query=heads(H, 1), **cached, enable_gqa=G != H, **one)
+        pages = {f"{n}_pages": normal(B * blocks, page, G, D).detach() for n in ("key", "value")}
+        table = torch.arange(B * blocks, device=device, dtype=torch.int32).view(B, -1)
+        yield "paged_attention", dict(query=heads(H, 1), **pages, block_table=table, **one)
+
+    angles = torch.randn(S, D // 2, device=device).repeat(1, 2)
+    rotated = dict(query=heads(H, S), key=heads(G, S), cos=angles.cos(), sin=angles.sin())
+    yield "rotary_embedding", rotated
+
+    rows = normal(B, S, N)
+    weight, bias = normal(N), normal(N)
+    yield "layer_norm", dict(input=rows, normalized_shape=N, weight=weight, bias=bias)
+    yield "rms_norm", dict(input=rows, normalized_shape=N, weight=weight)
+    added: Arguments = dict(input=rows, residual=normal(B, S, N), weight=weight) | dropout
+    yield "dropout_add_layer_norm", dict(added, bias=bias)
+    yield "dropout_add_rms_norm", added
+
+    first, second = normal(4 * N, N, scale=N**-0.5), normal(N, 4 * N, scale=(4 * N) ** -0.5)
+    given: Arguments = dict(input=rows, w_1=first, b_1=normal(4 * N), w_2=second, b_2=bias)
+    for activation in ("relu", "gelu"):
+        yield "feed_forward", dict(given, activation=activation) | dropout
+    both = normal(8 * N, N, scale=N**-0.5)
+    yield "geglu", dict(input=rows, w=both, b=normal(8 * N), w_2=second, b_2=bias) | dropout
+    yield "swiglu", dict(input=rows, w=both, b=None, w_2=second, b_2=None)
+    halves = normal(B, S, 4 * N), normal(B, S, 4 * N)
+    yield "gated_activation", dict(gate=halves[0], value=halves[1], activation="silu")
+
+    tokens, table = integers(0, V, B, S), normal(V, N, scale=2 * N**-0.5)
+    yield "embed", dict(tokens=tokens, weight=table, positional=normal(S, N)) | dropout
+    yield "linear_cross_entropy", dict(input=rows, linear_weight=table, target=tokens)
+    yield "cross_entropy", dict(logits=normal(B * S, V, scale=2.0), target=tokens.flatten())

@@ -1,1 +1,0 @@
-"""`tune`: measure which kernels and options are fastest on this GPU."""

@@ -1636,7 +1636,6 @@ DRAWN_FROM = {
     "models": (
         "kernels/feed_forward.py",
         "kernels/rotary.py",
-        "fastformer/drop_in/deferred.py",
         "fastformer/drop_in/replacements/hugging_face.py",
         "fastformer/drop_in/replacements/rotary.py",
         "fastformer/drop_in/trial.py",
@@ -1733,6 +1732,7 @@ EXECUTED_BY = {
         "nn/test_transformer.py",
         "nn/test_saving.py",
         "drop_in/test_whole_hugging_face_models.py",
+        "drop_in/test_hugging_face_losses.py",
         *(
             f"drop_in/test_patch.py::{test}"
             for test in (
@@ -1827,10 +1827,6 @@ DRAWN_EQUIVALENT = {
         "context_parallel",
         "422:58 `0.0` -> `1.0`",
     ): "where the sum is -inf each part of it is, whose weight exp(-inf - 1) is 0 as well",
-    (
-        "drop_in/deferred",
-        "144:71 `0` -> `(-1)`",
-    ): "a reshape of no rows is right without the condition, which is gone",
     (
         "drop_in/replacements/hugging_face",
         "120:18 `2e-6` -> `2.1e-06`",

@@ -60,7 +60,7 @@ def test_the_walk_of_an_op_names_every_file_that_names_one():
     named = walk("Add an op")
     callers = {"fastformer/nn/norms.py", "fastformer/nn/stream.py", "fastformer/nn/stacks.py"}
     callers |= {"fastformer/nn/transformer.py", "fastformer/training/training.py"}
-    callers |= {"fastformer/drop_in/deferred.py", "fastformer/drop_in/patch.py"}
+    callers |= {"fastformer/drop_in/replacements/hugging_face.py", "fastformer/drop_in/patch.py"}
     for op, stem in (("dropout_add_rms_norm", "norms"), ("linear_cross_entropy", "loss")):
         found = {
             str(path.relative_to(ROOT))

@@ -63,6 +63,7 @@ def accelerate(
     - An output is contiguous where torch returns a transposed view.
     - A layer whose submodules have hooks calls them one by one.
     - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
+      The backward of that loss reads the logits: torch raises an error if they were changed.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
 
     torch.jit.script does not accept a replaced model: restore it first. A compiled model is
@@ -273,7 +274,8 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
         return None
     if "forward" not in module.__dict__:
         if has_loss(module):
-            return unknown_loss(module) or FusedModelWithLoss
+            kind = FusedModelWithLoss
+            return unknown_loss(module) or _collision(module, kind) or kind
         if functions := rotations(type(module)):
             return disagreement_of(functions) or FusedRotaryAttention
         if reason := unknown_rotation(type(module)):
@@ -299,10 +301,10 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours = {"_fallbacks", "_drops_padding"}
+    ours, theirs = {"_fallbacks", "_drops_padding"}, {"forward", "attn", "loss_function"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
-            ours |= {name for name in vars(cls) if name[:2] != "__"} - {"forward", "attn"}
+            ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs
     for name in sorted(ours):
         if name in module.__dict__ or hasattr(type(module), name):
             return f"it has an attribute {name}, which the replacement needs for itself"

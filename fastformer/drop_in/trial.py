@@ -80,13 +80,12 @@ def needs_logits(model: FusedModelWithLoss) -> str | None:
         model.training = model._skips_logits = True
         try:
             output = model.forward(**named, labels=tokens, return_dict=True)
+            read = any(not x.isfinite().all() for x in output.values() if type(x) is Tensor)
         except ChangedLogitsError:
             return "it changes them before it computes its loss"
         except Exception as error:
             return f"a trial run raised {type(error).__name__}: {error}"
-    if output.logits is not None or not output.loss.isfinite():
-        return "by a trial run, it uses them for more than its loss"
-    return None
+    return "by a trial run, it uses them for more than its loss" if read else None
 
 
 class _Outputs(tuple[Tensor]):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -106,12 +107,12 @@ def test_options_of_the_loss(skip, options, backend):
     torch.testing.assert_close(grads, gradients(plain, want.loss))
 
 
-@pytest.mark.parametrize("name", ["Gemma3Text", "Bert", "Qwen2Moe"])
+@pytest.mark.parametrize("name", ["Gemma3Text", "Phi", "EuroBert", "Qwen2Moe"])
 @SKIPS
 def test_other_models(skip, name):
-    """A softcap that is None, a bias of the output layer, and a loss of a router's beside it."""
+    """A softcap that is None, a bias of the output layer, the other loss, a loss of routers."""
     options = dict(output_router_logits=True) if name == "Qwen2Moe" else {}
-    if name == "Bert":
+    if name == "EuroBert":
         config = transformers.EuroBertConfig(**SIZES, pad_token_id=0)
         plain = transformers.EuroBertForMaskedLM._from_config(config).train()
         model = copy.deepcopy(plain)
@@ -124,11 +125,11 @@ def test_other_models(skip, name):
     torch.testing.assert_close(gradients(model, have.loss), gradients(plain, want.loss))
 
 
-@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("mode", ["bfloat16", "float16", "autocast"])
 @SKIPS
 def test_16_bits(skip, mode):
     """Loss and logits have the dtypes of the plain model; no error is twice as large as its."""
-    dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+    dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
     plain, model = pair(skip, dtype=dtype)
     exact = copy.deepcopy(plain).double()(**GIVEN)
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
@@ -309,6 +310,7 @@ def test_transforms_of_functions():
 
             found.append((loss(values), torch.func.grad(loss)(values)))
         torch.testing.assert_close(*found)
+        assert "a transform of torch.func is active" in str(model._fallbacks)
 
 
 @SKIPS
@@ -369,10 +371,20 @@ def test_an_output_layer_of_fsdp(group):
     want = plain(**GIVEN)
     torch.testing.assert_close(out.loss, want.loss)
     torch.testing.assert_close(out.logits, want.logits)
-    report = ff.accelerate(causal("Llama"), skip_logits=True)
-    assert not report.notes
-    report = ff.accelerate(model, skip_logits=True)
+    sharded = causal()
+    fully_shard(sharded.lm_head, mesh=mesh)
+    report = ff.accelerate(sharded, skip_logits=True)
     assert "its output layer is FSDPLinear" in report.notes[""]
+    sharded = causal()
+    fully_shard(sharded, mesh=mesh)
+    report = ff.accelerate(sharded, skip_logits=True)
+    assert "the weight of its output layer is a DTensor" in report.notes[""]
+    shards = [distribute_tensor(x, mesh) for x in (want.logits.detach(), IDS)]
+    shifted = model.loss_function(shards[0], None, V, shift_labels=shards[1])
+    torch.testing.assert_close(
+        shifted.full_tensor(), F.cross_entropy(want.logits.flatten(0, 1), IDS.flatten())
+    )
+    assert model._fallbacks["its logits are a DTensor"] == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -465,8 +477,9 @@ def test_adapters(skip):
     torch.testing.assert_close(found[1][: 2 if skip else 3], found[0][: 2 if skip else 3])
     assert (found[1][2] is None) == skip
     torch.testing.assert_close(found[3], found[2])
+    ff.restore(model)
     if skip:
-        assert "its output layer is Adapter" in str(ff.accelerate(model, skip_logits=True).notes)
+        assert "its output layer is Adapter" in ff.accelerate(model, skip_logits=True).notes[""]
 
 
 @SKIPS
@@ -540,6 +553,16 @@ class InPlace(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutput(loss, logits)
 
 
+class Casting(transformers.LlamaForCausalLM):
+    """Casts its logits, which float32 does not show."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden).float()
+        loss = self.loss_function(logits, labels, V)
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
 class Reading(transformers.LlamaForCausalLM):
     """Adds a loss of its own."""
 
@@ -548,6 +571,22 @@ class Reading(transformers.LlamaForCausalLM):
         logits = self.lm_head(hidden)
         loss = self.loss_function(logits, labels, V) + logits.square().mean()
         return transformers.modeling_outputs.CausalLMOutput(loss, logits)
+
+
+class Returning(transformers.LlamaForCausalLM):
+    """Returns its logits in another form."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = self.loss_function(logits, labels, V)
+        return transformers.modeling_outputs.CausalLMOutput(loss, logits * 2)
+
+
+class Whole(transformers.LlamaForCausalLM):
+    """Has no base model beside itself."""
+
+    base_model_prefix = ""
 
 
 def hooked():
@@ -573,7 +612,10 @@ REPORTS = {
     "scale": (lambda: causal("Cohere"), None, CHANGED),
     "division": (lambda: causal("Granite", logits_scaling=2.0), None, CHANGED),
     "in place": (lambda: of(InPlace), None, CHANGED),
+    "cast": (lambda: of(Casting), None, CHANGED),
     "read": (lambda: of(Reading), None, "by a trial run, it uses them for more than its loss"),
+    "returned": (lambda: of(Returning), None, "it uses them for more than its loss"),
+    "no base model": (lambda: of(Whole), None, "it has no base model"),
     "hook": (hooked, None, "its output layer has hooks"),
     "pruned": (pruned, None, "its output layer has hooks"),
     "T5": (t5, "its forward does not compute its loss by loss_function", "no loss of logits"),
@@ -590,14 +632,12 @@ def test_the_report_says_why(make, of_the_loss, of_the_logits):
     torch.manual_seed(0)
     model = make().train()
     before = vars(model).keys(), [vars(module).keys() for module in model.children()]
-    assert not ff.accelerate(model).notes.get("", "").startswith(("its logits", "no logits"))
-    report = ff.accelerate(model, skip_logits=True)
-    assert of_the_logits in report.notes[""]
-    ff.restore(model)
     report = ff.accelerate(model)
-    assert (of_the_loss or "") in report.skipped.get("", "")
+    assert not report.notes and (of_the_loss or "") in report.skipped.get("", "")
     assert (of_the_loss is None) == ("" not in report.skipped)
-    ff.accelerate(model, skip_logits=True)
+    ff.restore(model)
+    assert of_the_logits in ff.accelerate(model.eval(), skip_logits=True).notes[""]
+    model.train()
     if of_the_loss is None and hasattr(model, "lm_head"):
         want, have = plain(input_ids=IDS, labels=LABELS), model(input_ids=IDS, labels=LABELS)
         torch.testing.assert_close(have.loss, want.loss)
@@ -619,7 +659,7 @@ def test_a_model_that_changes_its_logits_later():
 
 def test_a_hook_that_is_added_later():
     """The output layer runs, and the report counts it."""
-    plain, model = pair(True)
+    plain, model = causal(), causal()
     report = ff.accelerate(model, skip_logits=True)
     for one in (plain, model):
         one.lm_head.register_forward_hook(lambda module, args, out: out / 2)

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -221,7 +221,7 @@ class FusedModelWithLoss(AnySignature):
 
     _skips_logits = False  # set by `accelerate`
     _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
-    _theirs: Callable[[Any], Any]  # the getter of the original's loss_function
+    _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -353,6 +353,8 @@ class _SkippedLogits:
 def output_layer(model: nn.Module) -> nn.Linear | str:
     """Return the output layer of a Hugging Face model, or why the model cannot skip its logits."""
     head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        return "it has no output layer"
     if type(head) is not nn.Linear:
         return f"its output layer is {type(head).__name__}, not Linear"
     if not is_unmodified(head):

@@ -14,8 +14,8 @@ from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultih
 from fastformer.drop_in.replacements.base import Accelerated, class_for
 from fastformer.drop_in.replacements.hugging_face import (
     FusedModelWithLoss,
-    FusedOutputProjection,
-    output_projection,
+    has_loss,
+    unknown_loss,
     unknown_structure,
 )
 from fastformer.drop_in.replacements.layers import Layer
@@ -26,14 +26,18 @@ from fastformer.drop_in.replacements.rotary import (
     unknown_rotation,
 )
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
-from fastformer.drop_in.trial import disagreement
+from fastformer.drop_in.trial import disagreement, needs_logits
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.norms import LayerNorm
 
 
 def accelerate(
-    model: nn.Module, *, drop_padding: bool | None = None, need_weights: bool | None = None
+    model: nn.Module,
+    *,
+    drop_padding: bool | None = None,
+    need_weights: bool | None = None,
+    skip_logits: bool | None = None,
 ) -> Report:
     """Run the modules of a PyTorch model on the ops of fastformer, in place.
 
@@ -43,9 +47,9 @@ def accelerate(
     the Annotated Transformer: it recognizes them by their attributes (linears.0 .. 3 with h and
     d_k; a_2 and b_2; w_1 and w_2) and confirms them by comparing with a trial run of the original
     in float64. In the same way it replaces the RMSNorms, rotary positions and gated feed-forwards
-    of Hugging Face's models; and a model that is given labels computes its loss by
-    `linear_cross_entropy`, and the logits that it returns only when they are read. Only the class
-    of each module changes: parameters, buffers, hooks, state dict, signature and defaults stay.
+    of Hugging Face's models; and a model whose loss is the cross-entropy of its logits computes
+    it by `cross_entropy`. Only the class of each module changes: parameters, buffers, hooks, state
+    dict, signature and defaults stay.
 
     The outputs equal torch's at every position and in every mode, also at the padding: zeros where
     torch's encoder converts to nested tensors at inference, the output of its layers otherwise.
@@ -59,6 +63,7 @@ def accelerate(
     - An output is contiguous where torch returns a transposed view.
     - A layer whose submodules have hooks calls them one by one.
     - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.
+      The backward of that loss reads the logits: torch raises an error if they were changed.
     - The tutorial's attribute `attn`, the weights of the last call, is None afterwards.
 
     torch.jit.script does not accept a replaced model: restore it first. torch.jit.trace records the
@@ -66,7 +71,7 @@ def accelerate(
     compiled again; the report does not count calls inside a compiled model.
 
     A second call replaces what was added since. An option that it is not given (None) stays as an
-    earlier call set it; without one, drop_padding is False and need_weights True.
+    earlier call set it; without one, need_weights is True and the others are False.
 
     Args:
         model: any module. Modules are replaced at every depth, the model itself included.
@@ -82,6 +87,12 @@ def accelerate(
             (output, None), even if its caller asks for weights: for a model that discards the
             weights, as `self.attn(x, x, x)[0]` does. If True, a call with need_weights=True,
             torch's default, runs in plain PyTorch; the report notes this immediately.
+        skip_logits: if True, a Hugging Face model that is given labels in training mode computes
+            its loss from its hidden states, by `linear_cross_entropy`, which never holds all
+            logits; the `logits` of its output are None. In evaluation mode and without labels it
+            returns them. The report notes each model that returns its logits nevertheless, and
+            why: it changes them before the loss (a scale, a softcap), or its output layer is no
+            plain nn.Linear, has hooks or is sharded. A compiled model returns its logits, too.
 
     Returns:
         A `Report` of what was replaced, and what was skipped and why; it also counts the later
@@ -99,14 +110,24 @@ def accelerate(
         drop_padding = require_flag("drop_padding", drop_padding)
     if need_weights is not None:
         need_weights = require_flag("need_weights", need_weights)
+    if skip_logits is not None:
+        skip_logits = require_flag("skip_logits", skip_logits)
     report = Report()
     _change_classes(_plan(model, report))
     in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
-    for module in report._modules.values():
+    for name, module in report._modules.items():
         if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
             module._drops_padding = drop_padding
         if isinstance(module, Layer):
             in_layers |= {getattr(module, name) for name in module._attentions}
+        if isinstance(module, FusedModelWithLoss):
+            wanted = module._skips_logits if skip_logits is None else skip_logits
+            reason = needs_logits(module) if wanted else None
+            module._skips_logits = wanted and reason is None
+            if reason is not None:
+                report.notes[name] = f"its logits are not skipped: {reason}"
+    if skip_logits and not any(isinstance(m, FusedModelWithLoss) for m in report._modules.values()):
+        report.notes[""] = "no logits are skipped: no loss of logits was replaced"
     for name, module in report._modules.items():
         if isinstance(module, FusedMultiheadAttention):
             if need_weights is not None:
@@ -204,13 +225,12 @@ def _require_model(model: nn.Module) -> None:
 def _plan(model: nn.Module, report: Report) -> list[tuple[nn.Module, type[Accelerated]]]:
     """Return (module, new class) for each module that can be replaced, and fill in the report."""
     plan: list[tuple[nn.Module, type[Accelerated]]] = []
-    heads = {output_projection(module) for module in model.modules()} - {None}
     for name, module in model.named_modules():
         if isinstance(module, Accelerated):
             report.already.append(name)
             report._modules[name] = module
             continue
-        kind = FusedOutputProjection if module in heads else _kind(module)
+        kind = _kind(module)
         try:
             cls = kind if kind is None or isinstance(kind, str) else class_for(kind, type(module))
         except Exception as error:  # the original class may reject subclasses
@@ -240,7 +260,7 @@ def _change_classes(plan: list[tuple[nn.Module, type[Accelerated]]]) -> None:
 
 def _restore_class(module: Accelerated) -> None:
     module.__class__ = module._original  # type: ignore[assignment]
-    for name in ("_fallbacks", "_drops_padding", "_returns_weights"):
+    for name in ("_fallbacks", "_drops_padding", "_returns_weights", "_skips_logits"):
         module.__dict__.pop(name, None)
 
 
@@ -262,8 +282,9 @@ def _kind(module: nn.Module) -> type[Accelerated] | str | None:
     if isinstance(module, _OWN):
         return None
     if "forward" not in module.__dict__:
-        if output_projection(module) is not None:
-            return FusedModelWithLoss
+        if has_loss(module):
+            kind = FusedModelWithLoss
+            return unknown_loss(module) or _collision(module, kind) or kind
         if functions := rotations(type(module)):
             return disagreement_of(functions) or FusedRotaryAttention
         if reason := unknown_rotation(type(module)):
@@ -289,10 +310,10 @@ def _recognized(module: nn.Module) -> type[Accelerated] | str | None:
 
 def _collision(module: nn.Module, kind: type[Accelerated]) -> str | None:
     """Return which attribute of the module has a name that the kind needs for itself, or None."""
-    ours = {"_fallbacks"}
+    ours, theirs = {"_fallbacks"}, {"forward", "attn", "loss_function"}
     for cls in kind.__mro__:
         if issubclass(cls, Accelerated):
-            ours |= {name for name in vars(cls) if name[:2] != "__"} - {"forward", "attn"}
+            ours |= {name for name in vars(cls) if name[:2] != "__"} - theirs
     for name in sorted(ours):
         if name in module.__dict__ or hasattr(type(module), name):
             return f"it has an attribute {name}, which the replacement needs for itself"

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import Recognized, class_for
+from fastformer.drop_in.replacements.hugging_face import (
+    ChangedLogitsError,
+    FusedModelWithLoss,
+    output_layer,
+)
 
 
 def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
@@ -53,6 +58,41 @@ def disagreement(module: nn.Module, kind: type[Recognized]) -> str | None:
         except Exception as error:  # whatever the user's code raises is a reason
             return f"a trial run raised {type(error).__name__}: {error}"
     return None
+
+
+def needs_logits(model: FusedModelWithLoss) -> str | None:
+    """Return why a model cannot compute its loss without logits, or None.
+
+    The model's forward runs once, in training mode, with two tokens and labels; in place of its
+    base model, which computes the hidden states, a function returns zeros.
+    """
+    head, base = output_layer(model), getattr(model, "base_model", model)
+    if isinstance(head, str):
+        return head
+    if base is model:
+        return "it has no base model that computes the hidden states"
+    weight = head.weight
+    outputs = _Outputs([weight.new_zeros(1, 2, head.in_features)])
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
+    named = {} if model.main_input_name != "input_ids" else {"input_ids": tokens}
+    with torch.no_grad(), _state_kept(model), backends.use_backend("reference"):
+        base.__dict__["forward"] = lambda *_, **__: outputs
+        model.training = model._skips_logits = True
+        try:
+            output = model.forward(**named, labels=tokens, return_dict=True)
+            read = any(not x.isfinite().all() for x in output.values() if type(x) is Tensor)
+        except ChangedLogitsError:
+            return "it changes them before it computes its loss"
+        except Exception as error:
+            return f"a trial run raised {type(error).__name__}: {error}"
+    return "by a trial run, it uses them for more than its loss" if read else None
+
+
+class _Outputs(tuple[Tensor]):
+    """What stands for the outputs of a base model: its hidden states, and None for all others."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 def _trial_run(

@@ -372,14 +372,13 @@ WORDS = {
     "FusedRMSNorm": "norms",
     "FusedGatedFeedForward": "gated",
     "FusedRotaryAttention": "rotary",
-    "FusedOutputProjection": "loss",
+    "FusedModelWithLoss": "loss",
 }
 
 
 def described(report):
     """What was replaced, how often, and what stays with the reason, each class once."""
-    words = [WORDS.get(m._kind.__name__, "others") for m in report._modules.values()
-             if m._kind.__name__ != "FusedModelWithLoss"]  # fmt: skip
+    words = [WORDS.get(m._kind.__name__, "others") for m in report._modules.values()]
     counts = collections.Counter(words)
     parts = [f"{word} {n}" if word != "loss" else word for word, n in sorted(counts.items())]
     text = ", ".join(parts) or "nothing"
@@ -494,7 +493,7 @@ were compared for their attention alone: {built - len(whole)}.
 | norms | {counts["norms"]} |
 | gated feed-forward layers | {counts["gated"]} |
 | rotary positions | {counts["rotary"]} |
-| the output layer and the loss | {losses} |
+| the loss | {losses} |
 
 The data name for each type what was replaced, how often, and which layers stay and why.
 

@@ -9,24 +9,26 @@ Improve Transformer", section 2.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+import math
 import re
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.checks import autocast_dtype
 from fastformer.dispatch import backends
-from fastformer.drop_in.deferred import DeferredLogits
 from fastformer.drop_in.replacements.base import (
-    Accelerated,
     AnySignature,
     Recognized,
     has_only,
     ops_of,
+    record_fallback,
     unsupported_tensor,
 )
 from fastformer.nn.stream import is_unmodified
@@ -208,52 +210,177 @@ def unknown_structure(module: nn.Module) -> str | None:
     return f"no replacement has its structure ({parts})"
 
 
-class FusedOutputProjection(Accelerated, nn.Linear):
-    """The output layer of a model: while the model computes a loss, its logits are deferred."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        deferring = getattr(_deferring, "layers", ())
-        if self not in deferring or torch.compiler.is_compiling():
-            return nn.Linear.forward(self, input)
-        reason = unsupported_tensor(input, self.weight, self.bias)
-        if backends.is_dtensor(self.weight):
-            reason = "its weight is a DTensor"
-        computed = autocast_dtype(input) or input.dtype
-        if reason is None and computed is input.dtype and self.weight.dtype != computed:
-            reason = f"the input is {input.dtype}, the weight {self.weight.dtype}"
-        if reason is not None:
-            return self._run_original(reason, input)
-        return DeferredLogits(input, self.weight, self.bias, computed, computed)
+# Functions of transformers.loss.loss_utils: the cross-entropy of the logits, in float32.
+_LOSSES = "ForCausalLMLoss", "ForMaskedLMLoss"
 
 
 class FusedModelWithLoss(AnySignature):
-    """A model that computes a loss if it is given labels. It does so as before, with an output
-    layer whose logits are deferred.
+    """A model that computes a loss of its logits by a function of transformers: `cross_entropy`
+    computes it. If the model skips its logits, `linear_cross_entropy` does, of the hidden states.
     """
 
+    _skips_logits = False  # set by `accelerate`
+    _skipped: _SkippedLogits | None = None  # set while a forward runs that skips its logits
+    _theirs: ClassVar[Callable[[Any], Any]]  # the getter of the original's loss_function
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._theirs = cls._original.loss_function.fget  # type: ignore[attr-defined]
+
+    @property
+    def loss_function(self) -> Callable[..., Any]:
+        """The function that the forward calls with (logits, labels, vocab_size, **options)."""
+        theirs = self._theirs()
+        return functools.partial(self._loss, theirs) if _is_known(theirs) else theirs
+
+    @loss_function.setter
+    def loss_function(self, value: Callable[..., Any]) -> None:
+        self._original.loss_function.fset(self, value)  # type: ignore[attr-defined]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        head = output_projection(self)
-        if kwargs.get("labels") is None or not isinstance(head, FusedOutputProjection):
+        skips = self._skips_logits and self.training and not torch.compiler.is_compiling()
+        if not skips or self._labels(args, kwargs) is None:
             return self._original.forward(self, *args, **kwargs)
-        if not is_unmodified(head):
-            reason = "its output layer has hooks"
-            return self._run_original(reason, *args, **kwargs)
-        before = getattr(_deferring, "layers", ())
-        _deferring.layers = (*before, head)
+        head = output_layer(self)
+        if isinstance(head, str):
+            return self._run_original(f"its logits are computed: {head}", *args, **kwargs)
+        skipped = self._skipped = _SkippedLogits(head)
+        head.__dict__["forward"] = skipped.project
         try:
-            with ops_of(self):
-                return self._original.forward(self, *args, **kwargs)
+            output = self._original.forward(self, *args, **kwargs)
         finally:
-            _deferring.layers = before
+            del head.__dict__["forward"], self._skipped
+        if isinstance(output, tuple):  # as transformers makes it, without what is None
+            return tuple(x for x in output if x is not skipped.logits)
+        absent = {name: None for name, x in output.items() if x is skipped.logits}
+        return dataclasses.replace(output, **absent)
+
+    def _labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(self._original.forward).parameters)[1:]
+        return {**dict(zip(names, args)), **kwargs}.get("labels")
+
+    def _loss(
+        self,
+        theirs: Callable[..., Tensor],
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **ignored: Any,
+    ) -> Tensor:
+        """Compute the loss that `theirs` computes, in float32."""
+        skipped = self._skipped
+        if skipped is not None and skipped.changed(logits):
+            raise ChangedLogitsError(
+                f"{type(self).__name__} changes its logits before it computes its loss; expected a "
+                "model that does not, for accelerate(model, skip_logits=True)"
+            )
+        reason = unsupported_tensor(logits, labels, shift_labels)
+        if backends.is_dtensor(logits):
+            reason = "its logits are a DTensor"
+        elif logits.shape[-1] != vocab_size:
+            reason = f"vocab_size is {vocab_size}, and there are {logits.shape[-1]} logits"
+        if reason is not None:
+            record_fallback(self, type(self).__name__, reason)
+            more = num_items_in_batch, ignore_index
+            return theirs(logits, labels, vocab_size, *more, shift_labels=shift_labels, **ignored)
+        target: Any = labels
+        if theirs.__name__ == "ForCausalLMLoss":  # token i predicts token i + 1
+            target = shift_labels
+            if target is None:
+                target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
+        target = target.to(logits.device).flatten()
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        with ops_of(self):
+            if skipped is not None:
+                loss = skipped.loss(target, reduction, ignore_index)
+            else:
+                loss = _loss_of(logits.flatten(0, -2), target, reduction, ignore_index)
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-_deferring = threading.local()  # layers: the output layers of the models that compute a loss now
+def _loss_of(logits: Tensor, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+    """Return the loss of logits [M, V] in float32, without a copy of them in float32."""
+    device, dtype = logits.device.type, logits.dtype
+    # Of logits in 16 bits, the op returns float32 under autocast only.
+    with torch.autocast(device, dtype) if dtype.itemsize < 4 else nullcontext():
+        return functional.cross_entropy(logits, target, reduction, ignore_index).float()
 
 
-def output_projection(model: nn.Module) -> nn.Linear | None:
-    """Return the output layer of a Hugging Face model that can compute a loss, or None."""
-    find = getattr(model, "get_output_embeddings", None)
-    if find is None or "labels" not in inspect.signature(type(model).forward).parameters:
-        return None
-    head = find()
-    return head if type(head) is nn.Linear or isinstance(head, FusedOutputProjection) else None
+class ChangedLogitsError(RuntimeError):
+    """A model that skips its logits computes its loss of something else than these."""
+
+
+class _SkippedLogits:
+    """Keeps the input of a model's output layer while a forward runs that skips the logits.
+
+    logits: what the output layer returns: NaN, expanded to the shape of the logits, so that it
+    takes no memory, and all that is computed from it is NaN. Its dtype is bfloat16 in every model,
+    so that a model that casts its logits is always found.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+        self._hidden: Tensor | None = None
+        self.logits: Tensor | None = None
+
+    def project(self, hidden: Tensor) -> Tensor:
+        self._hidden = hidden
+        with torch.inference_mode(False):  # inference tensors count no changes
+            nan = torch.full((), math.nan, dtype=torch.bfloat16, device=hidden.device)
+        self.logits = nan.expand(*hidden.shape[:-1], self._head.out_features)
+        return self.logits
+
+    def changed(self, logits: Tensor) -> bool:
+        return logits is not self.logits or logits._version > 0
+
+    def loss(self, target: Tensor, reduction: str, ignore_index: int) -> Tensor:
+        assert self._hidden is not None
+        return functional.linear_cross_entropy(
+            self._hidden.flatten(0, -2),
+            self._head.weight,
+            target,
+            linear_bias=self._head.bias,
+            reduction=reduction,
+            ignore_index=ignore_index,
+        ).float()
+
+
+def output_layer(model: nn.Module) -> nn.Linear | str:
+    """Return the output layer of a Hugging Face model, or why the model cannot skip its logits."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        return "it has no output layer"
+    if type(head) is not nn.Linear:
+        return f"its output layer is {type(head).__name__}, not Linear"
+    if not is_unmodified(head):
+        return "its output layer has hooks"
+    if backends.is_dtensor(head.weight):
+        return "the weight of its output layer is a DTensor"
+    return unsupported_tensor(head.weight, head.bias) or head
+
+
+def has_loss(module: nn.Module) -> bool:
+    """Return whether the module is a model of transformers that takes labels."""
+    if not isinstance(getattr(type(module), "loss_function", None), property):
+        return False
+    return "labels" in inspect.signature(type(module).forward).parameters
+
+
+def unknown_loss(model: nn.Module) -> str | None:
+    """Return why a model that has a loss keeps it, or None."""
+    forwards = (vars(cls).get("forward") for cls in type(model).__mro__)
+    code = (getattr(inspect.unwrap(f), "__code__", None) for f in forwards if f is not None)
+    if not any("loss_function" in c.co_names for c in code if c is not None):
+        return "its forward does not compute its loss by loss_function"
+    loss = model.loss_function
+    return None if _is_known(loss) else f"its loss is {getattr(loss, '__name__', loss)}"
+
+
+def _is_known(loss: Any) -> bool:
+    module, name = (getattr(loss, key, None) for key in ("__module__", "__name__"))
+    return module == "transformers.loss.loss_utils" and name in _LOSSES

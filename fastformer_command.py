@@ -258,11 +258,11 @@ def _add_plot(add: Any) -> None:
 
 # ------------------------------------------------------------------------------------ tune and info
 
-TUNE = """Times the tiles of each kernel, and torch's own ops where they compute the same, for common
-sizes of calls, and writes what is fastest to a file that the backend auto reads. A candidate that
-fails, crashes, hangs or disagrees with the reference is dropped. What the file already holds is not
-measured again, so an interrupted run goes on. fastformer.tune(model, *inputs) measures the calls of
-a model."""
+TUNE = """Times the tiles of each kernel, and torch's own ops where they compute the same, for
+common sizes of calls, and writes what is fastest to a file that the backend auto reads. A candidate
+that fails, crashes, hangs or disagrees with the reference is dropped. What the file already holds
+is not measured again, so an interrupted run goes on. fastformer.tune(model, *inputs) measures the
+calls of a model."""
 INFO = "print versions, devices, and the backend of each op with its reason"
 
 

@@ -106,35 +106,42 @@ def accelerate(
     2018, "The Annotated Transformer" (harvardnlp).
     """
     _require_model(model)
-    if drop_padding is not None:
-        drop_padding = require_flag("drop_padding", drop_padding)
-    if need_weights is not None:
-        need_weights = require_flag("need_weights", need_weights)
-    if skip_logits is not None:
-        skip_logits = require_flag("skip_logits", skip_logits)
+    options = dict(drop_padding=drop_padding, need_weights=need_weights, skip_logits=skip_logits)
+    for name, flag in options.items():
+        if flag is not None:
+            require_flag(name, flag)
     report = Report()
     _change_classes(_plan(model, report))
     in_layers: set[nn.Module] = set()  # torch's layers call these with need_weights=False
-    for name, module in report._modules.items():
+    for module in report._modules.values():
         if isinstance(module, FusedTransformerEncoder) and drop_padding is not None:
             module._drops_padding = drop_padding
         if isinstance(module, Layer):
             in_layers |= {getattr(module, name) for name in module._attentions}
-        if isinstance(module, FusedModelWithLoss):
-            wanted = module._skips_logits if skip_logits is None else skip_logits
-            reason = needs_logits(module) if wanted else None
-            module._skips_logits = wanted and reason is None
-            if reason is not None:
-                report.notes[name] = f"its logits are not skipped: {reason}"
-    if skip_logits and not any(isinstance(m, FusedModelWithLoss) for m in report._modules.values()):
-        report.notes[""] = "no logits are skipped: no loss of logits was replaced"
     for name, module in report._modules.items():
         if isinstance(module, FusedMultiheadAttention):
             if need_weights is not None:
                 module._returns_weights = need_weights
             if module._returns_weights and module not in in_layers:
                 report.notes[name] = NEEDS_WEIGHTS
+    _skip_logits(report, skip_logits)
     return report
+
+
+def _skip_logits(report: Report, skip: bool | None) -> None:
+    """Let the losses that were replaced skip their logits if they can, and note why others cannot.
+    None keeps what an earlier call chose.
+    """
+    found = False
+    for name, module in report._modules.items():
+        if isinstance(module, FusedModelWithLoss):
+            found, wanted = True, module._skips_logits if skip is None else skip
+            reason = needs_logits(module) if wanted else None
+            module._skips_logits = wanted and reason is None
+            if reason is not None:
+                report.notes[name] = f"its logits are not skipped: {reason}"
+    if skip and not found:
+        report.notes[""] = "no logits are skipped: no loss of logits was replaced"
 
 
 def restore(model: nn.Module) -> None:

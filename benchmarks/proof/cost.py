@@ -1,4 +1,4 @@
-"""Models the cost of the main loops from their machine code. It needs no GPU.
+"""Counts what the main loops cost in their machine code. It needs no GPU.
 
     python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
                                                  compile.json, which compile_gate.py writes
@@ -10,13 +10,10 @@
                                                  those in Gluon by version of Triton, to
                                                  docs/kernels.md
 
-The counts are facts, read from the machine code (sass.py). The times are predictions: the number of
-clocks that each unit of a multiprocessor needs at its full rate (`CHIPS`). The bound is the busiest
-unit. The model ignores latency, bank conflicts, clocks under load, and how well the units overlap,
-so a kernel takes at least its bound.
+The counts are facts, read from the machine code (sass.py); no time is modelled.
 
 The figures of an attention loop are for a 128 x 64 tile of S, those of the loop of few queries for
-64 keys of a key-value head, which the memory bounds. Those of other kernels are for 128
+64 keys of a key-value head. Those of other kernels are for 128
 elements: of a row; of the output tile, outside the main loop of a GEMM; or of the product of BM, BN
 and BK over 64 in that loop.
 """
@@ -39,6 +36,7 @@ PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
 PAGE = ROOT / "docs" / "kernels.md"
 MARKS = (
     ("<!-- loops: python -m benchmarks.proof.cost --docs -->", "<!-- end of loops -->"),
+    ("<!-- warps: python -m benchmarks.proof.cost --docs -->", "<!-- end of warps -->"),
     ("<!-- versions: python -m benchmarks.proof.cost --docs -->", "<!-- end of versions -->"),
 )
 GLUON = ("3.6.0", "3.9.0")  # versions of Triton for which versions.py compiles kernels in Gluon
@@ -148,69 +146,46 @@ KNOWN_APART = APART_OF.get(VERSION, ())
 
 @dataclass(frozen=True)
 class Chip:
-    """The rates of a multiprocessor per clock, from NVIDIA's whitepapers and programming guide."""
+    """What a multiprocessor holds, and how many there are, from NVIDIA's whitepapers."""
 
-    products: int  # bfloat16 multiply-adds; a float32 operand (tf32) takes twice as long
-    fma: int  # lanes
-    bandwidth: float  # bytes of memory that are its share: of 4.3 TB/s on an H200
-    count: int  # of multiprocessors
-    registers: int = 65536
+    count: int
     shared: int = 233472  # bytes
-    alu: int = 64
-    special: int = 16
-    issue: int = 4  # instructions of a warp
-    traffic: int = 128  # bytes of shared memory
+    registers: int = 65536
     warps: int = 64
 
 
-CHIPS = {
-    # A100: 2.0 TB/s; H200; B200: 7.1 TB/s
-    "sm_80": Chip(products=1024, fma=64, bandwidth=13.1, count=108, shared=167936),
-    "sm_90": Chip(products=2048, fma=128, bandwidth=18.6, count=132),
-    "sm_100": Chip(products=4096, fma=128, bandwidth=26.0, count=148),
-}
+ALONE = ("start", "masks")  # parts that are no loop of products, of kernels in Gluon
+SCHEDULERS = 4  # of a multiprocessor, each of which issues an instruction of a warp in a clock
+CHIPS = {"sm_80": Chip(108, shared=167936), "sm_90": Chip(132), "sm_100": Chip(148)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One loop, or the code outside of all loops. The unit is clocks of a multiprocessor, unless a
-    comment names another.
+    """One loop, or other code of a kernel.
+
+    part: see `_parts`; `rest` is what is outside of the loops. Two are of kernels in Gluon alone,
+    of one warp and one program: `masks`, what the warp that sets masked keys and values to zero
+    does for one tile of the kernel with masked keys; and `start`, before the first tile.
     """
 
     case: str
     kernel: str
-    part: str  # see `_parts`; rest: what is outside of the loops
+    part: str
     registers: int
     blocks: int  # that a multiprocessor holds at a time
-    issue: float
-    tensor: float
-    special: float
-    exponentials: float | None  # instructions of a warp
-    fma: float
-    alu: float
-    traffic: float  # of shared memory
-    memory: float  # global, of kernels without tensor instructions and of few queries
+    issue: float  # issue slots of a scheduler; of `masks` and `start` instructions of a warp
+    exponentials: float  # instructions of a warp
+    products: float  # of 128 x 64 x 64 elements
+    moved: float  # bytes of global memory, of kernels without products and of few queries
     barriers: int  # in one iteration
     outstanding: int | None  # groups of copies under way where a loop first waits; None: none
-    in_flight: float | None  # KB of loads, see `_in_flight`, where there is a time of the memory
+    in_flight: float | None  # KB of loads, see `_in_flight`, where bytes are counted
     # The share of a loop's exponentials that are issued while a wgmma of the same warps is under
     # way; None: the loop has no wgmma or no exponential.
     overlap: float | None = None
     local: float = 0.0  # accesses of a warp to local memory, where spilled registers lie
     hazards: int = 0  # instructions that touch a register of a wgmma under way, see sass.py
-
-    @property
-    def bound(self) -> str:
-        """Name the busiest unit, and the share of its time in which the unit that does the useful
-        work is busy: the tensor cores, or the memory.
-        """
-        units = {f: getattr(self, f) for f in UNITS}
-        unit = max(units, key=lambda name: units[name])
-        useful = self.memory or self.tensor
-        return f"{unit}, {useful / units[unit]:.2f}" if units[unit] else "-"
-
-
-UNITS = ("issue", "tensor", "special", "fma", "alu", "traffic", "memory")
+    descriptors: int = 0  # of TMA, that `start` makes
 
 
 def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
@@ -243,6 +218,12 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
             factor = unit / (elements * inner * times)
             product = record["products"][i] * times if record["products"] else 0
             yield _entry(name, kernel, part, record, blocks, loop, product, factor, waits, chip)
+        for part, found in record.get("warps_alone", {}).items():
+            yield Entry(
+                name, kernel, part, record["registers"], blocks, found["issue"], 0.0, 0.0, 0.0,
+                found["barrier"], None, None, local=found["local"],
+                descriptors=found["descriptors"],
+            )  # fmt: skip
         if not attention or not record["products"]:
             rest = {key: n - sum(x[key] for x in loops) for key, n in record["whole"].items()}
             if not loops or record["products"]:
@@ -281,26 +262,20 @@ def _entry(
     name: str, kernel: str, part: str, record: dict[str, Any], blocks: int, counts: dict[str, Any],
     product: float, factor: float, waits: int | None, chip: Chip,
 ) -> Entry:  # fmt: skip
-    lanes = 32 * record["warps"] * factor
-    single = CASES[name]["dtype"] == "fp32"
+    slots = record["warps"] / SCHEDULERS * factor
     bound = not record["products"] or CASES[name]["op"] == "decode"
-    memory = (counts["loaded"] + counts["stored"]) / chip.bandwidth if bound else 0.0
     return Entry(
         name, kernel, part, record["registers"], blocks,
-        issue=counts["issue"] * record["warps"] / chip.issue * factor,
-        tensor=product * (1 + single) / chip.products * factor,
-        special=counts["special"] * lanes / chip.special,
-        exponentials=counts["exponential"] * record["warps"] / chip.issue * factor,
-        fma=counts["fma"] * lanes / chip.fma,
-        alu=counts["alu"] * lanes / chip.alu,
-        traffic=counts["traffic"] / chip.traffic * factor,
-        memory=memory * factor,
+        issue=counts["issue"] * slots,
+        exponentials=counts["exponential"] * slots,
+        products=product / (TILE * 64) * factor,
+        moved=(counts["loaded"] + counts["stored"]) * factor if bound else 0.0,
         barriers=counts["barrier"],
         outstanding=waits,
         in_flight=_in_flight(record, blocks, counts, chip) if bound else None,
         overlap=counts["beside"] / counts["exponential"] if part != "rest" and counts["wgmma"]
         and counts["exponential"] else None,
-        local=counts["local"] * record["warps"] / chip.issue * factor,
+        local=counts["local"] * slots,
         hazards=counts["hazards"] if part != "rest" else 0,
     )  # fmt: skip
 
@@ -319,17 +294,17 @@ def ledger(answers: dict[str, dict[str, Any]]) -> dict[str, list[Entry]]:
 HEADER = """\
 # Cost ledger
 
-Triton {version}. Clocks of a multiprocessor for a 128 x 64 tile of S (attention), or for 128
-elements, or 64 keys (decode), as the model in benchmarks/proof/cost.py has it: predictions, not measurements. Blocks: that a
-multiprocessor holds. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
+Triton {version}. Counts for a 128 x 64 tile of S (attention), for 128 elements, or for 64 keys (decode). Blocks: that a
+multiprocessor holds. Issue: slots of a scheduler. Products: of 128 x 64 x 64 elements. Bytes: of global memory, in kernels
+without products and of few queries. Copies: groups under way where a loop waits for one; 0: it waits for all. KB:
 of loads that a multiprocessor has under way, in kernels without products and of few queries.
 Overlap: the share of a loop's exponentials beside a wgmma of the same warps. Local: accesses to
-local memory, where spilled registers lie.
-Bound: the busiest unit, and the share of the time that the tensor cores are busy (the memory, in
-kernels without products and of few queries) if that unit never waits.
+local memory, where spilled registers lie. Of kernels in Gluon, `masks` and `start` are instructions of one warp: of the warp
+that sets masked keys and values to zero, for one tile with masked keys, and of what runs before the first tile, with the
+descriptors that it makes.
 
-| case | kernel | part | registers | blocks | issue | tensor | special | fma | alu | shared | memory | barriers | copies | KB | overlap | local | bound |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| case | kernel | part | registers | blocks | issue | exponentials | products | bytes | barriers | copies | KB | overlap | local | descriptors |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 
 
@@ -340,11 +315,10 @@ def written(version: str, found: Iterable[Entry]) -> str:
     lines = []
     for e in found:
         figures = (
-            e.registers, e.blocks, e.issue, e.tensor, e.special, e.fma, e.alu, e.traffic, e.memory,
-            e.barriers, e.outstanding, e.in_flight, e.overlap, e.local,
+            e.registers, e.blocks, e.issue, e.exponentials, e.products, e.moved, e.barriers,
+            e.outstanding, e.in_flight, e.overlap, e.local, e.descriptors,
         )  # fmt: skip
-        cells = [e.case, e.kernel, e.part, *map(cell, figures), e.bound]
-        lines.append("| " + " | ".join(cells) + " |\n")
+        lines.append("| " + " | ".join([e.case, e.kernel, e.part, *map(cell, figures)]) + " |\n")
     return HEADER.format(version=version) + "".join(lines)
 
 
@@ -404,6 +378,29 @@ def _beside_cells(found: list[Entry]) -> list[str]:
     ]  # fmt: skip
 
 
+def warps_alone(own: dict[str, list[Entry]]) -> str:
+    """Return what the kernels in Gluon do beside their loops of products, in Markdown."""
+    lines = [
+        "| kernel, call | D | instructions before the first tile | descriptors | instructions of "
+        "the mask warp for a tile | consumers: issue slots for that tile |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kernel, call in itertools.product(OVERLAPPED, ("plain", "key mask")):
+        form = "Gluon" if kernel == "hopper_forward" else "Gluon backward"
+        rows = []
+        for d in (64, 128):
+            found = own[f"sm_90 attention bf16 D={d} {call}, {form}"]
+            known = {e.part: e for e in found if e.kernel == kernel}
+            start, masks = known["start"], known.get("masks")
+            # Both consumers, at half of the slots each, compute a tile of 128 x 128 or 64 x 128.
+            tile = {"hopper_dkdv": 1}.get(kernel, 2) * known.get("edge", known.get("loop")).issue
+            cells = [start.issue, start.descriptors, masks and masks.issue, masks and tile]
+            rows.append(["-" if x is None else f"{x:.0f}" for x in cells])
+        columns = [" / ".join(cell) for cell in zip(*rows)]
+        lines.append(f"| {kernel}, {call} | 64 / 128 | " + " | ".join(columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def of_gluon(version: str) -> Path:
     """Return the file of what versions.py has compiled of the cases with kernels in Gluon."""
     return DATA.with_name(f"gluon_{version}.json")
@@ -437,7 +434,7 @@ def _version_cell(loops: list[Entry]) -> str:
     the most accesses to local memory in a loop, where they are not 0.
     """
     whole = next(e for e in loops if e.part in ("full", "loop"))
-    alone, local = 1 - (whole.overlap or 0.0), max(e.local for e in loops)
+    alone, local = 1 - (whole.overlap or 0.0), max(e.local for e in loops if e.part not in ALONE)
     remarks = [f"{alone:.0%} alone"] * (alone > 0) + [f"{local:.3g} local"] * (local > 0)
     return f"{whole.issue:.0f}" + f" ({', '.join(remarks)})" * bool(remarks)
 
@@ -446,7 +443,8 @@ def with_tables(page: str) -> str:
     """Return the text of docs/kernels.md with the tables of the committed data."""
     gluon = [Table.read(path) for path in (DATA, *map(of_gluon, GLUON))]
     page = _with(page, MARKS[0], beside(read(gluon[0]), read(Table.read(PEERS))))
-    return _with(page, MARKS[1], by_version(gluon))
+    page = _with(page, MARKS[1], warps_alone(read(gluon[0])))
+    return _with(page, MARKS[2], by_version(gluon))
 
 
 def _with(page: str, marks: tuple[str, str], table: str) -> str:
@@ -506,7 +504,7 @@ def waits(found: Iterable[Entry]) -> list[str]:
         f"{e.case}, {e.kernel} {e.part}: waits for all copies"
         for e in found
         if e.case.split()[1:3] in (["attention", "bf16"], ["decode", "bf16"])
-        if e.part in ("full", "edge", "loop") and e.tensor
+        if e.part in ("full", "edge", "loop") and e.products
         if not e.outstanding
         if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
     ]
@@ -522,7 +520,7 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
         loop = f"{e.case}, {e.kernel} {e.part}"
         if e.hazards:
             problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
-        if e.part != "rest" and e.local > max(known, default=0):
+        if e.part not in ("rest", *ALONE) and e.local > max(known, default=0):
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
         apart = any(part in e.case and kernel == e.kernel for part, kernel in KNOWN_APART)
         if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1 and not apart:

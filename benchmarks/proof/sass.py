@@ -1,8 +1,6 @@
-"""Reads the machine code (SASS) of compiled kernels for NVIDIA GPUs: instructions, loops, and which
-unit of a multiprocessor each instruction keeps busy.
+"""Reads the machine code (SASS) of compiled kernels for NVIDIA GPUs: instructions and loops.
 
-It uses `nvdisasm` of Triton's wheel and needs no GPU. The counts are facts; cost.py
-models the time that follows from them.
+It uses `nvdisasm` of Triton's wheel and needs no GPU.
 """
 
 from __future__ import annotations
@@ -25,30 +23,11 @@ SHORTEST_LOOP = 8  # instructions; a shorter one waits for a barrier
 _LABEL = re.compile(r"^\s*(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 
-# The unit that executes an instruction, by the first word of its name. What is not here takes an
-# issue slot alone.
-UNITS = {
-    "tensor": "HGMMA HMMA UTCHMMA",
-    "special": "MUFU",  # exponentials, reciprocals, square roots
-    "fma": "FFMA FMUL FADD FFMA2 FMUL2 FADD2 IMAD",
-    "alu": (
-        "FMNMX FMNMX3 FSEL FSETP FSET SEL PRMT LOP3 SHF IADD3 IADD ISETP LEA IMNMX VIADD "
-        "VIADDMNMX VIMNMX VIMNMX3 IABS PLOP3 LOP32I F2FP P2R R2P BMSK SGXT POPC FLO I2FP"
-    ),
-    "shared": "LDS LDSM STS STSM LDGSTS SHFL",
-    "memory": "LDG STG UTMALDG UTMASTG",
-    "barrier": "BAR",
-    "local": "LDL STL",
-}
+# Instructions that are counted by the first word of their names.
+UNITS = {"tensor": "HGMMA HMMA UTCHMMA", "barrier": "BAR", "local": "LDL STL"}
 _UNIT_OF = {name: unit for unit, names in UNITS.items() for name in names.split()}
 
-
-_COPIES = {
-    **dict.fromkeys(("LDS", "STS", "LDSM", "STSM"), ("traffic",)),
-    "LDGSTS": ("traffic", "loaded"),
-    "LDG": ("loaded",),
-    "STG": ("stored",),
-}
+_COPIES = {"LDGSTS": "loaded", "LDG": "loaded", "STG": "stored"}
 
 
 class Instruction(NamedTuple):
@@ -103,11 +82,10 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     """Count what one pass over the instructions needs, for a block of that many warps.
 
     issue        instructions a warp
-    <unit>       those of them that a unit executes, see `UNITS`
-    exponential  those of `special` that are exponentials
+    <unit>       those of them that `UNITS` names
+    exponential  those that are exponentials
     product      multiply-adds of the block's tensor instructions; 0 where the code does not say,
                  for the fifth generation of tensor cores
-    traffic      bytes of shared memory that the block reads and writes: by wgmma, and by `shared`
     loaded, stored   bytes of global memory
     in_flight    bytes of the loads that are under way at a time: those of one pass, and, of its
                  asynchronous copies, those of the passes that they are ahead
@@ -120,14 +98,12 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
     counts: dict[str, Any] = {unit: units[unit] for unit in UNITS}
     counts["issue"] = len([name for name in names if name != "NOP"])
     counts["exponential"] = len([i for i in instructions if i.name.startswith("MUFU.EX2")])
-    counts |= dict.fromkeys(("product", "traffic", "loaded", "stored"), 0)
+    counts |= dict.fromkeys(("product", "loaded", "stored"), 0)
     copied, waits = 0, []
     for name, operands in instructions:
         if name.startswith("HGMMA"):
             m, n, k = map(int, re.findall(r"\d+", name.split(".")[1]))
-            left = m * k if operands.split(",")[1].strip().startswith("gdesc") else 0
             counts["product"] += m * n * k * warps // 4
-            counts["traffic"] += 2 * (left + n * k) * warps // 4
         elif name.startswith("HMMA"):  # 16816 is 16 x 8 x 16
             shape = re.match(r"(16)(8)(\d+)", name.split(".")[1])
             assert shape, name
@@ -137,7 +113,7 @@ def count(instructions: list[Instruction], warps: int) -> dict[str, Any]:
             copied += _bytes(name) * 32 * warps
         elif name == "DEPBAR.LE":  # as many groups of copies may be under way behind it
             waits.append(int(operands.split(",")[1], 16))
-        for kind in _COPIES.get(name.split(".")[0], ()):
+        if kind := _COPIES.get(name.split(".")[0]):
             counts[kind] += _bytes(name) * 32 * warps
     groups = names.count("LDGDEPBAR")
     ahead = min(waits, default=0) // groups if groups else 0
@@ -155,10 +131,33 @@ def together(loops: list[list[Instruction]], warps: int) -> dict[str, Any]:
     in a block of that many warps: what `count` gives for a warp is the mean over all warps.
     """
     counts = [count(loop, 4) for loop in loops]
-    of_a_block = ("product", "traffic", "loaded", "stored", "in_flight", "hazards")
+    of_a_block = ("product", "loaded", "stored", "in_flight", "hazards")
     return {
         unit: sum(c[unit] for c in counts) * (1 if unit in of_a_block else 4 / warps)
         for unit in counts[0]
+    }
+
+
+def warps_alone(code: Code) -> dict[str, dict[str, int]]:
+    """Count what one warp of a kernel with specialised warps does.
+
+    start   before the groups of warps part, with the descriptors that it makes one after the other
+    masks   for a tile with masked keys, in the kernels that have a warp which sums up
+            which keys are masked and neither multiplies nor copies; all branches taken
+    """
+    names = [i.name for i in code.instructions]
+    made = [n for n, name in enumerate(names) if name.startswith("UTMACCTL")]
+    asked = [n for n, name in enumerate(names) if name.startswith("USETMAXREG")]
+    first = max(n for n in asked if n < made[0])
+    parts = {"start": code.instructions[first : min(n for n in asked if n > made[-1])]}
+    for a, b in code.loops():
+        words = {name.split(".")[0] for name in names[a : b + 1]}
+        if words >= {"STS", "SHFL"} and not words & {"HGMMA", "UTMALDG"}:
+            parts["masks"] = code.instructions[a : b + 1]
+    descriptors = dict.fromkeys(parts, 0) | {"start": len(made)}
+    return {
+        part: {**{u: count(found, 1)[u] for u in ("issue", "barrier", "local")}, "descriptors": n}
+        for (part, found), n in zip(parts.items(), descriptors.values())
     }
 
 

@@ -489,10 +489,10 @@ MORE = {
         ),
         "bias of rows beside a sink": ("BackwardPlan.run", "else dbias + moved", "else dbias"),
         "sign of the sinks' gradient": ("BackwardPlan.run", "-moved.sum(", "moved.sum("),
-        "dtype of the sinks left out of a plan": (
+        "dtypes left out of the key of a plan": (
             "signature_of",
-            "else (sinks.dtype, sinks.data_ptr() & 15)",
-            "else sinks.data_ptr() & 15",
+            "x.dtype, x.data_ptr() & 15)",
+            "x.data_ptr() & 15)",
         ),
         "a row of lse not written": (
             "forward_kernel",
@@ -789,7 +789,7 @@ MORE = {
         "strides left out of the key of a plan": ("signature_of", "        key.stride(),\n", ""),
         "options left out of the key of a plan": (
             "signature_of",
-            "        scale,\n        window,\n        alignment,\n        softcap,\n",
+            "        other_fields(attention),\n",
             "",
         ),
         "gradient's layout left out of the key": (

@@ -64,6 +64,8 @@ def pytest_collection_modifyitems(config, items):
         if item.nodeid.startswith(TOOLS) and "test_gpu_path" not in item.nodeid:
             item.add_marker(pytest.mark.tools)
             item.add_marker(pytest.mark.with_all)
+        if item.nodeid.startswith("benchmarks/"):
+            continue
         if not item.get_closest_marker("with_all") and not item.get_closest_marker("with_slow"):
             values = item.callspec.params.values() if hasattr(item, "callspec") else ()
             backends = [x for x in values if isinstance(x, str) and x in ("reference", "triton")]

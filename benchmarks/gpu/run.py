@@ -90,7 +90,7 @@ class Part:
 def tests(
     name: str, seconds: float, paths: str, matching: str = "", *options: str, **more: Any
 ) -> Part:
-    command = [sys.executable, "-m", "pytest", "--all", "-v", "-p", "benchmarks.gpu.journal"]
+    command = [sys.executable, "-m", "pytest", "--gpu", "-v", "-p", "benchmarks.gpu.journal"]
     command += ["-p", "no:cacheprovider", "--matching", matching, *options, *paths.split()]
     return Part(name, command, seconds, journal=True, **more)
 
@@ -99,7 +99,7 @@ def figures(
     name: str, seconds: float, stems: str, matching: str = "", *options: str, **more: Any
 ) -> Part:
     paths = " ".join(f"benchmarks/bench_{stem}.py" for stem in stems.split())
-    return tests(name, seconds, paths, matching, "--benchmark-only", *options, **more)
+    return tests(name, seconds, paths, matching, "--all", "--benchmark-only", *options, **more)
 
 
 def having(*parameters: str) -> str:
@@ -113,19 +113,17 @@ CASES = r"plain-d\d+|causal-d\d+|padding\+dropout-d64"
 ON_CACHES = r"torch|cudnn|flash|efficient|flash-attn( 3)?|unsplit|triton|paged|read"
 MORE_CASES = r"padding-d64|bias-d64|padding\+dropout\+bias-d64|window-d64"
 FLEX_CASES = "plain-d64|causal-d64|padding-d64"
-KERNELS = "attention padding dropout layer_norm feed_forward embedding cross_entropy"
 SMALL = r"attention\[.*-(16|32)\]"  # dimensions of a head
 
 
 def on_gpu() -> dict[str, list[Part]]:
     """Return the parts by group, the most important first. A group fits into ten minutes."""
-    kernel_tests = " ".join(f"tests/ops/test_{name}.py" for name in KERNELS.split())
     widths, copy_task = "(add_layer|widths).*", ["copy-task", "--json", "FOLDER/copy_task.json"]
     compiles = dict(silence=150.0)
     first = [
         Part("machine", [*COMMAND, "info"], 40),
-        tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL),
-        tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})"),
+        tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL, "--all"),
+        tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})", "--all"),
         figures("attention", 90, "attention", having("4096", CASES, PEERS)),
         figures(
             "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
@@ -171,7 +169,7 @@ def on_gpu() -> dict[str, list[Part]]:
             Part("gluon", gluon, 260, silence=200.0),  # these may hang, and no GPU has run them
             Part("tune", tune, 330, silence=200.0),
         ],
-        "tests": [tests("kernel-tests", 560, kernel_tests, processes=8)],
+        "tests": [tests("kernel-tests", 560, "tests", processes=8)],
         "rest": rest,
     }
 
@@ -179,7 +177,7 @@ def on_gpu() -> dict[str, list[Part]]:
 def on_cpu() -> dict[str, list[Part]]:
     parts = [
         Part("machine", [*COMMAND, "info"], 40),
-        tests("correctness", 60, "tests/ops/test_sizes.py", "norms|plain"),
+        tests("correctness", 60, "tests/ops/test_sizes.py", "norms|plain", "--all"),
         figures("norms", 60, "layer_norm", "lengths.*" + having("128", "torch|reference")),
         figures("decode", 60, "decode", "one_query.*" + having("B1", "torch|reference")),
         figures("sequence-layers", 60, "sequence_layers", having("forward", "128|256|512")),

@@ -584,7 +584,16 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
     """Collected as on a GPU: the sizes and so the ids are others there."""
     collect = "import sys, torch; torch.cuda.is_available = lambda: True; import pytest;"
     collect += "sys.exit(pytest.main(sys.argv[1:]))"
-    done = python("-c", collect, "--collect-only", "-q", "tests/ops/test_sizes.py", "benchmarks")
+    done = python(
+        "-c",
+        collect,
+        "--gpu",
+        "--all",
+        "--collect-only",
+        "-q",
+        "tests/ops/test_sizes.py",
+        "benchmarks",
+    )
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     assert len(ids) > 500, done.stdout + done.stderr
     found = {}

@@ -79,7 +79,7 @@ def simulate(kernel, grid, arguments):
             return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
         if not isinstance(x, torch.Tensor):
             return x
-        pointer = hopper_calls.pointer(x)
+        pointer = hopper_calls.pointer("a kernel", "x", x)
         made.append((hopper_calls.memory(x), pointer.array, pointer.array.copy()))
         return pointer
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent
 KILLERS, ON_GPU = (
     {*(ROOT / "tests" / name).read_text().splitlines()} for name in ("killers.txt", "gpu.txt")
 )
+TOOLS = "tests/proof/", "tests/test_packaging.py", "tests/test_examples.py"
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # read by `import triton` and by each @triton.jit
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -60,6 +61,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.nodeid.startswith(TOOLS) and "test_gpu_path" not in item.nodeid:
+            item.add_marker(pytest.mark.tools)
+            item.add_marker(pytest.mark.with_all)
         if not item.get_closest_marker("with_all") and not item.get_closest_marker("with_slow"):
             values = item.callspec.params.values() if hasattr(item, "callspec") else ()
             backends = [x for x in values if isinstance(x, str) and x in ("reference", "triton")]

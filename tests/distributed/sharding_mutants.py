@@ -9,14 +9,15 @@ SOURCES = [
     *sorted((FOLDER / "dispatch" / "sharding").glob("[a-z]*.py")),
     FOLDER / "description.py",
     FOLDER / "distributed" / "styles.py",
-    *sorted((FOLDER / "ops").glob("*/record.py")),
+    *sorted((FOLDER / "ops").glob("*/contract.py")),
+    FOLDER / "ops" / "attention" / "record.py",
 ]
 
 BROKEN = [
     # ---- which dimensions are sharded
-    ("attention", 'dict(lengths=x is not None), "b")', 'dict(lengths=x is not None), ".")'),
-    ("attention", '"sinks", "Tensor?", dims="h"', '"sinks", "Tensor?", dims="."'),
-    ("attention", 'dict(alibi=x is not None), "bh", p', 'dict(alibi=x is not None), ".h", p'),
+    ("attention", '"key_lengths", "Tensor?", "b")', '"key_lengths", "Tensor?", ".")'),
+    ("attention", '"sinks", "Tensor?", "h"', '"sinks", "Tensor?", "."'),
+    ("attention", '"alibi_slopes", "Tensor?", "bh"', '"alibi_slopes", "Tensor?", ".h"'),
     ("attention", '"." if size == 1 else dim for', '"." if dim == "b" else dim for'),
     ("attention", '_output_dims, "hbq")', '_output_dims, "bhq")'),
     ("attention", '_output_dims, "hbq")', '_output_dims, "hb")'),

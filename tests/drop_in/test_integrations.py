@@ -1056,7 +1056,7 @@ def test_refused_masks():
         layer(attention_mask=torch.ones(1, 3))
     with pytest.raises(TypeError, match=r"attention_mask has dtype torch.int64"):
         layer(attention_mask=torch.ones(1, 1, 3, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="attn_mask has shape"):
+    with pytest.raises(ValueError, match="attention_mask has shape"):
         layer(attention_mask=torch.ones(1, 1, 3, 5, dtype=torch.bool))
     for other in (made(), made()[:, 0], made()[:, :, :2, :3]):
         with pytest.raises(ValueError, match=r"attention_mask has shape .*expected \[B, 1, 3, 3\]"):

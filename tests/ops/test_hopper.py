@@ -15,7 +15,8 @@ from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
 from fastformer.kernels.attention.hopper_rows import HOPPER, in_turn, refused
 from hopper_calls import ROW, replaced, simulated
-from hopper_faults import FAULTS, HARMLESS
+from mutants import HARMLESS
+from mutants import HOPPER_FORWARD as FAULTS
 
 import fastformer as ff
 from benchmarks.proof.gluon_simulator import Fault

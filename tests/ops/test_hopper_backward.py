@@ -11,8 +11,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from fastformer.kernels import common, tuned
 from fastformer.kernels.attention import launchers, plan
-from hopper_backward_faults import FAULTS
 from hopper_calls import replaced, simulated_backward
+from mutants import HOPPER_BACKWARD as FAULTS
 
 from benchmarks.proof.gluon_simulator import Fault
 from fastformer import use_backend

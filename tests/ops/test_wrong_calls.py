@@ -299,6 +299,8 @@ CALLS = {
         src=ids(B, S), tgt=ids(B, T), pad=0, packed=False)),
     "Batch.make_std_mask": lambda: (ff.Batch.make_std_mask, lambda: dict(tgt=ids(B, T), pad=0)),
     "Batch.to": lambda: (batch().to, lambda: dict(device="cpu", non_blocking=True)),
+    "Checkpoints": lambda: (ff.Checkpoints, lambda: dict(
+        folder="checkpoints", settings={"steps": 2}, every=1)),
     "LabelSmoothing": lambda: (
         ff.LabelSmoothing,
         lambda: dict(size=V, padding_idx=0, smoothing=0.1, weight=torch.rand(V))),

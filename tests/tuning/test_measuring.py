@@ -602,7 +602,7 @@ def test_a_kernel_without_fault_is_timed(stand_in, gluon):
     assert found.choice == stand_in and found.dropped == {} and len(found.us) == 2
 
 
-def test_a_kernel_that_writes_outside(stand_in, gluon, monkeypatch):
+def test_a_kernel_that_writes_outside(stand_in, gluon, interpreted, monkeypatch):
     planted(monkeypatch, queries=72)
     found = gluon()
     assert found.choice is not None and stand_in not in found.us
@@ -647,6 +647,10 @@ def interpreted():
 
     if not INTERPRETED:
         pytest.skip("needs Triton's interpreter")
+    from fastformer.kernels import memory_check
+
+    with memory_check.unchecked():  # the kernels read and write outside
+        yield
 
 
 @pytest.mark.parametrize(
@@ -775,13 +779,13 @@ else:
     gluon.jit = jit
 
 import torch, fastformer as ff
-from fastformer import cli
+from fastformer_command import main
 x = torch.randn(1, 2, 20, 16)
 with ff.use_backend("triton"):
     y = ff.scaled_dot_product_attention(x, x, x, is_causal=True)
 with ff.use_backend("reference"):
     torch.testing.assert_close(y, ff.scaled_dot_product_attention(x, x, x, is_causal=True))
-sys.exit(cli.main(["info"]))
+sys.exit(main(["info"]))
 """
 
 

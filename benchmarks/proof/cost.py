@@ -8,7 +8,7 @@
                                                  compiles them for
     python -m benchmarks.proof.cost --docs       writes the loops of attention beside theirs, and
                                                  those in Gluon by version of Triton, to
-                                                 docs/kernels.md
+                                                 docs/machine_code.md
 
 The counts are facts, read from the machine code (sass.py); no time is modelled.
 
@@ -33,7 +33,7 @@ from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
 PEERS = ROOT / "benchmarks" / "results" / "cost_peers.json"
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "docs" / "machine_code.md"
 MARKS = (
     ("<!-- loops: python -m benchmarks.proof.cost --docs -->", "<!-- end of loops -->"),
     ("<!-- warps: python -m benchmarks.proof.cost --docs -->", "<!-- end of warps -->"),
@@ -322,7 +322,7 @@ def written(version: str, found: Iterable[Entry]) -> str:
     return HEADER.format(version=version) + "".join(lines)
 
 
-# The rows of the table in docs/kernels.md: a name, part of the case's name, and the kernels.
+# The rows of the table in docs/machine_code.md: a name, part of the case's name, and the kernels.
 BESIDE = (
     ("forward", "sm_90 attention bf16 D={d} causal", ("forward",)),
     ("forward in Gluon", "sm_90 attention bf16 D={d} causal, Gluon", ("hopper_forward",)),
@@ -440,7 +440,7 @@ def _version_cell(loops: list[Entry]) -> str:
 
 
 def with_tables(page: str) -> str:
-    """Return the text of docs/kernels.md with the tables of the committed data."""
+    """Return the text of docs/machine_code.md with the tables of the committed data."""
     gluon = [Table.read(path) for path in (DATA, *map(of_gluon, GLUON))]
     page = _with(page, MARKS[0], beside(read(gluon[0]), read(Table.read(PEERS))))
     page = _with(page, MARKS[1], warps_alone(read(gluon[0])))

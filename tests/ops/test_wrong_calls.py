@@ -356,9 +356,7 @@ LEFT_OUT = {
     "checked where a call takes it": ["RowShard", "Shard"],
     "several processes check it, in test_parallel.py": ["parallelize", "require_same_ranks"],
     "several processes check it, in test_context_parallel.py": ["context_parallel"],
-    "every name is a folder; its own tests are in test_saving.py": [
-        "save_model",
-    ],
+    "every name is a folder; its own tests are in test_saving.py": ["save_model"],
     "no argument": ["__version__", "current_backend", "register_transformers", "sdpa_override"],
 }
 

@@ -528,6 +528,15 @@ def test_skipped_logits():
         ff.accelerate(model, skip_logits=1)
 
 
+def test_a_loss_of_routers_in_the_configuration():
+    """It is computed in every forward, beside the loss of logits that are skipped."""
+    plain, model = pair(True, "Qwen2Moe", output_router_logits=True, router_aux_loss_coef=10.0)
+    want, have = plain(**GIVEN), model(**GIVEN)
+    assert have.logits is None and have.aux_loss > 0
+    torch.testing.assert_close(have.loss, want.loss)
+    torch.testing.assert_close(gradients(model, have.loss), gradients(plain, want.loss))
+
+
 def t5():
     config = transformers.T5Config(
         vocab_size=V, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2,

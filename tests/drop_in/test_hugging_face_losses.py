@@ -521,6 +521,10 @@ def test_skipped_logits():
     torch.testing.assert_close(model.eval()(**GIVEN).logits, want.logits)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.train()(**GIVEN).logits is None
+    ff.accelerate(model.train())
+    assert model(**GIVEN).logits is None
+    ff.accelerate(model, skip_logits=False)
+    torch.testing.assert_close(model(**GIVEN).logits, want.logits)
     ff.restore(model)
     assert vars(model).keys() == vars(plain).keys()
     torch.testing.assert_close(model.train()(**GIVEN).logits, want.logits)

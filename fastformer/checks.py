@@ -71,7 +71,10 @@ def require_number(name: str, x: float, expected: str = "a number") -> float:
         return x
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         raise TypeError(f"{name} is a {type(x).__name__}; expected {expected}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError as error:
+        raise ValueError(f"{name} is too large an int; expected {expected}") from error
 
 
 def require_positive(name: str, x: float) -> float:
@@ -202,7 +205,7 @@ def require_eps(eps: float) -> float:
     """Require a number that is not negative."""
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; expected a number that is not negative")
-    return float(eps)
+    return require_number("eps", eps, "a number that is not negative")
 
 
 def require_size(least: int = 1, **sizes: int) -> None:

@@ -74,7 +74,9 @@ def needs_logits(model: FusedModelWithLoss) -> str | None:
     weight = head.weight
     outputs = _Outputs([weight.new_zeros(1, 2, head.in_features)])
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=weight.device)
-    named = {} if model.main_input_name != "input_ids" else {"input_ids": tokens}
+    named: dict[str, Any] = {"input_ids": tokens} if model.main_input_name == "input_ids" else {}
+    if "output_router_logits" in inspect.signature(model._original.forward).parameters:
+        named["output_router_logits"] = False  # the function returns none
     with torch.no_grad(), _state_kept(model), backends.use_backend("reference"):
         base.__dict__["forward"] = lambda *_, **__: outputs
         model.training = model._skips_logits = True

@@ -521,11 +521,24 @@ def test_skipped_logits():
     torch.testing.assert_close(model.eval()(**GIVEN).logits, want.logits)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.train()(**GIVEN).logits is None
+    ff.accelerate(model.train())
+    assert model(**GIVEN).logits is None
+    ff.accelerate(model, skip_logits=False)
+    torch.testing.assert_close(model(**GIVEN).logits, want.logits)
     ff.restore(model)
     assert vars(model).keys() == vars(plain).keys()
     torch.testing.assert_close(model.train()(**GIVEN).logits, want.logits)
     with pytest.raises(TypeError, match="skip_logits is 1"):
         ff.accelerate(model, skip_logits=1)
+
+
+def test_a_loss_of_routers_in_the_configuration():
+    """It is computed in every forward, beside the loss of logits that are skipped."""
+    plain, model = pair(True, "Qwen2Moe", output_router_logits=True, router_aux_loss_coef=10.0)
+    want, have = plain(**GIVEN), model(**GIVEN)
+    assert have.logits is None and have.aux_loss > 0
+    torch.testing.assert_close(have.loss, want.loss)
+    torch.testing.assert_close(gradients(model, have.loss), gradients(plain, want.loss))
 
 
 def t5():

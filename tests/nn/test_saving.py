@@ -281,6 +281,8 @@ def rewritten(folder, change=lambda x: x, **arguments):
                 f, d_model=10**9, h=1, kv_heads=1, positions="rotary", learned_positions=False
             ),
             r"expected \[.*1000000000.*\], by the arg"),
+        "past float64": (
+            lambda f: rewritten(f, dropout=10**400), "dropout is too large an int; expected a "),
         "past int64": (lambda f: rewritten(f, d_model=2 * 10**9, d_ff=2 * 10**9), "is damaged"),
         "deep": (lambda f: rewritten(f, N=10**9), "N is 1000000000; expected layers of the 38 ten"),
     }.values(),

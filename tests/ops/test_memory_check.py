@@ -68,6 +68,12 @@ def reread_kernel(X, n, B: tl.constexpr):
 
 
 @triton.jit
+def last_kernel(X):
+    """All programs read X[0], and the second one writes it."""
+    tl.store(X, tl.load(X), mask=tl.program_id(0) == 1)
+
+
+@triton.jit
 def words_kernel(X, Y, n):
     tl.store(Y, tl.load(X.to(tl.pointer_type(tl.int32)) + n))
 
@@ -141,6 +147,10 @@ FAULTY = {
     "a write of what another program has read": (
         lambda: (lambda x: copy(x[8:], x[:20]))(numbers(28)),
         r"program \(1, 0, 0\).* stores Y\[8\].*, which another program has loaded",
+    ),
+    "a write of what it has read last": (
+        lambda: last_kernel[(2,)](numbers(1)),
+        r"program \(1, 0, 0\).* stores X\[0\].*, which another program has loaded",
     ),
     "a read of what it has written": (
         lambda: reread_kernel[(1,)](numbers(16), 8, 8),

@@ -23,10 +23,10 @@ from fastformer.dispatch.backends import current_backend, sequences_from, use_ba
 from fastformer.distributed.context_parallel import context_parallel
 from fastformer.distributed.parallelize import parallelize, require_same_ranks
 from fastformer.drop_in.explanation import Explanation, explain
-from fastformer.drop_in.hugging_face import register_transformers
 from fastformer.drop_in.patch import Report, accelerate, restore
 from fastformer.drop_in.replacements.stacks import decode_step
 from fastformer.drop_in.sdpa import sdpa_override
+from fastformer.drop_in.transformers_attention import register_transformers
 from fastformer.nn.attention import MultiHeadedAttention, attention
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding

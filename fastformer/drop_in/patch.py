@@ -12,12 +12,6 @@ from fastformer.drop_in.explanation import name_pattern
 from fastformer.drop_in.replacements import KINDS, RECOGNIZED
 from fastformer.drop_in.replacements.attention import NEEDS_WEIGHTS, FusedMultiheadAttention
 from fastformer.drop_in.replacements.base import Accelerated, class_for
-from fastformer.drop_in.replacements.hugging_face import (
-    FusedModelWithLoss,
-    has_loss,
-    unknown_loss,
-    unknown_structure,
-)
 from fastformer.drop_in.replacements.layers import Layer
 from fastformer.drop_in.replacements.rotary import (
     FusedRotaryAttention,
@@ -26,6 +20,12 @@ from fastformer.drop_in.replacements.rotary import (
     unknown_rotation,
 )
 from fastformer.drop_in.replacements.stacks import FusedTransformerEncoder
+from fastformer.drop_in.replacements.transformers_layers import (
+    FusedModelWithLoss,
+    has_loss,
+    unknown_loss,
+    unknown_structure,
+)
 from fastformer.drop_in.trial import disagreement, needs_logits
 from fastformer.nn.attention import MultiHeadedAttention
 from fastformer.nn.feed_forward import PositionwiseFeedForward

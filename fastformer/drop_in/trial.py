@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import Recognized, class_for
-from fastformer.drop_in.replacements.hugging_face import (
+from fastformer.drop_in.replacements.transformers_layers import (
     ChangedLogitsError,
     FusedModelWithLoss,
     output_layer,

@@ -2,13 +2,13 @@
 
 import copy
 
-import hugging_face
+import compare_models
 import hugging_face_models
 import pytest
 import torch
 
 import fastformer as ff
-from fastformer.drop_in import hugging_face as hugging_face_attention
+from fastformer.drop_in import transformers_attention
 
 transformers = pytest.importorskip("transformers", "5.17")
 
@@ -50,7 +50,7 @@ def test_attentions_of_a_table_of_classes(models):
     want, have = (m(**given, output_attentions=True).attentions for m in (eager, ours))
     assert len(have) == len(want) > 0
     torch.testing.assert_close(have, want)
-    with hugging_face.counted() as calls:
+    with compare_models.counted() as calls:
         ours(**given)
     assert calls
 
@@ -73,11 +73,11 @@ def test_the_sweep_counts_them(models, monkeypatch):
     eager, ours = models("gpt2")
     given = {"input_ids": torch.randint(0, 50, (2, 6))}
     want = {"attentions": 2, "cross_attentions": 0, "hidden_states": 3, "past_key_values": 2}
-    assert hugging_face.entries(eager, given) == want
-    assert hugging_face.entries_differ(ours, eager, given) == ""
-    collects = "fastformer.drop_in.hugging_face._collects_attentions"
+    assert compare_models.entries(eager, given) == want
+    assert compare_models.entries_differ(ours, eager, given) == ""
+    collects = "fastformer.drop_in.transformers_attention._collects_attentions"
     monkeypatch.setattr(collects, lambda module: False)
-    assert hugging_face.entries_differ(ours, eager, given) == "attentions: 0 for 2"
+    assert compare_models.entries_differ(ours, eager, given) == "attentions: 0 for 2"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
@@ -85,4 +85,4 @@ def test_a_mask_of_a_wrong_shape_is_named(dtype):
     q, mask = torch.randn(2, 4, 6, 8), torch.ones(2, 1, 6, 7).to(dtype)
     ff.register_transformers()
     with pytest.raises(ValueError, match=r"^attention_mask has shape \(2, 1, 6, 7\); expected"):
-        hugging_face_attention.attention(torch.nn.Module(), q, q, q, mask)
+        transformers_attention.attention(torch.nn.Module(), q, q, q, mask)

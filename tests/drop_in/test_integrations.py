@@ -12,7 +12,7 @@ import sys
 import types
 from pathlib import Path
 
-import hugging_face
+import compare_models
 import hugging_face_models
 import pytest
 import torch
@@ -21,8 +21,7 @@ import torch._dynamo.testing
 import fastformer as ff
 from benchmarks import ROOT
 from fastformer import numerics
-from fastformer.drop_in import hugging_face as drop_in_hugging_face
-from fastformer.drop_in import masks, patch
+from fastformer.drop_in import masks, patch, transformers_attention
 from fastformer.ops import functional
 
 transformers = pytest.importorskip("transformers")
@@ -146,7 +145,7 @@ def inputs(make, padding, device):
 @pytest.fixture(autouse=True)
 def finite_masks(monkeypatch):
     masks = masking_utils.AttentionMaskInterface._global_mapping
-    monkeypatch.setitem(masks, "eager", hugging_face.finite_eager_mask)
+    monkeypatch.setitem(masks, "eager", compare_models.finite_eager_mask)
 
 
 def use(model, implementation):
@@ -278,7 +277,7 @@ def test_layers_that_make_no_masks():
     ):
         if own is not None:
             module.is_causal = own
-        have, weights = drop_in_hugging_face.attention(module, x, x, x, None, is_causal=given)
+        have, weights = transformers_attention.attention(module, x, x, x, None, is_causal=given)
         torch.testing.assert_close(have, want)
         assert weights is None
 
@@ -289,11 +288,11 @@ def test_layers_that_know_no_better(device):
     """
     module, x = torch.nn.Module(), torch.randn(1, 2, 3, 4)
     module.is_causal = True
-    everything = drop_in_hugging_face.mask(
+    everything = transformers_attention.mask(
         1, 3, 3, mask_function=masking_utils.bidirectional_mask_function,
         allow_is_bidirectional_skip=True,
     )  # fmt: skip
-    have, _ = drop_in_hugging_face.attention(module, x, x, x, everything)
+    have, _ = transformers_attention.attention(module, x, x, x, everything)
     torch.testing.assert_close(have, ff.scaled_dot_product_attention(x, x, x).transpose(1, 2))
     model = llama().to(device)
     for layer in model.model.layers:
@@ -364,13 +363,15 @@ def test_the_head_dims_of_gemma_4(device):
     model = model.to(device).double()  # as in the sweep: its scores are large, and not scaled down
     assert [layer.self_attn.head_dim for layer in model.model.layers] == [256, 512]
     use(model, "eager")
-    want = hugging_face.results(model, given)
+    want = compare_models.results(model, given)
     use(model, "fastformer")
-    with hugging_face.counted() as calls:
-        assert hugging_face.error(hugging_face.results(model, given), want) < hugging_face.BOUND
+    with compare_models.counted() as calls:
+        assert (
+            compare_models.error(compare_models.results(model, given), want) < compare_models.BOUND
+        )
     assert len(calls) == 2
     wanted = [("left", given, want)]
-    fault, whole = hugging_face.check_whole(model, wanted, None, None)
+    fault, whole = compare_models.check_whole(model, wanted, None, None)
     assert fault == "" and whole.startswith("gated 2, loss, norms ") and "rotary 2" in whole
     assert whole.endswith("; stays: Gemma4RMSNorm: no replacement has its structure (nothing)")
 
@@ -402,7 +403,7 @@ def test_the_mask_of_a_packed_batch(device):
                  masking_utils.sliding_window_causal_mask_function(2)):  # fmt: skip
         for parts in ((packed, band), (band, packed)):
             function = masking_utils.and_masks(*parts)
-            have = drop_in_hugging_face.mask(**sizes, mask_function=function)
+            have = transformers_attention.mask(**sizes, mask_function=function)
             want = masking_utils.sdpa_mask(
                 **sizes, mask_function=function, allow_is_causal_skip=False
             )
@@ -410,7 +411,7 @@ def test_the_mask_of_a_packed_batch(device):
             assert have.sequences.longest == 3
             assert torch.equal(have.to("cpu").complete(), want.cpu())
     other = masking_utils.and_masks(packed, lambda b, h, i, j: j != i)
-    assert drop_in_hugging_face.mask(**sizes, mask_function=other).sequences is None
+    assert transformers_attention.mask(**sizes, mask_function=other).sequences is None
 
 
 def test_sequences_that_do_not_fit(device):
@@ -443,7 +444,7 @@ def test_masks_of_the_user(kind, device):
 def test_float_mask_beside_a_position_bias(device):
     q, k, v = (torch.randn(B, 4, S, 8, device=device) for _ in range(3))
     mask, bias = torch.randn(B, 1, S, S, device=device), torch.randn(1, 4, S, S, device=device)
-    have, _ = drop_in_hugging_face.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
+    have, _ = transformers_attention.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias)
     want = ff.scaled_dot_product_attention(q, k, v, mask + bias)
     torch.testing.assert_close(have, want.transpose(1, 2))
 
@@ -519,7 +520,7 @@ def test_the_cheapest_call(device, calls):
 def test_one_query_for_all_sequences(device):
     """As learned queries are; and the layout is that of eager, [B, S, H, D] without gaps."""
     q, k = torch.randn(1, 2, 3, 4, device=device), torch.randn(B, 2, 5, 4, device=device)
-    have, _ = drop_in_hugging_face.attention(torch.nn.Module(), q, k, k, None)
+    have, _ = transformers_attention.attention(torch.nn.Module(), q, k, k, None)
     want = ff.scaled_dot_product_attention(q.expand(B, -1, -1, -1), k, k).transpose(1, 2)
     torch.testing.assert_close(have, want)
     assert have.is_contiguous()
@@ -777,7 +778,9 @@ def seen(mask, q_length, k_length):
     """[B, 1, Sq, Sk]: the keys that a layer gives a weight, under a mask and nothing else."""
     module = torch.nn.Module()
     q, k = (torch.zeros(B, 1, n, 4) for n in (q_length, k_length))
-    out, weights = drop_in_hugging_face.attention(module, q, k, k + 1, mask, output_attentions=True)
+    out, weights = transformers_attention.attention(
+        module, q, k, k + 1, mask, output_attentions=True
+    )
     torch.testing.assert_close(out[:, :, :, 0], weights.sum(-1).transpose(1, 2))
     return weights > 0
 
@@ -804,7 +807,7 @@ def test_masks(pattern, q_length, offsets, padding, monkeypatch):
     sizes |= {"mask_function": function, "attention_mask": tokens}
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    mask = drop_in_hugging_face.mask(
+    mask = transformers_attention.mask(
         **sizes, allow_is_causal_skip=not both, allow_is_bidirectional_skip=both
     )
     assert torch.equal(seen(mask, q_length, k_length), want.expand(B, -1, -1, -1))
@@ -832,7 +835,7 @@ def test_masks_of_a_buffer(pattern, q_length, kind, padding, monkeypatch):
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False).expand(B, -1, -1, -1)
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
     for skip in (False, True):
-        mask = drop_in_hugging_face.mask(**sizes, allow_is_causal_skip=skip)
+        mask = transformers_attention.mask(**sizes, allow_is_causal_skip=skip)
         assert mask.held.tolist() == [4 + q_length] * B
         assert (mask.visible is None) == (padding in ("none", "ones"))
         assert torch.equal(seen(mask, q_length, 12), want)
@@ -856,17 +859,21 @@ def test_other_masks_are_complete():
     ]
     sizes = {"batch_size": B, "q_length": 5, "kv_length": 5}
     for function in functions:
-        have = drop_in_hugging_face.mask(**sizes, mask_function=function, allow_is_causal_skip=True)
+        have = transformers_attention.mask(
+            **sizes, mask_function=function, allow_is_causal_skip=True
+        )
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
         assert have.visible.dtype == torch.bool and torch.equal(have.complete(), want)
     for function in (causal, window, utils.bidirectional_mask_function):  # not to be left out
-        have = drop_in_hugging_face.mask(**sizes, mask_function=function)
+        have = transformers_attention.mask(**sizes, mask_function=function)
         want = utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
         assert torch.equal(have.complete(), want)
     # A static cache of 8: what is not filled yet lies behind the last query.
     sizes["kv_length"], allowed = 8, {"allow_is_causal_skip": True}
     for offset in (0, torch.tensor(2)):
-        have = drop_in_hugging_face.mask(**sizes, q_offset=offset, mask_function=window, **allowed)
+        have = transformers_attention.mask(
+            **sizes, q_offset=offset, mask_function=window, **allowed
+        )
         want = utils.sdpa_mask(
             **sizes, q_offset=offset, mask_function=window, allow_is_causal_skip=False
         )
@@ -877,7 +884,7 @@ def test_other_masks_are_complete():
         {"q_offset": torch.tensor(0)},
         {"attention_mask": torch.ones(B, 3, dtype=torch.bool)},
     ):
-        have = drop_in_hugging_face.mask(**sizes, **more, **allowed)
+        have = transformers_attention.mask(**sizes, **more, **allowed)
         assert torch.equal(
             have.complete(), utils.sdpa_mask(**sizes, **more, allow_is_causal_skip=False)
         )
@@ -885,7 +892,7 @@ def test_other_masks_are_complete():
 
 def made(left=None, right=0, padding=None, guarded=True):
     """A Mask of 3 queries and 4 keys."""
-    kind = masks._FunctionMask if guarded else drop_in_hugging_face.Mask
+    kind = masks._FunctionMask if guarded else transformers_attention.Mask
     return kind((B, 1, 3, 4), padding, left, right, "cpu", "some_model")
 
 
@@ -918,7 +925,7 @@ def test_what_a_model_may_do_with_a_mask():
         (torch.cat([mask, made()], -1), torch.cat([full, made().complete()], -1)),
         (mask & made(None, 0), full & made(None, 0).complete()),
     ):
-        assert isinstance(have, drop_in_hugging_face.Mask) and torch.equal(have.complete(), want)
+        assert isinstance(have, transformers_attention.Mask) and torch.equal(have.complete(), want)
     assert torch.equal(~mask, ~full) and torch.equal(mask.logical_not(), ~full)
     scores = torch.randn(B, 1, 3, 4)
     assert torch.equal(torch.where(mask, scores, -1.0), torch.where(full, scores, -1.0))
@@ -1016,10 +1023,10 @@ def layer(**changes):
     arguments = {"query": torch.randn(1, 2, 3, 4), "attention_mask": None, **changes}
     arguments.setdefault("key", arguments["query"])
     arguments.setdefault("value", arguments["key"])
-    return drop_in_hugging_face.attention(torch.nn.Module(), **arguments)
+    return transformers_attention.attention(torch.nn.Module(), **arguments)
 
 
-@pytest.mark.parametrize("name", [*drop_in_hugging_face.REFUSED, "tomorrows_keyword"])
+@pytest.mark.parametrize("name", [*transformers_attention.REFUSED, "tomorrows_keyword"])
 def test_refused_arguments(name):
     for nothing in (None, False):
         layer(**{name: nothing})
@@ -1027,16 +1034,16 @@ def test_refused_arguments(name):
         layer(**{name: torch.ones(2)})
 
 
-@pytest.mark.parametrize("name", sorted(drop_in_hugging_face.KNOWN))
+@pytest.mark.parametrize("name", sorted(transformers_attention.KNOWN))
 def test_known_arguments(name):
     x = torch.randn(1, 2, 3, 4)
     assert torch.equal(layer(query=x)[0], layer(query=x, **{name: 3})[0])
 
 
-@pytest.mark.parametrize("name", drop_in_hugging_face.PACKED)
+@pytest.mark.parametrize("name", transformers_attention.PACKED)
 def test_packed_sequences_that_the_mask_does_not_hold(name):
     bounds, x = torch.tensor([0, 1, 3]), torch.randn(B, 2, 3, 4)
-    band = drop_in_hugging_face.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
+    band = transformers_attention.Mask((B, 1, 3, 3), None, None, 0, "cpu", "some_model")
     for mask in (None, band, torch.ones(1, 1, 1, 3, dtype=torch.bool)):
         with pytest.raises(
             ValueError, match=rf"^{name} \(packed sequences\).*one row.*give .* position_ids"
@@ -1184,7 +1191,7 @@ def test_masks_that_are_not_registered(device, monkeypatch):
     model(**given)
 
     functions = transformers.AttentionInterface._global_mapping
-    monkeypatch.setitem(functions, "mine", drop_in_hugging_face.attention)
+    monkeypatch.setitem(functions, "mine", transformers_attention.attention)
     model.set_attn_implementation("mine")
     with pytest.raises(RuntimeError, match="attn_implementation='mine'"):
         model(**given)
@@ -1247,14 +1254,14 @@ SAMPLE = [
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_no_worse_than_the_table(kind):
     """`--slow` runs all of them."""
-    status, note, whole = hugging_face.check(kind)
+    status, note, whole = compare_models.check(kind)
     reason = f"{status}: {note}; {whole}"
-    assert not hugging_face.worse(status, hugging_face.committed()[kind]), reason
+    assert not compare_models.worse(status, compare_models.committed()[kind]), reason
 
 
 def test_the_sweep_sees_what_is_wrong(monkeypatch):
     """An attention that forgets its mask, and one that crashes."""
-    real = drop_in_hugging_face.attention
+    real = transformers_attention.attention
 
     def forgetful(module, q, k, v, mask, **given):
         return real(module, q, k, v, None, **given)
@@ -1264,11 +1271,11 @@ def test_the_sweep_sees_what_is_wrong(monkeypatch):
 
     functions = transformers.AttentionInterface._global_mapping
     monkeypatch.setitem(functions, "fastformer", real)  # after the test, too
-    monkeypatch.setattr(drop_in_hugging_face, "attention", forgetful)
-    assert hugging_face.check("bert")[0] == "differs"
-    assert hugging_face.check("llama")[0] == "differs"
-    monkeypatch.setattr(drop_in_hugging_face, "attention", broken)
-    assert hugging_face.check("bert") == ("fails", "RuntimeError: somewhere else", "")
+    monkeypatch.setattr(transformers_attention, "attention", forgetful)
+    assert compare_models.check("bert")[0] == "differs"
+    assert compare_models.check("llama")[0] == "differs"
+    monkeypatch.setattr(transformers_attention, "attention", broken)
+    assert compare_models.check("bert") == ("fails", "RuntimeError: somewhere else", "")
 
 
 def test_the_sweep_sees_what_is_wrong_in_accelerated_models(monkeypatch):
@@ -1280,32 +1287,34 @@ def test_the_sweep_sees_what_is_wrong_in_accelerated_models(monkeypatch):
 
     monkeypatch.setattr(functional, "rms_norm", forgetful)
     monkeypatch.setattr(patch, "disagreement", lambda module, kind: None)
-    status, note, whole = hugging_face.check("llama")
+    status, note, whole = compare_models.check("llama")
     assert (status, note.split(",")[0]) == ("differs", "none") and whole.startswith("whole, none")
 
     def broken(*args):
         raise RuntimeError("somewhere else")
 
     monkeypatch.setattr(functional, "rms_norm", broken)
-    assert hugging_face.check("llama")[::2] == ("fails", "whole, RuntimeError: somewhere else")
+    assert compare_models.check("llama")[::2] == ("fails", "whole, RuntimeError: somewhere else")
 
 
 def test_the_table_is_that_of_the_types():
     """None of transformers' types is left out, none of ours is wrong or fails."""
-    table = hugging_face.committed()
+    table = compare_models.committed()
     assert not set(table.values()) & {"fails", "differs"}
-    version = json.loads(hugging_face.DATA.read_text())["transformers"]
-    assert hugging_face.PAGE.read_text() == hugging_face.page(hugging_face.read_rows(), version)
+    version = json.loads(compare_models.DATA.read_text())["transformers"]
+    assert compare_models.PAGE.read_text() == compare_models.page(
+        compare_models.read_rows(), version
+    )
     if transformers.__version__ == version:
-        assert sorted(table) == hugging_face.types()
+        assert sorted(table) == compare_models.types()
 
 
 def test_every_type_of_model(request):
     if not request.config.getoption("--slow"):
         pytest.skip("takes half an hour: --slow")
-    before = hugging_face.committed()
-    rows = hugging_face.sweep(sorted(before))
-    worse = [row for row in rows if hugging_face.worse(row[1], before[row[0]])]
+    before = compare_models.committed()
+    rows = compare_models.sweep(sorted(before))
+    worse = [row for row in rows if compare_models.worse(row[1], before[row[0]])]
     assert not worse, worse
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from fastformer.drop_in.replacements import (
     annotated,
     attention,
-    hugging_face,
     layers,
     norms,
     stacks,
+    transformers_layers,
 )
 from fastformer.drop_in.replacements.base import Accelerated, Recognized
 
@@ -35,7 +35,7 @@ RECOGNIZED: tuple[type[Recognized], ...] = (
     annotated.FusedAnnotatedAttention,
     annotated.FusedAnnotatedNorm,
     annotated.FusedAnnotatedFeedForward,
-    hugging_face.FusedRootMeanSquareNorm,
-    hugging_face.FusedCenteredRootMeanSquareNorm,
-    hugging_face.FusedGatedFeedForward,
+    transformers_layers.FusedRootMeanSquareNorm,
+    transformers_layers.FusedCenteredRootMeanSquareNorm,
+    transformers_layers.FusedGatedFeedForward,
 )  # by their structure, and a trial run

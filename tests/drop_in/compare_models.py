@@ -2,11 +2,11 @@
 initialised.
 
     cd tests/drop_in
-    python hugging_face.py                 all types; exits with 1 if one got worse
-    python hugging_face.py bert llama      some of them
-    python hugging_face.py --write         also writes benchmarks/results/hugging_face.json
+    python compare_models.py                 all types; exits with 1 if one got worse
+    python compare_models.py bert llama      some of them
+    python compare_models.py --write         also writes benchmarks/results/hugging_face.json
                                            and docs/hugging_face.md; with types, their rows
-    python hugging_face.py --print         prints the data, or with types only their rows
+    python compare_models.py --print         prints the data, or with types only their rows
 
 It compares the outputs and the gradient of every parameter, without padding and with padding on
 either side, the loss, the tokens of generate(), and how many attentions, hidden states and cache
@@ -499,10 +499,10 @@ The data name for each type what was replaced, how often, and which layers stay 
 
 ## The data
 
-`python tests/drop_in/hugging_face.py --print` prints each type with its status, a note (what
+`python tests/drop_in/compare_models.py --print` prints each type with its status, a note (what
 was compared, or the reason) and, where it was compared, what `accelerate` replaced.
 `--print bert llama` prints those types only. The data are in
-benchmarks/results/hugging_face.json; `python tests/drop_in/hugging_face.py --write` measures them
+benchmarks/results/hugging_face.json; `python tests/drop_in/compare_models.py --write` measures them
 again, and writes this page.
 
 **Refused:** {", ".join(of["refused"])}.

@@ -41,6 +41,12 @@ def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests of tests/gpu.txt on a GPU")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """`-n auto`: a process for each processor, where pytest-xdist with psutil counts cores."""
+    return os.cpu_count()
+
+
 def pytest_ignore_collect(collection_path, config):
     """`pytest` runs tests/, `pytest --benchmark-only` runs benchmarks/. A path given by hand is
     never ignored.

@@ -423,13 +423,6 @@ class ForwardPlan(Plan):
         self.add("forward", forward_kernel, self.rows, has, output_strides=strides)
         self.forward = self.launch["forward"]
 
-    def lacking(self, *known: str) -> bool:
-        """Return whether the call has an option that the kernel for Hopper lacks. It has `known`
-        beside causality, lengths, shards and sinks.
-        """
-        known += ("right", "bottom_right", "lengths", "fold_scale", "shard")
-        return any(self.has._replace(**dict.fromkeys(known, False)))
-
     def may_copy_by_tma(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether a kernel may copy the inputs by TMA, and fold the scale."""
         tensors = query, key, value

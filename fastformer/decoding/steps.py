@@ -265,8 +265,9 @@ _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator keeps a pointer to
 
 
 def without_waiting(function: Callable[[], Tensor]) -> None:
-    """Call the function; RuntimeError where torch would wait for the device. The mode belongs to the
-    process, so another thread that waits for its GPU meanwhile gets the error as well.
+    """Call the function; RuntimeError where torch would wait for the device.
+
+    The mode belongs to the process: another thread that waits for its GPU meanwhile gets the error.
     """
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -91,9 +91,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_out_cases(cases):
-    """Mark the cases of a test under one backend with_all, but for those that KILLERS lists (each
-    was the first to fail for a planted bug), or else the one whose name has the lowest checksum.
-    Where the test is marked `sample`, two thirds of those left out also get the mark with_slow.
+    """Mark cases of a test under one backend with_all. Those that KILLERS lists stay (each was the
+    first to fail for a planted bug); if it lists none, the case whose name has the lowest checksum
+    stays. Where the test is marked `sample`, about two thirds of the others are also with_slow.
     """
     checksums = {item: zlib.crc32(item.nodeid.encode()) for item in cases}
     chosen = {item for item in cases if item.nodeid in KILLERS}

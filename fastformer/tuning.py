@@ -1,11 +1,12 @@
 """Measure what is fastest on this GPU: `tune`, and the command `fastformer tune`.
 
-The calls are real ones, each repeated in a process of its own. The candidates for a class of calls
+It times calls of the public ops, each in a separate process. The candidates for a class of calls
 are the options of each of its kernels (tiles, or a variant such as a kernel in Gluon), and torch's
 own op instead of the kernels. A candidate is dropped if it fails, crashes, hangs, or its results
-break the numerics policy, change from run to run or lose a NaN. One in Gluon, which orders its
-accesses to memory by barriers of its own, is also launched many times, and with NaN around all
-tensors. Each finished measurement is written to the file, and the next run continues from there.
+break the numerics policy, change from run to run or lose a NaN. A kernel
+in Gluon places its own memory barriers, so it is also launched many times, with NaN around all
+tensors, to find races and accesses out of bounds. Each finished measurement is written to the file,
+and the next run continues from there.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Within `checked()` a launch raises `AccessError` unless
    itself before. (It may load an element, and then store it.)
 
 On a GPU the programs run in any order, and the first fault may corrupt memory without an error.
-Rules 2 and 3 hold for the memory that several tensors share, too. They leave out atomics.
+Rules 2 and 3 also apply where tensors share memory, and do not apply to atomics.
 """
 
 from __future__ import annotations

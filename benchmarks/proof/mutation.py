@@ -6,8 +6,8 @@
 
 Needs `python -m pip install cosmic-ray pytest-cov`. cosmic-ray makes the changes that are drawn:
 other operators, numbers and conditions, at places drawn evenly from fastformer/ and kernels/. It is
-used as a library, because its own runner takes one command for all changes, and tests that run
-whole take minutes for each. mutmut plants into imported modules, where @triton.jit reads files.
+called as a library: its own runner has one test command for all changes, and all tests take minutes
+for each. mutmut does not work here: it changes imported modules, but @triton.jit reads files.
 
 Coverage, measured once, says which tests execute a changed line. Those that `pytest` runs are tried
 first, then those of `pytest --all`; the first failure ends the trial. A bug is "seen" by the

@@ -59,7 +59,7 @@ def accelerate(
       bias) in every mode; torch gives NaN in some.
     - Dropout draws its own mask.
     - is_causal=True is trusted: the mask is not compared with a causal one.
-    - Arguments that torch rejects too raise a ValueError or a TypeError.
+    - Arguments that torch rejects raise a ValueError or a TypeError, where torch may raise others.
     - An output is contiguous where torch returns a transposed view.
     - A layer whose submodules have hooks calls them one by one.
     - A loss of Hugging Face's models, and their norms, round once, where theirs may round twice.

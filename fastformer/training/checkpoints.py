@@ -44,13 +44,15 @@ class Checkpoints:
 
     A checkpoint is a folder step-N of torch.distributed.checkpoint. It has the parameters, the
     optimizer, the schedule, the losses of N steps, the state of torch's generators, the settings
-    and the version of this form. The last three are kept; other folders and files are left alone.
+    and the version of this form. Only the three newest checkpoints are kept; other files in the
+    folder are not touched.
     A run of several processes saves one checkpoint, which any number of processes loads.
 
     Args:
         folder: where they are saved; it is made if it does not exist.
-        settings: values of JSON by name. "steps" is the number of steps of the run, and may have
-            grown when a run goes on; all others have to be those of the checkpoint.
+        settings: values of JSON by name. "steps" is the number of steps of the run; when a run
+            resumes, it must be at least the steps already done. All others must equal those in the
+            checkpoint.
         every: the number of steps between checkpoints.
 
     Attributes:

@@ -360,8 +360,8 @@ def run_epoch(
 ) -> float:
     """Run the model on every batch and return the loss per token; with an optimizer, train it.
 
-    A progress bar shows loss per token and tokens per second. The host does not synchronize with
-    the device between reports, except in a `scaler`, at each update.
+    A progress bar shows loss per token and tokens per second. The loop synchronizes
+    with the device only at reports and, with a `scaler`, at each step of the optimizer.
 
     Args:
         data: batches with targets; if it has a length, the bar shows the remaining batches.

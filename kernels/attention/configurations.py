@@ -232,6 +232,17 @@ def configuration(
     return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
+# The backward in one kernel, by kernel and architecture, for 16 bits: (BM, BN, warps, stages) for
+# head dims up to 32, 64 and 128. Other architectures, and float32, whose loops spill, have none.
+SHORT = {
+    (kernel, arch): tuple(Tiles(*row) for row in rows)
+    for kernel, arch, rows in (
+        ("tiny", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3))),
+        ("scratch", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2))),
+    )
+}
+
+
 def heads_of_section(heads: int, size: int, cache: int) -> int:
     """Choose how many of a number of heads start their blocks together (`locate_block`): as many as
     have what their blocks read, `size` bytes a head, in the L2 cache, in sections of equal size.

@@ -74,6 +74,14 @@ from .scores import (
     Strides,
     Tile,
 )
+from .short_backward import (
+    SEPARATE,
+    RowLayouts,
+    ShortLaunch,
+    pays,
+    short_kernels,
+    short_obstacle,
+)
 
 try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper import hopper_forward_kernel
@@ -87,6 +95,7 @@ except Exception:
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
 # their own; newer versions serialise them if these have none.
 OLD = triton.__version__.startswith("3.6.")
+SHORT_KEY = "attention short backward"  # of the measurement
 UNBOUNDED = 2**30  # a side of the band that has no bound, and more than any length
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 FLAGS = [o.name for o in OPTIONS if o.schema == "bool" and o.name in Features._fields]
@@ -577,24 +586,41 @@ class BackwardPlan(Plan):
             for name, known in HOPPER_BACKWARD.items():
                 self.backward_for_hopper[name] = backward_ways(name, known, self, attention)
         self.add_delta(grad_output, grad_lse, output)
-        self.choose_bounds("backward", attention)
-        self.cut |= self.source is not None
         key_grad = self.bias_grad == "key"
         sink = attention.sinks is not None
         self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
         self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
-        if self.needs[1]:
+        self.short: ShortLaunch | None = None
+        self.short_obstacle = short_obstacle(self, needs, self.bias_grad, (query, key, value))
+        self.one_kernel = self.choose_short()
+        if self.one_kernel != SEPARATE:
+            layouts = RowLayouts(self.strides(output), do, dq, dk, dv)
+            self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
+        else:
+            self.choose_bounds("backward", attention)
+        self.cut |= self.source is not None
+        if self.needs[1] and not self.short:
             strides = dict(dk_strides=dk, dv_strides=dv, do_strides=do)
             has = self.has._replace(key_grad=key_grad)
             self.add("dkdv", backward_dkdv_kernel, self.columns, has, **strides)
         self.dq_takes_bias = False  # whether its kernel takes the gradient of the bias, too
-        if self.needs[0]:
+        if self.needs[0] and not self.short:
             strides = dict(dq_strides=dq, do_strides=do)
             kernel = self.add("dq", backward_dq_kernel, self.rows, self.has, **strides)
             self.dq_takes_bias = kernel is not backward_dq_kernel
         if self.bias_grad == "tile" and not (self.dq_takes_bias and self.own_bias_grad):
             assert attention.bias is not None
             self.add_dbias(attention.bias, query, do)
+
+    def choose_short(self) -> str:
+        """Return the kernel that computes dQ, dK and dV of a short call at once, or SEPARATE."""
+        kernels = short_kernels(self)
+        if not kernels or self.short_obstacle:
+            return SEPARATE
+        shipped = kernels[0] if pays(self) else SEPARATE
+        key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
+        chosen = choose(self.device, key)
+        return chosen if chosen in kernels else SEPARATE
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""
@@ -652,8 +678,11 @@ class BackwardPlan(Plan):
             bounded = {n: x for n, x in launch.items() if isinstance(x, BoundedLaunch)}
             given |= {name: x.with_bounds(optional) for name, x in bounded.items()}
             launch = launch | {name: x.launch for name, x in bounded.items()}
+        dlse = lse if grad_lse is None else grad_lse.contiguous()
+        if self.short is not None:
+            saved = output, lse, dlse, statistics if self.separate_max else lse
+            self.short(inputs, saved, (dq, dk, dv), optional)
         if len(launch) > 1 or self.sink_weight:
-            dlse = lse if grad_lse is None else grad_lse.contiguous()
             if not self.separate_max:
                 statistics = torch.empty_like(lse)
             launch["delta"](output, grad_output, dlse, lse, delta, statistics)

@@ -94,6 +94,7 @@ _TUNED = (
     "attention decode bounds",
     "attention split-KV",
     "attention backward bounds",
+    "attention short backward",
     "attention dkdv",
     "attention dq",
     "attention dbias",

@@ -9,7 +9,11 @@ Within `checked()` a launch raises `AccessError` unless
    itself before. (It may load an element, and then store it.)
 
 On a GPU the programs run in any order, and the first fault may corrupt memory without an error.
-Rules 2 and 3 also apply where tensors share memory, and do not apply to atomics.
+Rules 2 and 3 also apply where tensors share memory, and do not apply to atomics. Instead of them,
+of the tensors in a group of arguments named `scratch`
+
+4. each element is used by one program alone, which stores it before it loads it, with a barrier
+   (`tl.debug_barrier`) in between: another thread of the program may be the one that loads.
 """
 
 from __future__ import annotations
@@ -113,6 +117,36 @@ class Memory:
         self.pending, self.waiting = [], 0
 
 
+class Scratch(Memory):
+    """Memory of which each element belongs to one program (rule 4)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.owners = np.zeros(size, np.int32)  # 0, or the number of the program
+        self.when = np.zeros(size, np.int64)  # how many barriers came before the last store
+
+    def load(self, places: np.ndarray, program: Program) -> tuple[int, str] | None:
+        """Return which of the places must not be loaded, and why."""
+        owners, number = self.owners[places], self._number(program)
+        if (others := owners != number).any():
+            at = int(others.argmax())
+            return at, "which another program uses" if owners[at] else "which nobody has stored"
+        if (early := self.when[places] == barriers()).any():
+            return int(early.argmax()), "which it has stored behind the last barrier"
+        return None
+
+    def store(self, places: np.ndarray, program: Program) -> tuple[int, str] | None:
+        """Return which of the places must not be stored, and why."""
+        number = self._number(program)
+        if (others := (self.owners[places] != 0) & (self.owners[places] != number)).any():
+            return int(others.argmax()), "which another program uses"
+        self.owners[places], self.when[places] = number, barriers()
+        return None
+
+    def _number(self, program: Program) -> int:
+        return self.numbers.setdefault(program, len(self.numbers) + 1)
+
+
 class Argument:
     """A tensor that a kernel is given.
 
@@ -128,7 +162,8 @@ class Argument:
         self.item = x.element_size()
         self.start = x.data_ptr()
         self.span, self.gaps = _layout(self.shape, self.strides)
-        self.place_in(Memory(self.span), self.start, self.item)
+        kind = Scratch if name.startswith("scratch.") else Memory
+        self.place_in(kind(self.span), self.start, self.item)
 
     def place_in(self, memory: Memory, start: int, unit: int) -> None:
         """Let the tensor lie in a memory that starts at an address, of elements of `unit` bytes."""
@@ -202,6 +237,7 @@ class _Launch:
         self.kernel = kernel
         self.arguments = {id(x): Argument(name, x, self.who) for name, x in named}
         self.tensors = named  # kept, so that no other object has the id of one of them
+        self.barriers = 0  # that the programs have passed
         self._share_memory()
 
     def _share_memory(self) -> None:
@@ -236,7 +272,7 @@ class _Launch:
 
     def check(self, check: Callable[..., None], pointers: Any, mask: Any, *rest: Any) -> None:
         """Call `check(argument, offsets, *rest)` with what an access touches."""
-        addresses, exists = pointers.data, np.asarray(mask.data)
+        addresses, exists = pointers.data, np.asarray(mask.data, bool)
         if not exists.all():
             addresses = addresses[np.broadcast_to(exists, addresses.shape)]
             if not addresses.size:
@@ -264,6 +300,11 @@ def _named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
 
 _launch: _Launch | None = None  # the one that runs
 _enabled = True
+
+
+def barriers() -> int:
+    """Return how many barriers the programs of the launch have passed, each one in turn."""
+    return 0 if _launch is None else _launch.barriers
 
 
 @contextlib.contextmanager
@@ -365,6 +406,10 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
             _launch.check(Argument.check_bounds, pointers, everywhere, "updates")
         return exchange(self, pointers, *rest)
 
+    def barrier(self: Any) -> None:
+        if _launch is not None:
+            _launch.barriers += 1
+
     def bitcast_pointer(self: Any, source: Any, target: Any) -> Any:
         result = bitcast(self, source, target)
         if isinstance(source.dtype, _Pointer) and target.is_ptr():
@@ -377,4 +422,5 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
         create_atomic_rmw=checked_update,
         create_atomic_cas=checked_exchange,
         create_bitcast=bitcast_pointer,
+        create_barrier=barrier,
     )

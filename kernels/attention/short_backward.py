@@ -553,7 +553,7 @@ class ShortLaunch:
             self.launch(inputs, saved, grads, optional)
             return
         lse = saved[1]
-        scratch = lse, lse, lse
+        scratch = (lse.new_empty(0),) * 3
         if self.sums:
             scratch = torch.empty_like(lse), torch.empty_like(lse), lse.new_empty(self.sums)
         self.launch(inputs, saved, grads, scratch, optional)

@@ -1,0 +1,281 @@
+"""The backward of short sequences in one kernel: its gradients against the oracle, that no bit
+depends on the order of the programs, which calls it takes, and that planted bugs are found.
+"""
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mutants import PLANTED
+
+import fastformer as ff
+from fastformer import use_backend
+from fastformer.ops import functional
+
+pytest.importorskip("triton")
+
+from fastformer.kernels import launch, tuned
+from fastformer.kernels.attention import plan, short_backward
+
+KERNELS = ("tiny", "scratch")
+DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
+
+
+@contextlib.contextmanager
+def by(kernel):
+    """Compute the backward by a kernel, or by `separate kernels`, where it takes the call. Yield
+    the list of the names of the kernels that are launched.
+    """
+    names, start = [], launch.Launch.__call__
+
+    def call(self, *pointers):
+        names.append(self._kernel.fn.__name__.removesuffix("_kernel"))
+        start(self, *pointers)
+
+    with pytest.MonkeyPatch.context() as patch, tuned.forced({plan.SHORT_KEY: kernel}):
+        patch.setattr(launch.Launch, "__call__", call)
+        yield names
+
+
+def qkv(device, sq=70, sk=90, d=16, dv=None, h=2, g=None, b=2, dtype=torch.float32):
+    """Scaled scores with a standard deviation of 3."""
+    shapes = (h, sq, d), (g or h, sk, d), (g or h, sk, dv or d)
+    q, k, v = (torch.randn(b, *shape, device=device) for shape in shapes)
+    return {"query": (3 * q).to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
+
+
+def attend(**given):
+    return functional.scaled_dot_product_attention(**given, enable_gqa=True)
+
+
+def attend_and_lse(**given):
+    out, lse = attend(**given, return_lse=True)
+    lse = torch.where(lse == -torch.inf, 0.0, lse)  # of a row that sees no key
+    return torch.cat([out, lse.unsqueeze(3).to(out.dtype)], 3)
+
+
+def drawn(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def key_mask(*shape, seed=0):
+    return (drawn(*shape, seed=seed) < 0.7).index_fill(-1, torch.tensor(0), True)
+
+
+FULL = drawn(2, 2, 70, 90) < 0.5
+FULL[1, :, 7] = False  # a query that sees no key
+NO_KEYS = key_mask(2, 1, 1, 90)
+NO_KEYS[1] = False  # a sequence that sees no key
+LENGTHS = torch.tensor([0, 67])
+CALLS = {
+    "plain": ({}, {}),
+    "causal": ({}, dict(is_causal=True)),
+    "causal, more queries": (dict(sk=40), dict(is_causal=True)),
+    "bottom-right": ({}, dict(is_causal=True, causal_alignment="bottom_right")),
+    "bottom-right, queries without keys": (
+        dict(sq=90, sk=20),
+        dict(is_causal=True, causal_alignment="bottom_right"),
+    ),
+    "a bound to the right": ({}, dict(window=(None, 20))),
+    "lengths": ({}, dict(key_lengths=LENGTHS)),
+    "mask": ({}, dict(attn_mask=key_mask(2, 1, 1, 90))),
+    "mask of heads, shared keys": (
+        dict(h=4, g=2),
+        dict(attn_mask=key_mask(2, 4, 1, 90), key_lengths=LENGTHS + 20),
+    ),
+    "mask without keys, dropout": ({}, dict(attn_mask=NO_KEYS, **DROPOUT)),
+    "2-D mask, causal, lengths, dropout": (
+        {},
+        dict(attn_mask=FULL, is_causal=True, key_lengths=LENGTHS + 20, **DROPOUT),
+    ),
+    "dropout, causal": ({}, dict(is_causal=True, **DROPOUT)),
+    "shared keys, causal, dropout": (dict(h=6, g=2), dict(is_causal=True, **DROPOUT)),
+    "bias": ({}, dict(bias=drawn(2, 70, 90))),
+    "bias of keys, mask": (
+        {},
+        dict(bias=(4 * drawn(2, 1, 1, 90)).masked_fill(~NO_KEYS, -torch.inf), **DROPOUT),
+    ),
+    "large bias, 2-D mask": ({}, dict(bias=1e9 * drawn(1, 90), attn_mask=FULL)),
+    "sinks": ({}, dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
+    "other dims, negative scale": (dict(d=40, dv=24), dict(scale=-0.2)),
+}
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients(device, against_oracle, kernel, call):
+    """With the gradient of lse in every other call, and keys in one tile and in several."""
+    sizes, options = CALLS[call]
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    function = (attend, attend_and_lse)[list(CALLS).index(call) % 2]
+    x = qkv(device, **sizes)
+    with use_backend("triton"), by(kernel) as names, narrow(kernel):
+        against_oracle(lambda **given: function(**given, **options), x)
+    took = "scratch" if x["query"].shape[1] > x["key"].shape[1] else kernel
+    if x["query"].is_cuda:
+        return
+    assert names == ["forward", f"{took}_backward"] or took != kernel
+
+
+@contextlib.contextmanager
+def narrow(kernel):
+    """Tiles of 32 queries, and for `scratch` of 32 keys, so that the calls have several."""
+    tiles = short_backward.tiles
+
+    def narrower(name, call):
+        given = tiles(name, call)
+        columns = 32 if name == "scratch" == kernel else 1024
+        return given and given._replace(BM=min(32, given.BM), BN=min(columns, given.BN))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(short_backward, "tiles", narrower)
+        yield
+
+
+SIZES = [
+    *itertools.product(("tiny", "scratch"), ((1, 1), (7, 7), (1, 64), (63, 65), (64, 100))),
+    *itertools.product(("tiny", "scratch"), ((100, 63), (128, 128))),
+    *itertools.product(("scratch",), ((65, 129), (200, 200), (129, 512), (512, 300))),
+]
+DTYPES = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+
+@pytest.mark.all_cases
+@pytest.mark.parametrize("kernel, sizes", SIZES)
+def test_odd_sizes(device, against_oracle, kernel, sizes):
+    """In the dtypes by turns, views of one projection if the lengths are equal, by the tiles of the
+    interpreter.
+    """
+    number = SIZES.index((kernel, sizes))
+    dtype = DTYPES[number % (3 if torch.cuda.is_available() else 4)]
+    sq, sk = sizes
+    x = qkv(device, sq, sk, d=24 if number % 3 else 64, b=1, dtype=dtype)
+    if sq == sk:  # [B, S, 3, H, D]
+        x = dict(zip(x, torch.stack([*x.values()]).permute(1, 3, 0, 2, 4).contiguous()
+                     .permute(2, 0, 3, 1, 4)))  # fmt: skip
+    options = dict(is_causal=sq > 1, **DROPOUT) if number % 2 and sq > 1 else {}
+    with use_backend("triton"), by(kernel) as names:
+        against_oracle(attend, x, small=max(sizes) < 64, only_zeros=sk == 1 and None, **options)
+    assert f"{kernel}_backward" in names or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed(device, against_oracle, causal):
+    """Shared keys, and sequences without queries, without keys, and of several tiles."""
+    q_lengths, k_lengths = (40, 0, 7, 70, 1), (40, 3, 0, 90, 33)
+    offsets = {
+        f"cu_seqlens_{name}": torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32)
+        for name, n in (("q", q_lengths), ("k", k_lengths))
+    }
+    x = qkv(device, sum(q_lengths), sum(k_lengths), h=4, g=2, b=1)
+    x = {name: t.squeeze(0).transpose(0, 1) for name, t in x.items()}
+    options = dict(
+        {name: t.to(device) for name, t in offsets.items()}, max_q=70, max_k=90, is_causal=causal,
+        causal_alignment="bottom_right" if causal else "top_left", **DROPOUT,
+    )  # fmt: skip
+    with use_backend("triton"), by("scratch") as names, narrow("scratch"):
+        against_oracle(functional.packed_attention, x, **options)
+    assert "scratch_backward" in names or torch.cuda.is_available()
+
+
+def gradients(x, kernel, function=attend_and_lse, wanted=("query", "key", "value"), **options):
+    leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
+    with use_backend("triton"), by(kernel) as names:
+        out = function(**leaves, **options)
+        grads = torch.autograd.grad(out.float().square().sum(), [leaves[n] for n in wanted])
+    return dict(zip(wanted, grads)), names
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("hides", ["lengths", "mask"])
+def test_hidden_keys_may_hold_nan(device, kernel, hides):
+    options = dict(key_lengths=LENGTHS.to(device)) if hides == "lengths" else {}
+    options |= dict(attn_mask=NO_KEYS.to(device)) if hides == "mask" else {}
+    hidden = ~NO_KEYS[:, 0, 0] if hides == "mask" else torch.arange(90) >= LENGTHS[:, None]
+    found = []
+    for poison in (0.0, torch.nan, torch.inf):
+        torch.manual_seed(1)
+        x = qkv(device)
+        for name in ("key", "value"):
+            x[name][hidden[:, None].expand(-1, 2, -1).to(device)] = poison
+        with narrow(kernel):
+            found.append(gradients(x, kernel, **options, **DROPOUT)[0])
+    for name, grad in found[0].items():
+        assert grad.any() and grad.isfinite().all()
+        assert all(torch.equal(grad, other[name]) for other in found[1:])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_gradients_that_are_asked_for(device, kernel):
+    """All three come from one kernel, fewer from those that compute no more than these."""
+    torch.manual_seed(2)
+    x = qkv(device)
+    full, names = gradients(x, kernel, is_causal=True, **DROPOUT)
+    assert names == ["forward", f"{kernel}_backward"] or x["query"].is_cuda
+    for count in (1, 2):
+        for wanted in itertools.combinations(full, count):
+            some, names = gradients(x, kernel, wanted=wanted, is_causal=True, **DROPOUT)
+            assert f"{kernel}_backward" not in names
+            for name, grad in some.items():
+                torch.testing.assert_close(grad, full[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_run_gives_the_same_bits(device, kernel, monkeypatch):
+    """Twenty times, in whatever order the programs run, and of whatever number they are."""
+    torch.manual_seed(3)
+    x = qkv(device, sq=40, sk=50, h=4, g=4 if kernel == "tiny" else 2)
+    options = dict(is_causal=True, key_lengths=torch.tensor([50, 30], device=device), **DROPOUT)
+    with narrow(kernel):
+        first, _ = gradients(x, kernel, **options)
+        for _ in range(1 if torch.cuda.is_available() else 0, 20):
+            again, _ = gradients(x, kernel, **options)
+            assert all(torch.equal(first[name], grad) for name, grad in again.items())
+        if torch.cuda.is_available():
+            return
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        start, ran = InterpreterBuilder.set_grid_idx, []
+        for programs, order in ((1, (0,)), (3, (2, 0, 1)), (4, (3, 1, 2, 0))):
+
+            def elsewhere(self, i, *rest, order=order):
+                i = order[i] if self.grid_dim[0] == len(order) else i
+                ran.append(i)
+                start(self, i, *rest)
+
+            monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", elsewhere)
+            monkeypatch.setattr(short_backward, "processors", lambda device, n=programs: n)
+            again, names = gradients(x, kernel, **options)
+            assert names[-1] == f"{kernel}_backward" and ran[-programs:] == [*order]
+            assert all(torch.equal(first[name], grad) for name, grad in again.items())
+
+
+# --------------------------------------------------------------------------- what is launched, when
+
+
+def launches(kernel, x, **options):
+    """The kernels of the backward of a call."""
+    wanted = [name for name in ("query", "key", "value", "bias") if name in x]
+    names = gradients(x, kernel, attend, wanted, **options)[1]
+    return names[names.index("forward") + 1 :]
+
+
+def test_what_is_launched(device):
+    """One kernel, without bounds; delta only where the gradient of a bias needs it."""
+    if device.type == "cuda":
+        pytest.skip("float32 is computed by separate kernels on a GPU")
+    x, separate = qkv(device, sk=200), ["delta", "backward_dkdv", "backward_dq"]
+    padded = dict(attn_mask=key_mask(2, 1, 1, 200))
+    assert launches("scratch", x, **padded) == ["scratch_backward"]
+    bias = x | {"bias": drawn(2, 1, 70, 200)}
+    assert launches("scratch", bias) == ["scratch_backward", "delta", "backward_dbias"]
+    of_keys = x | {"bias": drawn(200)}
+    refused = dict(softcap=3.0), dict(window=(30, 0)), dict(alibi_slopes=torch.rand(2))
+    for given, options in ((of_keys, {}), *((x, options) for options in refused)):
+        assert launches("scratch", given, **options) == separate
+    long = qkv(device, sq=3, sk=513)
+    assert launches("scratch", long) == separate

@@ -39,9 +39,11 @@ EQUIVALENT = {
 }
 
 # For the Gluon simulator, by name: (function, old, new, the call of test_hopper.py that shows it),
-# and for the backward (kernel, function, old, new, the call of test_hopper_backward.py).
+# and for the backward (kernel, function, old, new, the call of test_hopper_backward.py); for the
+# backward of short sequences as for the forward, of test_hopper_short.py.
 HOPPER_FORWARD = {name: tuple(rest) for name, *rest in read("hopper_forward")}
 HOPPER_BACKWARD = {name: tuple(rest) for name, *rest in read("hopper_backward")}
+HOPPER_SHORT = {name: tuple(rest) for name, *rest in read("hopper_short")}
 
 # Faults that change nothing, and why.
 HARMLESS = {

@@ -207,7 +207,7 @@ def _hide_queries(s, j, i0, r, work, PART: gl.constexpr, has: gl.constexpr):
 
 
 @gluon.jit
-def _with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
+def with_signs(p, head, i0, n0, BM: gl.constexpr, S: gl.constexpr, has: gl.constexpr):
     """Return P, negative where dropout removes it, so that no mask takes registers, and what stays
     of it.
     """
@@ -270,7 +270,7 @@ def _dkdv_consumer(
                 p = probabilities(s, Statistics(peak, offset, offset), call, has)
                 z = p
                 if has.dropout:
-                    p, z = _with_signs(p, head, i0, n0, BM, S, has)
+                    p, z = with_signs(p, head, i0, n0, BM, S, has)
                 z = gl.convert_layout(z.to(dtype), gl.DotOperandLayout(0, V, 2))
                 dv = warpgroup_mma(z, do, dv, is_async=True)
                 if has.softcap and not has.key_grad:

@@ -186,6 +186,19 @@ HOPPER_BACKWARD = {
 }
 
 
+SHORT_ROW = "Gluon 64 128"  # of hopper_short.py: queries and keys of a tile
+SHORT_SLOTS = 2  # of its ring of queries
+
+
+def short_refused(plan: Any) -> bool:
+    """Return whether hopper_short.py does not compute a call that `backward_obstacle` allows."""
+    has, tile, sizes = plan.has, plan.tile, plan.arguments["sizes"]
+    options = has.mask == 2, has.bias, has.alibi, has.softcap, has.left, has.packed, has.shard
+    sizes_fit = max(plan.q_length, plan.k_length) <= 512 and plan.head_block <= 64
+    square = tile.dim_block == tile.value_block == 64 and sizes.group == 1
+    return any(options) or not (sizes_fit and square and all(plan.arguments["strides"][:9]))
+
+
 class RingTile(NamedTuple):
     """Compile-time: `Tile` of scores.py, and what the backward needs beside."""
 

@@ -52,6 +52,8 @@ from .configurations import (
 from .decode import PagedInputs, Paging, Split, merge_kernel, split_kernel
 from .forward import forward_kernel
 from .hopper_rows import (
+    SHORT_ROW,
+    SHORT_SLOTS,
     How,
     RingTile,
     backward_obstacle,
@@ -59,6 +61,7 @@ from .hopper_rows import (
     in_turn,
     obstacle,
     refused,
+    short_refused,
     term_bytes,
     ways,
 )
@@ -76,7 +79,9 @@ from .scores import (
 )
 from .short_backward import (
     SEPARATE,
+    Gradients,
     RowLayouts,
+    Saved,
     ShortLaunch,
     pays,
     short_kernels,
@@ -88,9 +93,10 @@ try:  # Triton before 3.6 has no Gluon, and a later one may change it
     from .hopper_dkdv import hopper_dkdv_kernel
     from .hopper_dq import hopper_dq_kernel
     from .hopper_rows import HOPPER, HOPPER_BACKWARD
+    from .hopper_short import hopper_short_kernel
 except Exception:
     HOPPER, HOPPER_BACKWARD = {}, {}
-    hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = None
+    hopper_forward_kernel = hopper_dkdv_kernel = hopper_dq_kernel = hopper_short_kernel = None
 
 # With a bias, Triton 3.6 serialises the products of dK and dV if unmasked tiles have a loop of
 # their own; newer versions serialise them if these have none.
@@ -590,12 +596,15 @@ class BackwardPlan(Plan):
         sink = attention.sinks is not None
         self.sink_grad, self.sink_weight = needs[4], sink and (needs[4] or self.bias_grad == "row")
         self.needs = (needs[0], *(needs[1] or needs[2] or key_grad,) * 2)
-        self.short: ShortLaunch | None = None
+        self.short: ShortLaunch | Launch | None = None
         self.short_obstacle = short_obstacle(self, needs, self.bias_grad, (query, key, value))
         self.one_kernel = self.choose_short()
         if self.one_kernel != SEPARATE:
             layouts = RowLayouts(self.strides(output), do, dq, dk, dv)
-            self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
+            if isinstance(self.one_kernel, GluonOption):
+                self.short = self.short_for_hopper(layouts, grad_lse is not None)
+            else:
+                self.short = ShortLaunch(self.one_kernel, self, layouts, grad_lse is not None)
         else:
             self.choose_bounds("backward", attention)
         self.cut |= self.source is not None
@@ -618,9 +627,27 @@ class BackwardPlan(Plan):
         if not kernels or self.short_obstacle:
             return SEPARATE
         shipped = kernels[0] if pays(self) else SEPARATE
+        if self.overlaps and HOPPER_BACKWARD and not short_refused(self):
+            kernels = [*kernels, GluonOption(SHORT_ROW)]
         key = TuningKey(SHORT_KEY, self.case, shipped, lambda: [*kernels, SEPARATE])
         chosen = choose(self.device, key)
-        return chosen if chosen in kernels else SEPARATE
+        return next((kernel for kernel in kernels if kernel == chosen), SEPARATE)
+
+    def short_for_hopper(self, layouts: RowLayouts, has_dlse: bool) -> Launch:
+        """Return the launch of the backward in one kernel in Gluon."""
+        pairs = self.batch * self.heads
+        tile = self.tile._replace(rows=64, columns=128, recompute_masked=False)
+        own = dict(
+            layouts=layouts,
+            pairs=pairs,
+            tile=constants(RingTile._make((*tile, SHORT_SLOTS, 0, False))),
+            has=constants(self.has),
+            PARTS=2 * triton.cdiv(self.q_length, 128),
+            HAS_DLSE=has_dlse,
+        )
+        groups = dict(inputs=BackwardInputs, saved=Saved, grads=Gradients, optional=OptionalInputs)
+        grid = (min(pairs, processors(self.device)),)
+        return TMALaunch(hopper_short_kernel, grid, self.arguments | own, 4, 2, groups)
 
     def may_read(self, source: Source) -> bool:
         """Return whether the source is a mask: a bias that is learned hides nothing."""

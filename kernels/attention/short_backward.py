@@ -300,11 +300,11 @@ def tiny_backward_kernel(
             i = i0 + tl.arange(0, tile.rows)
             ok = i < sizes.queries
             r = tl.minimum(i, sizes.queries - 1)
-            q = load_rows(queries.query, r, strides.query_row, None, tile.dim, tile.dim_block, False)
-            row = layouts.grad_output.row
-            do = load_rows(
-                queries.grad_output, r, row, ok, tile.value_dim, tile.value_block, True
+            q = load_rows(
+                queries.query, r, strides.query_row, None, tile.dim, tile.dim_block, False
             )
+            row = layouts.grad_output.row
+            do = load_rows(queries.grad_output, r, row, ok, tile.value_dim, tile.value_block, True)
             peak, offset, delta = _statistics(saved, layouts, queries, do, i, tile, has, how)
             rows = _Rows(q, do, i0, i, r, peak, offset, delta)
             dk, dv, ds = _add_tile((dk, dv), own, rows, queries.head, tile, has)
@@ -451,9 +451,7 @@ def scratch_backward_kernel(
                 own = _load_keys(bases, strides, n0, keys, tile, has)
                 sums = own_sums + member * head_sums
                 pointers = saved, Scratch(scratch.offset, scratch.delta, sums)
-                dk, dv = _walk_queries(
-                    (dk, dv), own, queries, pointers, layouts, tile, has, how
-                )
+                dk, dv = _walk_queries((dk, dv), own, queries, pointers, layouts, tile, has, how)
             _store_keys((dk, dv), outputs, layouts, j, count, factors, tile, has)
             if not how.one_tile:
                 tl.debug_barrier()

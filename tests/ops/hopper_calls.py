@@ -69,6 +69,13 @@ def simulated_backward(
 
 
 @contextlib.contextmanager
+def simulated_short(*edits: Edit, seed: int = 0) -> Iterator[list[Any]]:
+    """The same for the backward of short sequences in one kernel."""
+    with chosen({plan.SHORT_KEY: plan.SHORT_ROW}, {}, edits, seed) as launched:
+        yield launched
+
+
+@contextlib.contextmanager
 def chosen(
     ways: dict[str, str], rows: dict[str, Any], edits: tuple[Edit, ...], seed: int
 ) -> Iterator[list[Any]]:
@@ -93,6 +100,9 @@ def chosen(
         for name, x in zip(names, pointers):
             if name in OUTPUTS and x.numel():
                 memory(x).copy_(torch.from_numpy(arguments[name].array))
+            if name == "grads":
+                for y, written in zip(x, arguments[name]):
+                    memory(y).copy_(torch.from_numpy(written.array))
 
     with (
         torch.no_grad() if edits else contextlib.nullcontext(),

@@ -4,13 +4,10 @@ depends on the order of the programs, which calls it takes, and that planted bug
 
 import contextlib
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
-from mutants import PLANTED
 
-import fastformer as ff
 from fastformer import use_backend
 from fastformer.ops import functional
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common import LOG2E
-from .hopper_backward import score_gradient
+from .hopper_backward import at_most, score_gradient
 from .hopper_dkdv import with_signs
 from .hopper_parts import accumulator, barriers, copy_in, copy_out, like, next_slot
 from .hopper_work import heads_of, tiles_of
@@ -207,7 +207,7 @@ def _hide_keys(s, ok, cut, i0, n0, j, head, tile: gl.constexpr, has: gl.constexp
         last = i0 + head.sequence.shift + head.call.band.right  # the last key of the first query
         if last < n0 + tile.columns - 1:
             r = gl.arange(0, tile.rows, layout=gl.SliceLayout(0, accumulator(tile.rows)))
-            s = gl.where(gl.expand_dims(j, 1) <= last + gl.expand_dims(r, 0), s, float("-inf"))
+            s = gl.where(at_most(r, j - (last + 1)), float("-inf"), s)
     return s
 
 

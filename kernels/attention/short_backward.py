@@ -3,7 +3,7 @@ one program. Each score, its exponential and its dropout word is computed once, 
 place of seven; delta is computed inside, and no sum is shared between programs.
 
     tiny      up to 128 queries and keys, D <= 64: all keys are one tile, and the program copies its
-              next head while it computes one
+              next head while it computes one. No shared keys, packed rows, bias or 2-D mask
     scratch   up to 512: tiles of keys, and for each of them the queries. Between tiles of keys dQ
               lies in float32 in memory that this program alone uses, small enough for the L2 cache.
               Up to 128 keys dQ is complete at once, and nothing is stored in between
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common import LOG2E
 from ..launch import Launch, constants, next_power_of_2, processors
-from .configurations import SHORT, Tiles
+from .configurations import SHORT, Tiles, short_pays
 from .scores import (
     BackwardInputs,
     Indices,
@@ -81,7 +81,7 @@ class How(NamedTuple):
     """Compile-time: how a program computes."""
 
     stages: Any  # of the loop that copies ahead
-    parts: Any  # of BM queries that a head has, for `tiny`
+    row_tiles: Any  # tiles of queries that a head has, for `tiny`; else 0
     one_tile: Any  # whether all keys are one tile
     transposed: Any  # whether dQ is computed as its transpose: wgmma takes no less than 64 rows
     has_dlse: Any
@@ -269,15 +269,13 @@ def tiny_backward_kernel(
     how: tl.constexpr,
 ):
     """One program computes every so many of the `pairs` (batch, head): all rows of DQ, DK and DV,
-    from at most BN keys and `how.parts` times BM queries.
+    from at most BN keys and `how.row_tiles` BM queries.
 
-    Its copies run one pair ahead. So that none of them waits for a mask or a length, keys and
-    values are loaded as they are, and zeroed in registers where they are hidden.
+    Its copies run one pair ahead.
     """
     call = prepare_call(optional, strides, sizes, band, factors, has)
     tensors = _Tensors(inputs, saved, grads)
     j = tl.arange(0, tile.columns)
-    exists = tl.minimum(j, sizes.keys - 1)
     for n in tl.range(tl.program_id(0), pairs, tl.num_programs(0), num_stages=how.stages):
         batch_head = tl.program_id(0) * 0 + n  # a tensor in the interpreter, too
         b = (batch_head // sizes.heads).to(tl.int64)
@@ -285,30 +283,24 @@ def tiny_backward_kernel(
         sequence = locate_sequence(optional, sizes, b, has)
         queries = _locate_queries(tensors, layouts, call, sequence, batch_head, tile, has)
         keys = key_row(queries.head, j, j < sequence.length, tile, has, True)
-        k_base, v_base = locate_keys(inputs, strides, sequence, b, h)
-        k = load_rows(k_base, exists, strides.key_row, None, tile.dim, tile.dim_block, False)
-        row = strides.value_row
-        v = load_rows(v_base, exists, row, None, tile.value_dim, tile.value_block, False)
-        if has.mask == 1 or has.bias == 1 or has.lengths:
-            k = tl.where(keys.ok[:, None], k, 0.0)
-            v = tl.where(keys.ok[:, None], v, 0.0)
-        own = _Keys(k, v, 0, j, in_columns(keys, has))
+        bases = locate_keys(inputs, strides, sequence, b, h)
+        own = _load_keys(bases, strides, 0, keys, tile, has)
         dk = tl.zeros([tile.columns, tile.dim_block], tile.acc)
         dv = tl.zeros([tile.columns, tile.value_block], tile.acc)
-        for part in tl.static_range(how.parts):
-            i0 = part * tile.rows
+        for number in tl.static_range(how.row_tiles):
+            i0 = number * tile.rows
             i = i0 + tl.arange(0, tile.rows)
             ok = i < sizes.queries
             r = tl.minimum(i, sizes.queries - 1)
-            q = load_rows(queries.query, r, strides.query_row, None, tile.dim, tile.dim_block, False)
-            row = layouts.grad_output.row
-            do = load_rows(
-                queries.grad_output, r, row, ok, tile.value_dim, tile.value_block, True
+            q = load_rows(
+                queries.query, r, strides.query_row, None, tile.dim, tile.dim_block, False
             )
+            row = layouts.grad_output.row
+            do = load_rows(queries.grad_output, r, row, ok, tile.value_dim, tile.value_block, True)
             peak, offset, delta = _statistics(saved, layouts, queries, do, i, tile, has, how)
             rows = _Rows(q, do, i0, i, r, peak, offset, delta)
             dk, dv, ds = _add_tile((dk, dv), own, rows, queries.head, tile, has)
-            dq = _query_gradient(ds, k, tile, how) * factors.scale
+            dq = _query_gradient(ds, own.k, tile, how) * factors.scale
             row = layouts.grad_query.row
             store_rows(queries.grad_query, r, row, ok, dq, tile.dim, tile.dim_block)
         outputs = _outputs_of_keys(grads, layouts, sequence, b, h)
@@ -451,15 +443,13 @@ def scratch_backward_kernel(
                 own = _load_keys(bases, strides, n0, keys, tile, has)
                 sums = own_sums + member * head_sums
                 pointers = saved, Scratch(scratch.offset, scratch.delta, sums)
-                dk, dv = _walk_queries(
-                    (dk, dv), own, queries, pointers, layouts, tile, has, how
-                )
+                dk, dv = _walk_queries((dk, dv), own, queries, pointers, layouts, tile, has, how)
             _store_keys((dk, dv), outputs, layouts, j, count, factors, tile, has)
             if not how.one_tile:
                 tl.debug_barrier()
 
 
-# ----------------------------------------------------------------------- which calls, and the launch
+# ---------------------------------------------------------------------- which calls, and the launch
 
 SEPARATE = "separate kernels"  # delta, dK and dV, dQ
 MOST = {"tiny": 128, "scratch": 512}  # queries and keys
@@ -475,8 +465,11 @@ def tiles(kernel: str, plan: Any) -> Tiles | None:
     else:
         rows = SHORT.get((kernel, plan.arch), ()) if plan.dtype.itemsize == 2 else ()
     i = max(0, (plan.head_block - 1).bit_length() - 5)
-    few = plan.arguments["sizes"].group == 1 and not plan.packed and plan.head_block <= 64
-    if longest > MOST[kernel] or i >= len(rows) or (kernel == "tiny" and not few):
+    has = plan.has  # what lies in shared memory, or in registers, beside the tiles
+    more = plan.packed, plan.head_block > 64, has.mask == 2, has.bias > 0
+    if longest > MOST[kernel] or i >= len(rows) or (kernel == "tiny" and any(more)):
+        return None
+    if kernel == "tiny" and plan.arguments["sizes"].group > 1:
         return None
     return rows[i]
 
@@ -503,19 +496,13 @@ def short_obstacle(
 
 
 def pays(plan: Any) -> bool:
-    """Return whether one kernel is expected to be faster: it issues 0.7 times the instructions, in
-    programs that own all of a head where others own 128 queries, or keys.
-
-    This is predicted from the machine code, and not measured (benchmarks/NOTES.md).
+    """Return whether one kernel is expected to be faster. In the interpreter the tests ask for it
+    by its name.
     """
-    if plan.arch == "interpreter":  # the tests ask for these kernels by name
-        return False
-    places, group = processors(plan.device), plan.arguments["sizes"].group
-    rows, columns = (triton.cdiv(n, 128) for n in (plan.q_length, plan.k_length))
-    pairs = plan.batch * plan.groups
-    dkdv = triton.cdiv(pairs * columns, places) * group * rows
-    dq = triton.cdiv(pairs * group * rows, places) * columns
-    return triton.cdiv(pairs, places) * group * rows * columns * 1.4 <= dkdv + dq
+    sizes = plan.q_length, plan.k_length
+    pairs, group = plan.batch * plan.groups, plan.arguments["sizes"].group
+    places = processors(plan.device)
+    return short_pays(plan.arch, pairs, group, sizes, plan.head_block, places)
 
 
 class ShortLaunch:
@@ -533,10 +520,10 @@ class ShortLaunch:
         assert chosen is not None
         BM, BN, warps, stages = chosen
         pairs, group = plan.batch * plan.groups, plan.arguments["sizes"].group
-        programs = min(pairs, processors(plan.device))
-        parts = triton.cdiv(plan.q_length, BM)
-        one_tile = plan.k_length <= BN
-        how = How(stages, parts, one_tile, BM < 64 and plan.arch == "sm_90", has_dlse)
+        programs = min(pairs, processors(plan.device) * 8 // warps)  # of 255 registers a thread
+        one_tile, transposed = plan.k_length <= BN, BM < 64 and plan.arch == "sm_90"
+        row_tiles = triton.cdiv(plan.q_length, BM) if kernel == "tiny" else 0
+        how = How(stages, row_tiles, one_tile, transposed, has_dlse)
         self.sums = () if one_tile else (programs, group, plan.q_length, plan.tile.dim_block)
         groups: dict[str, Any] = dict(inputs=BackwardInputs, saved=Saved, grads=Gradients)
         groups |= dict(scratch=Scratch, optional=OptionalInputs)

@@ -4,13 +4,11 @@ depends on the order of the programs, which calls it takes, and that planted bug
 
 import contextlib
 import itertools
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch
-from mutants import PLANTED
 
-import fastformer as ff
 from fastformer import use_backend
 from fastformer.ops import functional
 
@@ -99,13 +97,20 @@ CALLS = {
     ),
     "large bias, 2-D mask": ({}, dict(bias=1e9 * drawn(1, 90), attn_mask=FULL)),
     "sinks": ({}, dict(sinks=torch.tensor([0.5, -torch.inf]), key_lengths=LENGTHS)),
-    "other dims, negative scale": (dict(d=40, dv=24), dict(scale=-0.2)),
+    "other dims, negative scale": (dict(d=40), dict(scale=-0.2)),
+    "128 wide, other dims of values": (dict(d=128, dv=72), dict(is_causal=True, **DROPOUT)),
 }
 
 
 @pytest.mark.all_cases
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel, call",
+    [
+        (kernel, call)
+        for kernel, call in itertools.product(KERNELS, CALLS)
+        if kernel == "scratch" or not re.search("shared|2-D|bias|wide", call)
+    ],
+)
 def test_gradients(device, against_oracle, kernel, call):
     """With the gradient of lse in every other call, and keys in one tile and in several."""
     sizes, options = CALLS[call]
@@ -114,10 +119,7 @@ def test_gradients(device, against_oracle, kernel, call):
     x = qkv(device, **sizes)
     with use_backend("triton"), by(kernel) as names, narrow(kernel):
         against_oracle(lambda **given: function(**given, **options), x)
-    took = "scratch" if x["query"].shape[1] > x["key"].shape[1] else kernel
-    if x["query"].is_cuda:
-        return
-    assert names == ["forward", f"{took}_backward"] or took != kernel
+    assert names == ["forward", f"{kernel}_backward"] or x["query"].is_cuda  # float32
 
 
 @contextlib.contextmanager
@@ -159,7 +161,7 @@ def test_odd_sizes(device, against_oracle, kernel, sizes):
                      .permute(2, 0, 3, 1, 4)))  # fmt: skip
     options = dict(is_causal=sq > 1, **DROPOUT) if number % 2 and sq > 1 else {}
     with use_backend("triton"), by(kernel) as names:
-        against_oracle(attend, x, small=max(sizes) < 64, only_zeros=sk == 1 and None, **options)
+        against_oracle(attend, x, small=max(sizes) < 64, **options)
     assert f"{kernel}_backward" in names or torch.cuda.is_available()
 
 
@@ -277,5 +279,5 @@ def test_what_is_launched(device):
     refused = dict(softcap=3.0), dict(window=(30, 0)), dict(alibi_slopes=torch.rand(2))
     for given, options in ((of_keys, {}), *((x, options) for options in refused)):
         assert launches("scratch", given, **options) == separate
-    long = qkv(device, sq=3, sk=513)
+    long = qkv(device, sq=20, sk=513)
     assert launches("scratch", long) == separate

@@ -316,7 +316,8 @@ _short("sm_90", "scratch", 128, [*_USUAL, f"{_EVERY}, dropout"])
 _short("sm_90", "scratch", 32, ["key mask, dropout"])
 for _arch in ("sm_80", "sm_89", "sm_120"):
     _short(_arch, "scratch", 64, [*_USUAL, f"{_EVERY}, dropout"][: 4 if _arch == "sm_80" else 2])
-    _short(_arch, "scratch", 32, ["key mask, dropout"])
+    if _arch == "sm_80":
+        _short(_arch, "scratch", 32, ["key mask, dropout"])
 _short("sm_100", "scratch", 64, _USUAL)
 _attention("sm_120", "bf16", (64, 128), ["key mask"], [True])  # it takes the rows of sm_86
 CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {

@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from mutants import PLANTED
 
 from fastformer import use_backend
 from fastformer.ops import functional
@@ -19,6 +20,14 @@ from fastformer.kernels.attention import plan, short_backward
 
 KERNELS = ("tiny", "scratch")
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
+
+
+@pytest.fixture(autouse=True)
+def memory_of_nan():
+    """Let memory that nobody has written hold NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager
@@ -212,6 +221,17 @@ def test_hidden_keys_may_hold_nan(device, kernel, hides):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_the_gradient_of_lse_where_no_key_is_seen(device, kernel):
+    """Is not used: lse is -inf there, and what a caller makes of that may be NaN."""
+    x = {name: t.requires_grad_() for name, t in qkv(device, sk=40).items()}
+    with use_backend("triton"), by(kernel), narrow(kernel):
+        out, lse = attend(**x, return_lse=True, attn_mask=NO_KEYS[..., :40].to(device))
+        given = torch.where(lse == -torch.inf, torch.nan, 1.0)
+        grads = torch.autograd.grad((out, lse), list(x.values()), (torch.ones_like(out), given))
+    assert given.isnan().any() and all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_the_gradients_that_are_asked_for(device, kernel):
     """All three come from one kernel, fewer from those that compute no more than these."""
     torch.manual_seed(2)
@@ -281,3 +301,78 @@ def test_what_is_launched(device):
         assert launches("scratch", given, **options) == separate
     long = qkv(device, sq=20, sk=513)
     assert launches("scratch", long) == separate
+
+
+def test_explain_names_the_kernel(device):
+    """And says why a call does not take it, where a GPU could have; of longer calls nothing."""
+    from fastformer.kernels.attention import launchers
+
+    from fastformer.description import Attention
+
+    def explained(arch="sm_90", b=64, s=128, d=64, wanted=3, dtype=torch.float16, **options):
+        shape = dict(dtype=dtype, device="meta")
+        x = [torch.empty(b, 2, s, d, **shape).requires_grad_(n < wanted) for n in range(3)]
+        call = Attention(
+            **dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1) | options
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "architecture", lambda device: arch)
+            patch.setattr(short_backward, "processors", lambda device: 128)
+            launch.plans.clear()
+            return launchers.describe(x[0], call, *x[1:]) or ""
+
+    one = "the backward is one kernel, "
+    assert explained() == explained(s=100) == one + "tiny"
+    assert explained(s=129) == explained(s=512) == explained(d=128) == one + "scratch"
+    assert explained("sm_80") == explained("sm_86") == one + "scratch"
+    assert explained(s=512, b=16) == explained("sm_80", s=129) == explained("sm_100") == ""
+    assert explained(s=513) == explained(dtype=torch.float32, arch="sm_80") == ""
+    assert explained(wanted=0) == ""
+    why = "not the backward in one kernel: it takes no call with "
+    assert why + "a softcap" in explained(softcap=3.0)
+    assert why + "ALiBi" in explained(alibi_slopes=torch.empty(2, device="meta"))
+    assert "it computes the gradients of query, key and value, all three" in explained(wanted=1)
+
+
+# ---------------------------------------------------------------------------------- planted bugs
+
+BUGS = PLANTED["attention/short_backward"]
+
+
+def every_feature(device, against_oracle):
+    """Calls that use all that the kernels take, in several tiles of queries and of keys."""
+    large = dict(sq=70, sk=90, d=16)
+    hidden = torch.arange(90) < torch.tensor([[67], [30]])
+    for kernel, sizes, options in (
+        ("tiny", dict(large, h=3), dict(attn_mask=NO_KEYS, is_causal=True, **DROPOUT)),
+        ("scratch", dict(large, h=4, g=2), dict(key_lengths=LENGTHS, is_causal=True, **DROPOUT)),
+        (
+            "scratch",
+            dict(large, dv=24),
+            dict(bias=1e3 * drawn(70, 90), attn_mask=hidden[:, None, None]),
+        ),
+        ("scratch", dict(large, sq=90, sk=40), dict(is_causal=True)),
+        (
+            "scratch",
+            dict(large, sq=90, sk=40),
+            dict(is_causal=True, causal_alignment="bottom_right", key_lengths=LENGTHS // 2),
+        ),
+    ):
+        x, options = qkv(device, **sizes), dict(options)
+        with by(kernel) as names, narrow(kernel):
+            against_oracle(lambda x=x, options=options, **g: attend_and_lse(**g, **options), x)
+        assert f"{kernel}_backward" in names
+    test_packed(device, against_oracle, True)
+    for kernel in KERNELS:
+        test_hidden_keys_may_hold_nan(device, kernel, "mask")
+        test_the_gradient_of_lse_where_no_key_is_seen(device, kernel)
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_a_planted_bug_is_caught(device, against_oracle, plant_and_check, bug):
+    """And without one nothing is."""
+
+    def check():
+        every_feature(device, against_oracle)
+
+    plant_and_check(short_backward, BUGS.get(bug), check)

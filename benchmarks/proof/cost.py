@@ -62,7 +62,7 @@ KNOWN_WAITS = (
     *(("sm_80 attention bf16 D=512", kernel) for kernel in ("forward", "backward_dkdv")),
     *(("sm_80 attention bf16 D=512", kernel) for kernel in ("backward_dq", "backward_dbias")),
     ("sm_80 decode bf16 D=512", "split"),
-    *((f"{arch} attention bf16 D={d} S=", "scratch_backward") for arch, d in _TWO_STAGES),
+    *((f"{arch} attention bf16 D={d} S=", "short_backward") for arch, d in _TWO_STAGES),
 )
 
 # Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
@@ -84,7 +84,7 @@ LOCAL: tuple[tuple[str, str, float], ...] = (
     ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 4.5),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 3),
-    (", tiny", "tiny_backward", 14),
+    (", tiny", "short_backward", 14),
 )
 # What other versions of Triton add, by the version.
 LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {

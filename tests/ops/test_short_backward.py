@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from fastformer.kernels import launch, tuned
 from fastformer.kernels.attention import plan, short_backward
 
-KERNELS = ("tiny", "scratch")
+KERNELS, ONE = ("tiny", "scratch"), "short_backward"
 DROPOUT = dict(dropout_p=0.25, dropout_seed=5)
 
 
@@ -128,7 +128,7 @@ def test_gradients(device, against_oracle, kernel, call):
     x = qkv(device, **sizes)
     with use_backend("triton"), by(kernel) as names, narrow(kernel):
         against_oracle(lambda **given: function(**given, **options), x)
-    assert names == ["forward", f"{kernel}_backward"] or x["query"].is_cuda  # float32
+    assert names == ["forward", ONE] or x["query"].is_cuda  # float32
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def test_odd_sizes(device, against_oracle, kernel, sizes):
     options = dict(is_causal=sq > 1, **DROPOUT) if number % 2 and sq > 1 else {}
     with use_backend("triton"), by(kernel) as names:
         against_oracle(attend, x, small=max(sizes) < 64, **options)
-    assert f"{kernel}_backward" in names or torch.cuda.is_available()
+    assert ONE in names or torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -190,7 +190,7 @@ def test_packed(device, against_oracle, causal):
     )  # fmt: skip
     with use_backend("triton"), by("scratch") as names, narrow("scratch"):
         against_oracle(functional.packed_attention, x, **options)
-    assert "scratch_backward" in names or torch.cuda.is_available()
+    assert ONE in names or torch.cuda.is_available()
 
 
 def gradients(x, kernel, function=attend_and_lse, wanted=("query", "key", "value"), **options):
@@ -237,11 +237,11 @@ def test_the_gradients_that_are_asked_for(device, kernel):
     torch.manual_seed(2)
     x = qkv(device)
     full, names = gradients(x, kernel, is_causal=True, **DROPOUT)
-    assert names == ["forward", f"{kernel}_backward"] or x["query"].is_cuda
+    assert names == ["forward", ONE] or x["query"].is_cuda
     for count in (1, 2):
         for wanted in itertools.combinations(full, count):
             some, names = gradients(x, kernel, wanted=wanted, is_causal=True, **DROPOUT)
-            assert f"{kernel}_backward" not in names
+            assert ONE not in names
             for name, grad in some.items():
                 torch.testing.assert_close(grad, full[name], rtol=1e-4, atol=1e-4)
 
@@ -250,11 +250,11 @@ def test_the_gradients_that_are_asked_for(device, kernel):
 def test_every_run_gives_the_same_bits(device, kernel, monkeypatch):
     """Twenty times, in whatever order the programs run, and of whatever number they are."""
     torch.manual_seed(3)
-    x = qkv(device, sq=40, sk=50, h=4, g=4 if kernel == "tiny" else 2)
-    options = dict(is_causal=True, key_lengths=torch.tensor([50, 30], device=device), **DROPOUT)
+    x = qkv(device, sq=20, sk=40, h=4, g=4 if kernel == "tiny" else 2)
+    options = dict(is_causal=True, key_lengths=torch.tensor([40, 30], device=device), **DROPOUT)
     with narrow(kernel):
         first, _ = gradients(x, kernel, **options)
-        for _ in range(1 if torch.cuda.is_available() else 0, 20):
+        for _ in range(20):
             again, _ = gradients(x, kernel, **options)
             assert all(torch.equal(first[name], grad) for name, grad in again.items())
         if torch.cuda.is_available():
@@ -272,7 +272,7 @@ def test_every_run_gives_the_same_bits(device, kernel, monkeypatch):
             monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", elsewhere)
             monkeypatch.setattr(short_backward, "processors", lambda device, n=programs: n)
             again, names = gradients(x, kernel, **options)
-            assert names[-1] == f"{kernel}_backward" and ran[-programs:] == [*order]
+            assert names[-1] == ONE and ran[-programs:] == [*order]
             assert all(torch.equal(first[name], grad) for name, grad in again.items())
 
 
@@ -292,9 +292,9 @@ def test_what_is_launched(device):
         pytest.skip("float32 is computed by separate kernels on a GPU")
     x, separate = qkv(device, sk=200), ["delta", "backward_dkdv", "backward_dq"]
     padded = dict(attn_mask=key_mask(2, 1, 1, 200))
-    assert launches("scratch", x, **padded) == ["scratch_backward"]
+    assert launches("scratch", x, **padded) == [ONE]
     bias = x | {"bias": drawn(2, 1, 70, 200)}
-    assert launches("scratch", bias) == ["scratch_backward", "delta", "backward_dbias"]
+    assert launches("scratch", bias) == [ONE, "delta", "backward_dbias"]
     of_keys = x | {"bias": drawn(200)}
     refused = dict(softcap=3.0), dict(window=(30, 0)), dict(alibi_slopes=torch.rand(2))
     for given, options in ((of_keys, {}), *((x, options) for options in refused)):
@@ -349,7 +349,7 @@ def every_feature(device, against_oracle):
         (
             "scratch",
             dict(large, dv=24),
-            dict(bias=1e3 * drawn(70, 90), attn_mask=hidden[:, None, None]),
+            dict(bias=10 * drawn(70, 90), attn_mask=hidden[:, None, None]),
         ),
         ("scratch", dict(large, sq=90, sk=40), dict(is_causal=True)),
         (
@@ -361,7 +361,7 @@ def every_feature(device, against_oracle):
         x, options = qkv(device, **sizes), dict(options)
         with by(kernel) as names, narrow(kernel):
             against_oracle(lambda x=x, options=options, **g: attend_and_lse(**g, **options), x)
-        assert f"{kernel}_backward" in names
+        assert ONE in names
     test_packed(device, against_oracle, True)
     for kernel in KERNELS:
         test_hidden_keys_may_hold_nan(device, kernel, "mask")

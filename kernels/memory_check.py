@@ -313,8 +313,9 @@ def checked() -> Iterator[None]:
     within `unchecked()`.
     """
     before = []
-    replacements = ((ti.GridExecutor, _of_launches), (ti.InterpreterBuilder, _of_accesses))
-    for owner, make in ((ti, _of_arguments), *replacements):
+    builder = ti.InterpreterBuilder
+    replacements = ((builder, _of_accesses), (builder, _of_barriers), (ti, _of_arguments))
+    for owner, make in ((ti.GridExecutor, _of_launches), *replacements):
         for name, function in make(owner).items():
             before.append((owner, name, getattr(owner, name)))
             setattr(owner, name, function)
@@ -406,10 +407,6 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
             _launch.check(Argument.check_bounds, pointers, everywhere, "updates")
         return exchange(self, pointers, *rest)
 
-    def barrier(self: Any) -> None:
-        if _launch is not None:
-            _launch.barriers += 1
-
     def bitcast_pointer(self: Any, source: Any, target: Any) -> Any:
         result = bitcast(self, source, target)
         if isinstance(source.dtype, _Pointer) and target.is_ptr():
@@ -422,5 +419,12 @@ def _of_accesses(builder: Any) -> dict[str, Any]:
         create_atomic_rmw=checked_update,
         create_atomic_cas=checked_exchange,
         create_bitcast=bitcast_pointer,
-        create_barrier=barrier,
     )
+
+
+def _of_barriers(builder: Any) -> dict[str, Any]:
+    def barrier(self: Any) -> None:
+        if _launch is not None:
+            _launch.barriers += 1
+
+    return dict(create_barrier=barrier)

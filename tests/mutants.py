@@ -29,6 +29,8 @@ def _by_kernel(*kinds):
 # `python -m benchmarks.proof.mutation` plants all of both in a copy of the checkout.
 PLANTED = _by_kernel("quick")
 MORE = _by_kernel("more", "shard", "shard rows")
+# Of the backward of short sequences: its own test plants all of them.
+SHORT = _by_kernel("short")["attention/short_backward"]
 SHARDED = _by_kernel("shard")["attention"]
 SHARDED_ROWS = _by_kernel("shard rows")["common"]
 

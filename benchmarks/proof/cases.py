@@ -295,6 +295,36 @@ for _drop in ("", ", dropout"):
         "choices": {f"attention {way} bounds": "all tiles" for way in ("forward", "backward")},
     }
 
+
+def _short(arch: str, kernel: str, d: int, masks: list[str], length: int = 512) -> None:
+    """Add cases with a backward in one kernel."""
+    for mask in masks:
+        kind, drop = mask.removesuffix(", dropout"), mask.endswith(", dropout")
+        shape = dict(arch=arch, op="attention", dtype="bf16", d=d, length=length, dropout=drop)
+        choice = {"choices": {"attention short backward": kernel}}
+        name = f"{arch} attention bf16 D={d} S={length} {mask}, {kernel}"
+        CASES[name] = {**shape, **NOTHING, **MASKS[kind], **choice}
+
+
+_USUAL = ["plain", "key mask, dropout", "causal, dropout"]
+_short("sm_90", "tiny", 64, [*_USUAL, "lengths, dropout"], 128)
+_short("sm_90", "tiny", 32, ["key mask, dropout"], 128)
+_short("sm_90", "scratch", 64, [*_USUAL, "lengths, dropout", "packed, causal, dropout"])
+_short("sm_90", "scratch", 64, ["2-D mask, dropout", f"{_EVERY}, dropout"])
+_short("sm_90", "scratch", 64, ["key mask, dropout", "2-D mask, dropout"], 128)
+_short("sm_90", "scratch", 128, [*_USUAL, f"{_EVERY}, dropout"])
+_short("sm_90", "scratch", 32, ["key mask, dropout"])
+for _arch in ("sm_80", "sm_89", "sm_120"):
+    _short(_arch, "scratch", 64, [*_USUAL, f"{_EVERY}, dropout"][: 4 if _arch == "sm_80" else 2])
+    if _arch == "sm_80":
+        _short(_arch, "scratch", 32, ["key mask, dropout"])
+_short("sm_100", "scratch", 64, _USUAL)
+_attention("sm_120", "bf16", (64, 128), ["key mask"], [True])  # it takes the rows of sm_86
+CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch, shared keys"] = {
+    **CASES["sm_90 attention bf16 D=64 S=512 key mask, dropout, scratch"],
+    "groups": 2,
+}
+
 # ------------------------------------------------------------------------------------ the workers
 
 

@@ -74,6 +74,11 @@ SPILLS: tuple[tuple[str, str, int], ...] = (
     ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 48),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 132),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 176),
+    # Of short sequences, apart from `tiny` outside of the loop over the queries (cost.LOCAL).
+    (", tiny", "short_backward", 104),
+    (", scratch", "short_backward", 156),
+    ("sm_90 attention bf16 D=128 S=512", "short_backward", 356),
+    ("sm_100 attention bf16 D=64 S=512", "short_backward", 728),
     ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
     ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
 )
@@ -234,13 +239,14 @@ def problems(name: str, answer: dict[str, Any]) -> list[str]:
         few = kernel == "bounds" and (small or _unaligned(case))
         if not record["vectors"] and not few:
             say("no load of 16 bytes")
-        of_sequence = case.get("packed") and kernel != "delta"  # which may be shorter than others
+        # A program of a sequence that is shorter than others, but if it owns all of the sequence.
+        of_sequence = case.get("packed") and kernel not in ("delta", "short_backward")
         of_attention = case["op"] in ("attention", "decode")
         if of_attention and record["ends_early"] != bool(of_sequence):
             say("a branch to the end" if record["ends_early"] else "no end before the work")
         asked_for = record["kernel"] == "backward_dbias"
         asked_for |= record["kernel"] == "hopper_dq" and case["bias"] == "own bf16"
-        large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2
+        large = case["op"] == "attention" and record["largest"] >= case["length"] ** 2 > 2**20
         if large and not asked_for:
             say(f"an argument has {record['largest']} elements, Sq * Sk: neither mask nor bias")
         if not record["dots"]:

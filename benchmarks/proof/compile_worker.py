@@ -54,6 +54,7 @@ TARGETS: dict[str, tuple[GPUTarget, str, int]] = {
     "sm_90": (GPUTarget("cuda", 90, 32), "sm_90", 232448),
     "sm_100": (GPUTarget("cuda", 100, 32), "sm_100", 232448),
     "sm_103": (GPUTarget("cuda", 103, 32), "sm_100", 232448),
+    "sm_120": (GPUTarget("cuda", 120, 32), "sm_86", 101376),
     "gfx942": (GPUTarget("hip", "gfx942", 64), "gfx942", 65536),
     # two that have no row of their own, with the least that such a GPU has
     "other": (GPUTarget("cuda", 80, 32), "other", 101376),
@@ -245,6 +246,7 @@ class Recorder:
             self.records.append(dict(key=(kernel.key, keys.describe(facts))))
             return
         sides = dict(rows="rows", columns="columns", features="features", BLOCK="columns")
+        sides["row_tiles"] = "row_tiles"  # of an unrolled loop
         launched = dict(
             kernel=function.fn.__name__.lstrip("_").removesuffix("_kernel"),
             blocks={side: given[name] for name, side in sides.items() if given.get(name)},

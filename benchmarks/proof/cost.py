@@ -50,6 +50,9 @@ GLUON = ("3.6.0", "3.9.0")  # versions of Triton for which versions.py compiles 
 #   dQ with a mask and a bias of queries and keys at D = 128 on sm_100: the three stages of 128 x 64
 #   that would not wait take 246784 bytes, and a block has 232448. Smaller tiles of three stages do
 #   not wait, and issue 13% to 41% more instructions (64 x 64 in 4 warps is the least).
+#   The backward of short sequences at D=128, and on sm_80: three stages spill in the loop, or leave
+#   room for one block where there are two.
+_TWO_STAGES = (("sm_90", 128), ("sm_80", 64), ("sm_80", 32), ("sm_100", 64), ("sm_100", 32))
 KNOWN_WAITS = (
     ("sm_100 attention bf16 D=128 2-D mask, 2-D bias", "backward_dq"),
     ("lengths", "backward_dbias"),
@@ -59,6 +62,7 @@ KNOWN_WAITS = (
     *(("sm_80 attention bf16 D=512", kernel) for kernel in ("forward", "backward_dkdv")),
     *(("sm_80 attention bf16 D=512", kernel) for kernel in ("backward_dq", "backward_dbias")),
     ("sm_80 decode bf16 D=512", "split"),
+    *((f"{arch} attention bf16 D={d} S=", "short_backward") for arch, d in _TWO_STAGES),
 )
 
 # Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
@@ -67,6 +71,8 @@ KNOWN_WAITS = (
 #   float32 at D=256 and rows of 8192: see KNOWN_SPILLS of compile_gate.py.
 #   The backward in Gluon with a mask of keys and dropout at D=128: less than 0.4% of what the loops
 #   issue. Tiles of half the size, without any, issue 16% (dK and dV) and 2% (dQ) more.
+#   The backward of short sequences that copies one head ahead: its loop is all that a head takes,
+#   and less than 1% of what it issues are pointers of these copies.
 LOCAL: tuple[tuple[str, str, float], ...] = (
     ("unaligned 2-D mask, 2-D bias", "bounds", 1.2),
     ("D=128 unaligned 2-D mask, 2-D bias", "forward", 130),
@@ -78,6 +84,7 @@ LOCAL: tuple[tuple[str, str, float], ...] = (
     ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 4.5),
     ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 3),
+    (", tiny", "short_backward", 14),
 )
 # What other versions of Triton add, by the version.
 LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
@@ -204,7 +211,7 @@ def entries(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Entry]:
         tile, kernel = record["blocks"], record["kernel"]
         attention = case["op"] in ("attention", "decode")
         outer = tile.get("columns") or case["d"]
-        elements = tile.get("rows", 1) * outer
+        elements = tile.get("rows", 1) * outer * tile.get("row_tiles", 1)
         unit = TILE if attention and record["products"] else 128
         if case["op"] == "decode" and record["products"]:
             elements, unit = outer, 64

@@ -232,15 +232,42 @@ def configuration(
     return row[max(0, (head_block - 1).bit_length() - 5)]
 
 
-# The backward in one kernel, by kernel and architecture, for 16 bits: (BM, BN, warps, stages) for
-# head dims up to 32, 64 and 128. Other architectures, and float32, whose loops spill, have none.
+# The backward in one kernel (short_backward.py), by kernel and architecture, for 16 bits: tiles for
+# head dims up to 32, 64 and 128. Where a row is missing, the loops spill, as they do in float32, or
+# issue more than those of the separate kernels.
 SHORT = {
     (kernel, arch): tuple(Tiles(*row) for row in rows)
-    for kernel, arch, rows in (
+    for kernel, archs, rows in (
         ("tiny", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3))),
         ("scratch", "sm_90", ((32, 128, 8, 3), (64, 128, 8, 3), (32, 128, 8, 2))),
+        ("scratch", "sm_80 sm_86", ((32, 64, 4, 2), (32, 64, 4, 2))),
+        ("scratch", "sm_100", ((32, 128, 8, 2), (64, 128, 8, 2))),
     )
+    for arch in archs.split()
 }
+# Up to how many queries and keys they are expected to be faster. On sm_80 and sm_86 the memory
+# decides about calls of 128, and the instructions, of which they issue more there, about longer
+# ones. What is expected without a GPU is in benchmarks/NOTES.md.
+_SHORT_PAYS = {"sm_90": 512, "sm_80": 128, "sm_86": 128}
+
+
+def short_pays(
+    arch: str, pairs: int, group: int, sizes: tuple[int, int], head_block: int, processors: int
+) -> bool:
+    """Return whether a backward in one kernel is expected to be faster, for `pairs` of a sequence
+    and a key-value head, of which `group` heads each, and (queries, keys).
+
+    A program has all of a pair, where the separate kernels share it between programs of 128 keys,
+    or queries. These issue about as many instructions as each other for a tile of 128 x 128; one
+    kernel issues 1.4 times as many, and at D = 128 1.8 times.
+    """
+    if max(sizes) > _SHORT_PAYS.get(arch, 0):
+        return False
+    rows, columns = (-(-n // 128) for n in sizes)
+    dkdv = -(-pairs * columns // processors) * group * rows
+    dq = -(-pairs * group * rows // processors) * columns
+    factor = 1.4 if head_block <= 64 else 1.8
+    return -(-pairs // processors) * group * rows * columns * factor <= dkdv + dq
 
 
 def heads_of_section(heads: int, size: int, cache: int) -> int:

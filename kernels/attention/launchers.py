@@ -32,6 +32,7 @@ from .plan import (
     optional_inputs,
     signature_of,
 )
+from .short_backward import short_kernels
 
 
 def _forward_plan(
@@ -265,12 +266,15 @@ def describe(
     plan = _forward_plan(query, key, value, attention)
     found = ["the keys are split over programs"] * isinstance(plan, DecodePlan)
     found += ["the mask is bounded"] * (plan.source is not None)
+    inputs = query, key, value
+    differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if differentiates:
+        found += _describe_backward(*inputs, attention)
     if isinstance(plan, ForwardPlan) and plan.arch == "sm_90":
         if plan.obstacle is not None:
             found.append(f"not the forward for Hopper: {plan.obstacle}")
         found += [f"not {row}: {why}" for row, why in refused().items() if row in plan.for_hopper]
-        inputs = query, key, value
-        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        if differentiates:
             like_output = heads_like(query, query.shape[1], value.shape[3])
             why = backward_obstacle(plan, like_output, inputs, attention)
             if why not in (None, plan.obstacle):
@@ -279,6 +283,21 @@ def describe(
                 why = "head dim and options take more registers or shared memory than there are"
                 found.append(f"not {' and '.join(names)} for Hopper: {why}")
     return ", ".join(found) or None
+
+
+def _describe_backward(
+    query: Tensor, key: Tensor, value: Tensor, attention: Attention
+) -> list[str]:
+    """Return whether a short call has a backward in one kernel, or why not."""
+    tensors = query, key, value, attention.bias, attention.sinks
+    needs = tuple(x is not None and x.requires_grad for x in tensors)
+    output = heads_like(query, query.shape[1], value.shape[3])
+    plan = BackwardPlan(output, None, output, needs, query, key, value, attention)
+    if plan.short:
+        return [f"the backward is one kernel, {plan.one_kernel}"]
+    asked = short_kernels(plan) and plan.arch != "interpreter"
+    why = plan.short_obstacle
+    return [f"not the backward in one kernel: {why}"] if asked and why else []
 
 
 def supports(query: Tensor, *tensors: Tensor, **named: Any) -> str | None:

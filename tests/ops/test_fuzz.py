@@ -124,6 +124,15 @@ def check(case, draw, backend, tiles, alone=None):
         near(f"gradient of {name}", error, gain * size + np.linalg.norm(have), grad)
 
 
+def backward_of_short(n):
+    """The backward of attention by separate kernels, or in one kernel of either form, by turns."""
+    from fastformer.kernels import tuned
+    from fastformer.kernels.attention import plan, short_backward
+
+    kernels = short_backward.SEPARATE, "tiny", "scratch"
+    return tuned.forced({plan.SHORT_KEY: kernels[n % 3]})
+
+
 def test_every_op_is_drawn():
     assert {case.__name__ for case in DRAWN} == {
         name for name, x in vars(functional).items() if callable(x)
@@ -152,8 +161,10 @@ def test_fuzz(case, backend, device, small_tiles, request):
     for n in range((SLOW if backend == "reference" else SLOW // 5) if fresh else CASES):
         draw = Draw([start, n], device)
         tiles = small_tiles(*draw.tiles) if in_tiles and draw.tiles else contextlib.nullcontext()
+        short = backward_of_short(n) if in_tiles else contextlib.nullcontext()
         try:
-            check(case, draw, backend, tiles)
+            with short:
+                check(case, draw, backend, tiles)
         except Exception as error:
             raise AssertionError(f"Draw([{start}, {n}]), {draw.dtype}: {error}") from error
 

@@ -315,14 +315,14 @@ def test_nan_that_a_query_sees_is_kept(options, where):
 
 
 def test_explain_says_why_a_call_does_not_take_it():
-    x = torch.empty(1, 2, 64, 64).half()
+    x = torch.empty(1, 2, 640, 64).half()
     given = dict(attn_mask=None, dropout_p=0.0, is_causal=False, scale=0.1)
     why = "not the backward for Hopper: heads that share keys have masks of their own"
-    masks = dict(attn_mask=torch.ones(1, 2, 1, 64) > 0)
+    masks = dict(attn_mask=torch.ones(1, 2, 1, 640) > 0)
     for arch, options, gradient, words in (
         ("sm_90", {}, True, None),
         ("sm_90", masks, True, why),
-        ("sm_90", masks | dict(bias=torch.zeros(64)), True, None),
+        ("sm_90", masks | dict(bias=torch.zeros(640)), True, None),
         ("sm_90", masks, False, None),
         ("sm_80", masks, True, None),
     ):
@@ -330,7 +330,7 @@ def test_explain_says_why_a_call_does_not_take_it():
         with replaced(plan, architecture=lambda device, arch=arch: arch):
             found = launchers.describe(query, call, x[:, :1], x[:, :1])
             assert (found or "").removeprefix("the mask is bounded, ") == (words or "")
-    wide = torch.empty(1, 2, 64, 256).half().requires_grad_()
+    wide = torch.empty(1, 2, 640, 256).half().requires_grad_()
     with replaced(plan, architecture=lambda device: "sm_90"):
         for options, name in ({}, "dK and dV"), (dict(softcap=1.0, **masks), "dQ and dK and dV"):
             found = launchers.describe(wide, Attention(**given | options), wide, wide)

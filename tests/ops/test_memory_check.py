@@ -21,7 +21,7 @@ from fastformer.kernels import (
     memory_check,
     rotary,
 )
-from fastformer.kernels.attention import plan
+from fastformer.kernels.attention import plan, short_backward
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fastformer as ff
@@ -68,6 +68,18 @@ def reread_kernel(X, n, B: tl.constexpr):
 
 
 @triton.jit
+def scratch_kernel(X, scratch, rows, B: tl.constexpr, BARRIER: tl.constexpr):
+    """Each program stores `rows` rows to memory of its own, and then reads two of them."""
+    own = scratch.sums + tl.program_id(0) * 2 * B
+    i = tl.arange(0, 2 * B)
+    j = tl.arange(0, 4 * B)
+    tl.store(own + j, j.to(tl.float32), mask=j < rows * B)
+    if BARRIER:
+        tl.debug_barrier()
+    tl.store(X + tl.program_id(0) * 2 * B + i, tl.load(own + i))
+
+
+@triton.jit
 def last_kernel(X):
     """All programs read X[0], and the second one writes it."""
     tl.store(X, tl.load(X), mask=tl.program_id(0) == 1)
@@ -95,6 +107,11 @@ def described(rows_read, rows_stored):
     descriptor_kernel[(3,)](x, target, rows_read, 16)
 
 
+def reread(rows=2, barrier=True):
+    scratch = short_backward.Scratch(numbers(0), numbers(0), numbers(64))
+    scratch_kernel[(3,)](numbers(48), scratch, rows, 8, barrier)
+
+
 def numbers(*shape):
     return torch.zeros(*shape)
 
@@ -108,6 +125,7 @@ ALLOWED = {
     "atomics": lambda: update_kernel[(3,)](numbers(5), 5, 8),
     "words of bytes": lambda: words_kernel[(1,)](numbers(8).byte(), numbers(1).int(), 1),
     "descriptors": lambda: described(20, 20),
+    "scratch memory": reread,
 }
 FAULTY = {
     "past the end": (
@@ -155,6 +173,18 @@ FAULTY = {
     "a read of what it has written": (
         lambda: reread_kernel[(1,)](numbers(16), 8, 8),
         r"loads X\[0\].*, which the same program has stored",
+    ),
+    "scratch memory without a barrier": (
+        lambda: reread(barrier=False),
+        r"loads scratch.sums\[0\].*, which it has stored behind the last barrier",
+    ),
+    "scratch memory that is not stored": (
+        lambda: reread(rows=1),
+        r"loads scratch.sums\[8\].*, which nobody has stored",
+    ),
+    "scratch memory of another program": (
+        lambda: reread(rows=3),
+        r"program \(1, 0, 0\).* stores scratch.sums\[16\].*, which another program uses",
     ),
     "views of several dtypes": (
         lambda: (lambda x: copy(x[:20].view(torch.int16)[:20], x[4:24]))(numbers(24).int()),

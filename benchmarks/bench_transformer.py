@@ -7,6 +7,9 @@ nn.Dropout, nn.LayerNorm. Before the timing both are compared in evaluation. `tu
 Annotated Transformer's attention and LayerNorm, which has another formula (std + eps). On a GPU
 `compile` is torch.compile of `torch`.
 
+An epoch is `run_epoch` with Adam, also with `cuda_graph=True`, beside `torch` compiled with
+mode="reduce-overhead", whose forward and backward are CUDA graphs, too.
+
 `packed` trains on `Batch(..., packed=True)`, the same losses without computing the padding, beside
 the padded batch on the same model (`auto`). Its time includes the packing.
 
@@ -279,6 +282,48 @@ def test_transformer_step(measure, device, dtype, batch, length, provider):
         d_model=D_MODEL,
         d_ff=D_FF,
         heads=HEADS,
+        layers=N,
+    )
+
+
+EPOCH = ["torch", "auto", *(["compile", "cuda_graph"] if GPU else [])]
+
+
+@pytest.mark.parametrize("provider", EPOCH)
+@pytest.mark.parametrize("length", [128, 256, 512] if GPU else [64])
+def test_epoch(measure, device, dtype, batch, length, provider):
+    """Ten updates of the base model: forward, backward, Adam, and the loss read at the end."""
+    N, vocab, batch, updates = (6, 37000, batch, 10) if GPU else (1, 2000, 4, 2)
+    ours = ff.make_model(vocab, vocab, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
+    torchs = plain(ours)
+    models = {"torch": torchs, **dict.fromkeys(("auto", "cuda_graph"), ours)}
+    if provider == "compile":
+        models["compile"] = torch.compile(torchs, mode="reduce-overhead")
+    src, tgt = (torch.randint(1, vocab, (batch, n), device=device) for n in (length, length + 1))
+    lengths = torch.linspace(length / 2, length, batch, device=device).int()
+    src[torch.arange(length, device=device) >= lengths[:, None]] = PAD
+    data = ff.Batch(src, tgt)
+    inputs = (data.src, data.tgt, data.src_mask, data.tgt_mask)
+    optimizer = torch.optim.Adam(models[provider].parameters(), 1e-4, capturable=GPU)
+    criterion = LabelSmoothing(vocab, PAD, 0.1)
+
+    def step(model):
+        ff.run_epoch(
+            [data] * updates, model, SimpleLossCompute(model.generator, criterion), optimizer,
+            progress=False, cuda_graph=provider == "cuda_graph",
+        )  # fmt: skip
+
+    _measure_step(
+        measure,
+        provider,
+        device,
+        models,
+        step,
+        inputs,
+        group=f"Transformer N={N} S={length}, {updates} updates",
+        batch=batch,
+        length=length,
+        vocab=vocab,
         layers=N,
     )
 

@@ -125,6 +125,7 @@ def on_gpu() -> dict[str, list[Part]]:
         tests("small-heads", 60, "tests/ops/test_sizes.py", SMALL, "--all"),
         tests("correctness", 130, "tests/ops/test_sizes.py", f"^(?!.*{SMALL})", "--all"),
         figures("attention", 90, "attention", having("4096", CASES, PEERS)),
+        figures("epoch", 60, "transformer", "epoch.*" + having("128|512", "torch|auto|cuda_graph")),
         figures(
             "flex", 60, "attention", having("4096", "(plain|causal)-d128", "flex"), "--slow",
             **compiles,
@@ -133,7 +134,7 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
         figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
         figures("norms", 110, "layer_norm", widths + having("512|4096", PEERS)),
-        figures("model", 60, "transformer", having("512|2048", r"torch|nn\..*|auto")),
+        figures("model", 60, "transformer", "(layer|step).*" + having("512|2048", r"torch|nn\..*|auto")),
     ]  # fmt: skip
     rest = [
         figures(

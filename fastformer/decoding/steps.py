@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastformer import checks
 from fastformer.cache.decoder import DecoderCache
+from fastformer.cuda_graphs import captured
 from fastformer.dispatch.backends import current_backend
 from fastformer.eager import may_read
 from fastformer.nn.embeddings import Embeddings, PositionalEncoding, RotaryEmbedding
@@ -236,32 +237,6 @@ def captures(model: nn.Module, tokens: Tensor) -> bool:
         if not known or not is_unmodified(module) or getattr(module, "keep_attention", False):
             return False
     return True
-
-
-def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Capture what the function launches in a CUDA graph; return its replay and its output.
-
-    Other threads may use the GPU meanwhile. After a failure the process is as it was before: torch
-    leaves its capture stream as the current one, and its random generator in the state of a
-    capture, which ends with the next capture that succeeds.
-    """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = function()
-    except BaseException:
-        torch.cuda.set_stream(stream)
-        graph.reset()
-        _failed.append(graph)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                pass
-        raise
-    return graph.replay, out
-
-
-_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator keeps a pointer to each of them
 
 
 def without_waiting(function: Callable[[], Tensor]) -> None:

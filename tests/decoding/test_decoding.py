@@ -6,20 +6,19 @@ With a cache each search gives what it gives when all tokens are computed again 
 import contextlib
 import itertools
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from recorder import Recorder, run_as_on_a_gpu
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fastformer as ff
 from fastformer import (
     DecoderCache,
     PositionalEncoding,
     beam_search,
+    cuda_graphs,
     greedy_decode,
     make_model,
     sample,
@@ -286,34 +285,6 @@ def test_on_a_gpu_the_loop_looks_at_times(monkeypatch):
 # -------------------------------------------------------------------------------------- CUDA graphs
 
 
-class Recorder(TorchDispatchMode):
-    """A stand-in for a CUDA graph: it records what runs on the device, and runs it again.
-
-    The tensors are those of the recording, and the host's part of the step does not run again.
-    Whatever a step takes from the host, such as a position, is that of the recording, too.
-    """
-
-    waits = ("_local_scalar_dense", "is_nonzero", "item")
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        assert not any(name in str(op) for name in self.waits), f"{op} waits for the device"
-        out = op(*args, **kwargs)
-        self.calls.append((op, args, kwargs, out))
-        return out
-
-    def replay(self):
-        for op, args, kwargs, out in self.calls:
-            new = tree_leaves(op(*args, **kwargs))
-            for old, x in zip(tree_leaves(out), new):
-                if isinstance(x, torch.Tensor) and x.data_ptr() != old.data_ptr():
-                    old.copy_(x)
-
-
 WITHOUT_WAITING = decoding_steps.without_waiting
 
 
@@ -345,11 +316,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(decoding_steps, "captures", lambda *_: True)
     monkeypatch.setattr(decoding_steps, "captured", captured)
     monkeypatch.setattr(decoding_steps, "without_waiting", lambda function: function())
-    modules = [m for name, m in sys.modules.items() if name.startswith("fastformer")]
-    for module in [m for m in modules if hasattr(m, "may_read")]:
-        monkeypatch.setattr(module, "may_read", lambda x: False)
-    monkeypatch.setattr(ff.ops.attention.reference, "torch_computes", lambda *_: False)
-    monkeypatch.setattr(ff.dispatch.backends, "runs_directly", lambda: False)
+    run_as_on_a_gpu(monkeypatch)
     recorded.captures = captures
     return recorded
 
@@ -460,10 +427,10 @@ def test_a_capture_that_fails_leaves_torch_as_it_was(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        decoding_steps.captured(fails)
+        cuda_graphs.captured(fails)
     assert cuda.stream == "that of the caller" and not cuda.expects_a_capture
     assert cuda.calls == ["thread_local", "reset", "thread_local"]
-    decoding_steps.captured(lambda: cuda.calls.clear())
+    cuda_graphs.captured(lambda: cuda.calls.clear())
     assert cuda.calls == []
 
 

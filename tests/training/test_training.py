@@ -622,6 +622,7 @@ def test_run_epoch_without_progress_prints_nothing(capsys):
         ({"loss_compute": None}, "loss_compute is a NoneType"),
         ({"optimizer": "adam"}, "optimizer is a str"),
         ({"progress": "no"}, "progress is 'no'; expected True or False"),
+        ({"cuda_graph": 1}, "cuda_graph is 1; expected True or False"),
         ({"autocast": "float16"}, "autocast is a str; expected a dtype, or None"),
         ({"scaler": 2.0}, "scaler is a float; expected a torch.amp.GradScaler"),
         ({"max_grad_norm": "1"}, "max_grad_norm is a str; expected a number"),
@@ -665,6 +666,12 @@ def test_run_epoch_draws_a_bar_with_loss_and_speed(capsys):
         ([], {"max_grad_norm": 1}, "max_grad_norm is given without an optimizer"),
         ([], {"autocast": torch.float64}, "autocast is torch.float64; expected torch.float16 or"),
         ([], {"scaler": torch.amp.GradScaler("cpu")}, "scaler is given without an optimizer"),
+        ([], {"cuda_graph": True}, "cuda_graph is given without an optimizer"),
+        (
+            [],
+            {"cuda_graph": True, "scaler": torch.amp.GradScaler("cpu")},
+            "cuda_graph is True beside a scaler",
+        ),
     ],
 )
 def test_run_epoch_names_what_is_wrong(data, keywords, message):

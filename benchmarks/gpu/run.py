@@ -134,7 +134,9 @@ def on_gpu() -> dict[str, list[Part]]:
         figures("decode", 60, "decode", having("256MB|4096MB", "B1|B64", "4heads", ON_CACHES)),
         figures("loss", 60, "cross_entropy", "linear.*" + having("32768", PEERS)),
         figures("norms", 110, "layer_norm", widths + having("512|4096", PEERS)),
-        figures("model", 60, "transformer", "(layer|step).*" + having("512|2048", r"torch|nn\..*|auto")),
+        figures(
+            "model", 60, "transformer", "^(?!.*epoch)" + having("512|2048", r"torch|nn\..*|auto")
+        ),
     ]  # fmt: skip
     rest = [
         figures(

@@ -619,8 +619,8 @@ def test_every_part_for_a_gpu_finds_its_tests(benchmarks):
 def test_the_parts_for_a_gpu_are_in_order(benchmarks):
     groups = benchmarks.gpu.run.on_gpu()
     assert [[part.name for part in parts] for parts in groups.values()] == [
-        ["machine", "small-heads", "correctness", "attention", "flex", "lengths", "decode", "loss",
-         "norms", "model"],
+        ["machine", "small-heads", "correctness", "attention", "epoch", "flex", "lengths", "decode",
+         "loss", "norms", "model"],
         ["gluon", "tune"],
         ["kernel-tests"],
         ["feed-forward", "drop-in", "copy-task", "first-call", "sequence-layers", "more-attention",

@@ -28,7 +28,7 @@ LAYERS = [
     {"ops"},
     {"dispatch"},
     {"checks", "environment", "kernels"},
-    {"description", "eager", "numerics"},
+    {"cuda_graphs", "description", "eager", "numerics"},
     {"_version"},
 ]
 

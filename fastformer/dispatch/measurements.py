@@ -165,11 +165,6 @@ def cut(op: str, arguments: Arguments, queries: int, keys: int) -> Arguments:
     return changed(arguments, smaller)
 
 
-def kinds() -> set[str]:
-    """Return the names of all decisions by measurement: those in `tuned`, and which op runs."""
-    return {*OPERATIONS}.union(*(operation.tuned for operation in OPERATIONS.values()))
-
-
 def is_gluon(name: str) -> bool:
     """Return whether this name of a candidate holds the digest of a kernel in Gluon."""
     return " @" in name
@@ -305,7 +300,7 @@ def measurements(device: torch.device) -> Entries:
 
 
 def _usable(device: torch.device) -> dict[Class, Entry]:
-    """Return the measurements of this machine; log why there are none, or that some are unknown."""
+    """Return the measurements of this machine; log why there are none."""
     file = path()
     if file is None or not (os.environ.get("FASTFORMER_TUNING") or os.path.isfile(file)):
         return {}
@@ -313,14 +308,10 @@ def _usable(device: torch.device) -> dict[Class, Entry]:
     if here is None:
         return {}
     try:
-        found = read(file, here)
+        return read(file, here)
     except Unusable as error:
         _log.warning("the measurements in %s are ignored: %s", file, error)
         return {}
-    unknown = sorted({kind for kind, _ in found} - kinds())
-    if unknown:
-        _log.warning("in %s the unknown %s are ignored", file, ", ".join(map(repr, unknown)))
-    return {key: entry for key, entry in found.items() if key[0] not in unknown}
 
 
 def choices(device: torch.device) -> Mapping[Class, str]:

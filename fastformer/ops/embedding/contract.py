@@ -132,6 +132,5 @@ backends.register(
         contract=embed,
         reference=reference.embed,
         sharding=_SHARDING,
-        tuned=("embed forward", "embed backward"),
     )
 )

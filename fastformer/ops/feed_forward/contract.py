@@ -262,7 +262,6 @@ backends.register(
         contract=feed_forward,
         reference=reference.feed_forward,
         sharding=_SHARDING,
-        tuned=("feed_forward first", "feed_forward activated", "feed_forward hidden_backward"),
     )
 )
 for _contract, _reference in (
@@ -275,7 +274,6 @@ for _contract, _reference in (
             contract=_contract,
             reference=_reference,
             sharding=_SHARDING._replace(halves=("w", "b")),
-            tuned=("feed_forward gated", "feed_forward gated_backward"),
         )
     )
 
@@ -293,6 +291,5 @@ backends.register(
         sharding=operation.ShardingRule(
             _gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS
         ),
-        tuned=("feed_forward gated", "feed_forward gated_backward"),
     )
 )

@@ -314,7 +314,6 @@ backends.register(
         reference=reference.cross_entropy,
         sharding=_SHARDING,
         without_kernel=("weight", "z_loss"),
-        tuned=("cross_entropy loss", "cross_entropy gradient"),
     )
 )
 backends.register(
@@ -324,6 +323,5 @@ backends.register(
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
         without_kernel=("weight", "z_loss"),
-        tuned=("linear_cross_entropy chunk", "cross_entropy loss", "cross_entropy gradient"),
     )
 )

@@ -380,7 +380,6 @@ _OF_LAYER_NORM = Operation(
     contract=layer_norm,
     reference=reference.layer_norm,
     sharding=_SHARDING,
-    tuned=("layer_norm forward", "layer_norm backward"),
     alternatives={
         "torch (layer_norm)": Alternative(_layer_norm),
         "torch (layer_norm, backward)": Alternative(_layer_norm, _layer_norm_backward),

@@ -175,7 +175,6 @@ backends.register(
         contract=rotary_embedding,
         reference=reference.rotary_embedding,
         sharding=_SHARDING,
-        tuned=("rotary forward", "rotary backward"),
         reference_backward=reference.rotary_embedding_backward,
         unsaved=_unsaved,
     )

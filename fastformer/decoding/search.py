@@ -379,8 +379,17 @@ def _draws(
     seed: int | None,
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that draws tokens [B] from log-probabilities [B, V]."""
-    _require_draws(temperature, top_k, top_p, min_p, seed)
-    temperature = float(temperature)  # an int past 64 bits divides no tensor
+    temperature = require_positive("temperature", temperature)
+    if top_k is not None:
+        require_size(top_k=top_k)
+    if top_p is not None:
+        top_p = require_number("top_p", top_p, "a number in (0, 1], or None")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1]")
+    if min_p is not None:
+        min_p = require_probability("min_p", min_p)
+    if seed is not None:
+        require_int("seed", seed)
     generator = None
 
     def draw(scores: Tensor) -> Tensor:
@@ -405,26 +414,6 @@ def _draws(
         return (drawn if order is None else order.gather(-1, drawn)).squeeze(-1)
 
     return draw
-
-
-def _require_draws(
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-) -> None:
-    require_positive("temperature", temperature)
-    if top_k is not None:
-        require_size(top_k=top_k)
-    if top_p is not None:
-        top_p = require_number("top_p", top_p, "a number in (0, 1], or None")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1]")
-    if min_p is not None:
-        require_probability("min_p", min_p)
-    if seed is not None:
-        require_int("seed", seed)
 
 
 def _likeliest(scores: Tensor) -> Tensor:

@@ -68,11 +68,11 @@ def feed_forward(
     usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and dropout_seed is shard is None
     if usual and backends.runs_directly():
         p = require_dropout("dropout_p", dropout_p)
-        out = usual_feed_forward(input, w_1, b_1, w_2, b_2, activation, p)
+        out = usual_feed_forward(input, (w_1, b_1, w_2, b_2), activation, p)
         if out is not None:
             return out
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)
-    _require_layers(("w_1", "b_1", "d_ff"), input, w_1, b_1, w_2, b_2, 1)
+    _require_layers(1, input=input, w_1=w_1, b_1=b_1, w_2=w_2, b_2=b_2)
     require_choice("activation", activation, ACTIVATIONS)
     p = require_dropout("dropout_p", dropout_p)
     return backends.run(
@@ -121,7 +121,7 @@ def geglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("geglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+    return _gated("geglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
 
 
 def swiglu(
@@ -150,7 +150,7 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    return backends.run("swiglu", **_gated(input, w, b, w_2, b_2, dropout_p, dropout_seed, shard))
+    return _gated("swiglu", (input, w, b, w_2, b_2), dropout_p, dropout_seed, shard)
 
 
 def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
@@ -184,42 +184,33 @@ def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> T
 
 
 def _gated(
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
+    op: str,
+    given: tuple[Tensor | None, ...],
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     shard: Sequence[int] | None,
-) -> dict[str, Any]:
-    """Check the arguments of a gated feed-forward layer, and return them by name."""
-    input, w, b, w_2, b_2 = autocast(input, w, b, w_2, b_2)
-    _require_layers(("w", "b", "2 d_ff"), input, w, b, w_2, b_2, 2)
-    p = require_dropout("dropout_p", dropout_p)
+) -> Tensor:
+    """Check the arguments of a gated feed-forward layer, and run it."""
+    tensors: dict[str, Any] = dict(zip(("input", "w", "b", "w_2", "b_2"), autocast(*given)))
+    _require_layers(2, **tensors)
+    input, p = tensors["input"], require_dropout("dropout_p", dropout_p)
     seed = seed_tensor(dropout_seed, p, input.device)
     if shard is not None:
-        shard = _hidden_shard(shard, input, w_2.shape[1], p)
-    tensors = dict(input=input, w=w, b=b, w_2=w_2, b_2=b_2)
-    return dict(**tensors, dropout_p=p, dropout_seed=seed, shard=shard)
+        shard = _hidden_shard(shard, input, tensors["w_2"].shape[1], p)
+    return backends.run(op, **tensors, dropout_p=p, dropout_seed=seed, shard=shard)
 
 
 def _hidden_shard(shard: Sequence[int], x: Tensor, columns: int, p: float) -> RowShard | None:
     return row_shard(shard, x.shape[:-1].numel(), columns, p, (16, 16))
 
 
-def _require_layers(
-    names: tuple[str, str, str],
-    input: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    w_2: Tensor,
-    b_2: Tensor | None,
-    halves: int,
-) -> None:
-    """Check two linear layers; the output of the first is `halves` hidden vectors, concatenated."""
-    w_name, b_name, rows = names
-    tensors = {"input": input, w_name: w, b_name: b, "w_2": w_2, "b_2": b_2}
+def _require_layers(halves: int, **tensors: Any) -> None:
+    """Check the input and two linear layers, with the names that the caller gave them; the output
+    of the first is `halves` hidden vectors, concatenated.
+    """
+    _, w_name, b_name, *_ = tensors
+    input, w, b, w_2, b_2 = tensors.values()
+    rows = "d_ff" if halves == 1 else f"{halves} d_ff"
     require_floating((b_name, "b_2"), **tensors)
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
@@ -264,10 +255,7 @@ backends.register(
         sharding=_SHARDING,
     )
 )
-for _contract, _reference in (
-    (geglu, reference.geglu),
-    (swiglu, reference.swiglu),
-):
+for _contract, _reference in ((geglu, reference.geglu), (swiglu, reference.swiglu)):
     backends.register(
         Operation(
             kernel="feed_forward",

@@ -110,12 +110,9 @@ def cross_entropy(
             f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
         )
-    rows, classes = ("logits", logits), logits.shape[-1]
-    options, constant = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
-    )
-    loss = backends.run("cross_entropy", logits=logits, target=target, **options)
-    loss = _plus(loss, constant)
+    labels = reduction, ignore_index, label_smoothing, smoothing
+    given = dict(logits=logits, target=target)
+    loss = _loss("cross_entropy", given, logits.shape[-1], labels, weight, z_loss)
     return loss if autocast_dtype(logits) else loss.to(logits.dtype)
 
 
@@ -173,49 +170,32 @@ def linear_cross_entropy(
         raise ValueError(
             f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
         )
-    rows = "input", input
-    options, constant = _loss_options(
-        target, rows, classes, reduction, ignore_index, label_smoothing, smoothing, weight, z_loss
-    )
-    loss = backends.run(
-        "linear_cross_entropy",
-        input=input,
-        linear_weight=linear_weight,
-        target=target,
-        linear_bias=linear_bias,
-        **options,
-    )
-    return _plus(loss, constant)
+    labels = reduction, ignore_index, label_smoothing, smoothing
+    given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
+    return _loss("linear_cross_entropy", given, classes, labels, weight, z_loss)
 
 
-def _plus(loss: Tensor, constant: Tensor | None) -> Tensor:
-    if constant is None:
-        return loss
-    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
-
-
-def _loss_options(
-    target: Tensor,
-    rows: tuple[str, Tensor],
+def _loss(
+    op: str,
+    given: dict[str, Any],
     classes: int,
-    reduction: str,
-    ignore_index: int | None,
-    label_smoothing: float,
-    smoothing: str,
+    labels: tuple[str, int | None, float, str],
     weight: Tensor | None,
     z_loss: float,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """Check the arguments that both losses have.
+) -> Tensor:
+    """Check the arguments that both losses have, and run the op.
 
-    Return the options of the op by name, in order, and what is to be added to its result, or None.
+    given: the tensors by name, the logits or the input first. labels: reduction, ignore_index,
+    label_smoothing and smoothing.
     """
+    (name, x), target = next(iter(given.items())), given["target"]
+    reduction, ignore_index, label_smoothing, smoothing = labels
     require_tensor("target", target, "an int64 tensor")
     if target.dtype != torch.int64:
         raise TypeError(
             f"target has dtype {target.dtype}; expected torch.int64, the class of each row "
             "(torch.nn.functional.cross_entropy takes class probabilities)"
         )
-    name, x = rows
     if target.shape != x.shape[:-1]:
         raise ValueError(
             f"target has shape {shape_of(target)}; "
@@ -256,7 +236,10 @@ def _loss_options(
         raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
     if z_loss:
         options["z_loss"] = z_loss
-    return options, constant
+    loss = backends.run(op, **given, **options)
+    if constant is None:
+        return loss
+    return loss + backends.replicated_like(constant, loss).to(loss.dtype)
 
 
 def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -176,20 +177,16 @@ def run_plot(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _title(run: dict[str, Any]) -> str:
-    named = [run["backend"], run.get("parallel"), "interpreted" if run["interpreted"] else None]
-    return ", ".join(word for word in named if word)
-
-
 def _loss_curves(path: Path, parser: argparse.ArgumentParser) -> Any:
     """Draw the loss curves of a file that copy-task --json wrote."""
     try:
         result = json.loads(path.read_text())
         where, runs = result["environment"], result["runs"]
-        curves = {
-            _title(run): [math.nan if loss is None else loss for loss in run["losses"]]
-            for run in runs
-        }
+        curves = {}
+        for run in runs:
+            losses = [math.nan if loss is None else loss for loss in run["losses"]]
+            given = run["backend"], run["interpreted"], losses, math.nan, None
+            curves[copy_task.Run(*given, parallel=run.get("parallel")).title] = losses
         title = f"Copy task on {where.get('gpu') or where.get('device')}"
     except (OSError, ValueError) as error:
         parser.error(f"{path} is not a result of copy-task --json: {error}")
@@ -243,6 +240,8 @@ def _common_calls(device: torch.device, only: re.Pattern[str]) -> tuning.Calls:
 
 # --------------------------------------------------------------------------------------------- info
 
+_PLAN = "fastformer.kernels.attention.plan"  # HOPPER is empty if Triton has no Gluon
+
 
 def run_info(arguments: argparse.Namespace) -> int:
     try:
@@ -254,26 +253,15 @@ def run_info(arguments: argparse.Namespace) -> int:
     for name in ("fastformer", "python", "torch", "triton", "platform", "threads", "driver"):
         if facts[name] is not None or name == "triton":
             print(f"{name:11} {facts[name] or 'not installed'}")
-    if facts["triton"] is not None and not _has_gluon():
+    if facts["triton"] is not None and not importlib.import_module(_PLAN).HOPPER:
         print(f"{'gluon':11} not in this Triton: fastformer tune leaves out the kernels for Hopper")
     for device in devices:
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         print(f"\n{device} {gpu}".rstrip() + f", backend {backend}")
         small = examples.calls(device, torch.float32, False, B=1, S=16, H=2, D=16, V=16)
         for op, given in sorted(dict(small).items()):
-            print(f"  {_explanation(op, given)}")
+            try:
+                print(f"  {backends.explain(op, **given)}")
+            except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
+                print(f"  {error}")
     return 0
-
-
-def _has_gluon() -> bool:
-    """Return whether Triton has the language of kernels/attention/hopper.py."""
-    from fastformer.kernels.attention import plan
-
-    return bool(plan.HOPPER)
-
-
-def _explanation(op: str, given: dict[str, Any]) -> str:
-    try:
-        return str(backends.explain(op, **given))
-    except RuntimeError as error:  # FASTFORMER_BACKEND=triton where it cannot run
-        return str(error)

@@ -205,6 +205,7 @@ class OneProcess:
 
     def place(self, model: EncoderDecoder) -> nn.Module:
         """Return the module to train: the model, or a wrapper or sharded version of it."""
+        self.model = model
         return model
 
     def begin(
@@ -236,8 +237,7 @@ class OneProcess:
 
     def gathered(self, model: nn.Module, settings: Settings) -> EncoderDecoder:
         """Return an unsharded model with the trained parameters."""
-        assert isinstance(model, EncoderDecoder)
-        return model
+        return self.model
 
 
 def train(
@@ -252,13 +252,7 @@ def train(
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
     """
-    return _trained(settings, backend, limit, verbose, way or OneProcess())[0]
-
-
-def _trained(
-    settings: Settings, backend: str, limit: float, verbose: bool, way: OneProcess
-) -> tuple[Run, EncoderDecoder]:
-    is_interpreted = interpreted(backend, settings.device)
+    way, is_interpreted = way or OneProcess(), interpreted(backend, settings.device)
     write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
     write(f"\n{backend}{way.name}{where}")
@@ -320,8 +314,9 @@ def _trained(
                     )
             else:
                 write(f"  the checkpoint has all of the {done} steps")
-            speed = statistics.median(speeds or [math.nan])
-            write(_trained_line(settings, len(losses), time.perf_counter() - started, speed))
+            seconds, speed = time.perf_counter() - started, statistics.median(speeds or [math.nan])
+            trained = f"  trained {len(losses)} of {settings.steps} steps"
+            write(f"{trained} in {seconds:.1f} s, {speed:,.0f} tokens/s")
             model = way.gathered(placed, settings)
             if len(losses) == settings.steps:
                 timed = way.timed and not is_interpreted
@@ -330,8 +325,7 @@ def _trained(
             interrupted = True
     speed, parallel = statistics.median(speeds or [math.nan]), way.name.removeprefix(", ") or None
     result = [float(loss) for loss in losses]
-    run = Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
-    return run, model
+    return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
 
 
 _INTERPRETED_NOTE = (
@@ -339,10 +333,6 @@ _INTERPRETED_NOTE = (
     f"  the same run: as many as fit into {{:.0f}} s, and at least {INTERPRETED_STEPS}.\n"
     "  --full trains all of them. The speed says nothing about the kernels.)"
 )
-
-
-def _trained_line(settings: Settings, done: int, seconds: float, speed: float) -> str:
-    return f"  trained {done} of {settings.steps} steps in {seconds:.1f} s, {speed:,.0f} tokens/s"
 
 
 def _decoded(
@@ -368,12 +358,10 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
-    model = _trained(settings, backend, INTERPRETED_SECONDS, True, OneProcess())[1].eval()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, MultiHeadedAttention)
-    }
+    way = OneProcess()
+    train(settings, backend, way=way)
+    model = way.model.eval()
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, MultiHeadedAttention)}
     for layer in layers.values():
         layer.keep_attention = True
     sentence = torch.tensor([settings.sentence], device=settings.device)
@@ -383,20 +371,20 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
     return {name: layer.attn[0] for name, layer in layers.items() if layer.attn is not None}
 
 
-def _decode(settings: Settings, model: EncoderDecoder) -> list[int]:
+def _decode(settings: Settings, model: EncoderDecoder, length: int = 0, cache: Any = True) -> Any:
+    """Return `length` tokens of the copy of the sentence, by default all."""
     src = torch.tensor([settings.sentence], device=settings.device)
-    mask = torch.ones_like(src, dtype=torch.bool).unsqueeze(-2)
-    return greedy_decode(model, src, mask, settings.length, START)[0].tolist()
+    tokens = greedy_decode(model, src, None, length or settings.length, START, cache=cache)
+    return tokens[0].tolist()
 
 
 def _decoding_speeds(settings: Settings, model: EncoderDecoder) -> tuple[float, float]:
     """Return the tokens per second of greedy decoding, with a cache and without one."""
-    src = torch.tensor([settings.sentence], device=settings.device)
     speeds = []
     for cache in (DecoderCache(DECODED_TOKENS), False):
         for length in (3, DECODED_TOKENS):  # the short run compiles the kernels
             started = time.perf_counter()
-            greedy_decode(model, src, None, length, START, cache=cache)[0].tolist()
+            _decode(settings, model, length, cache)
             seconds = time.perf_counter() - started
         speeds.append((DECODED_TOKENS - 1) / seconds)
     return speeds[0], speeds[1]

@@ -5,7 +5,7 @@ Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +179,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
                 "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
             )
-        _require_mask_dtypes(names, (attn_mask, key_padding_mask))
+        for name, mask in zip(names, (attn_mask, key_padding_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is "
+                    "masked out, or a floating dtype, to be added to the scores"
+                )
         batched = query.dim() == 3
         at = 1 if batched and self.batch_first else 0
         batch = query.shape[1 - at] if batched else 1
@@ -291,15 +296,6 @@ class Visibility(NamedTuple):
     packing: Packing | None = None
     padding: Tensor | None = None
     cache: LayerCache | MemoryCache | None = None
-
-
-def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
-    for name, mask in zip(names, masks):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(
-                f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is masked "
-                "out, or a floating dtype, to be added to the scores"
-            )
 
 
 def _padding_of_scores(

@@ -125,7 +125,9 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         padding = src_key_padding_mask
         reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
-        hidden = self._padding_to_zero(src, padding)
+        hidden = padding if self._drops_padding and src.dim() == 3 else None
+        if hidden is not None and hidden.dtype != torch.bool:
+            hidden = None
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
@@ -150,12 +152,6 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
             stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
         return self._stream_output(stream, src)
-
-    def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return src_key_padding_mask if `accelerate(drop_padding=True)` applies to it, or None."""
-        if padding is None or not self._drops_padding or src.dim() != 3:
-            return None
-        return padding if padding.dtype == torch.bool else None
 
     def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
         """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
@@ -291,7 +287,10 @@ def decode_step(
     kept = cache.layer(0).memory
     if kept.filled:
         kept.require_memory("memory", memory)
-        memory = tgt.new_zeros(()).expand(_memory_shape(layers[0], tgt, kept.longest))
+        shape = list(tgt.shape)  # that of a memory as long as the kept one
+        batch_first = attention_of(layers[0], "multihead_attn").batch_first
+        shape[1 if tgt.dim() == 3 and batch_first else 0] = kept.longest
+        memory = tgt.new_zeros(()).expand(shape)
     elif memory is None:
         raise TypeError("memory is None at the first step; expected a tensor")
     masks = (None, memory_mask, None, memory_key_padding_mask)
@@ -324,14 +323,6 @@ def _require_step(
                 )
             require_linear_input(name, x, layer.linear1)
         require_device(name, x, "tgt", tgt)
-
-
-def _memory_shape(layer: Layer, tgt: Tensor, length: int) -> list[int]:
-    """Return the shape of a memory of this length for tgt [N, n, E], [n, N, E] or [n, E]."""
-    cross = attention_of(layer, "multihead_attn")
-    shape = list(tgt.shape)
-    shape[1 if tgt.dim() == 3 and cross.batch_first else 0] = length
-    return shape
 
 
 class FusedTransformer(Accelerated, nn.Transformer):

@@ -23,8 +23,6 @@ from fastformer.dispatch import backends, measurements
 from fastformer.ops import examples
 from fastformer.training import copy_task, parallel_copy_task, plots
 
-__all__ = ["run_copy_task", "run_info", "run_plot", "run_tune"]
-
 # ---------------------------------------------------------------------------------------- copy-task
 
 

@@ -28,8 +28,6 @@ from fastformer.dispatch import backends
 from fastformer.nn.norms import RMSNorm
 from fastformer.nn.transformer import EncoderDecoder, LanguageModel, make_decoder, make_model
 
-__all__ = ["load_model", "save_model"]
-
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
 FORMAT = "fastformer model, version 1"
 FACTORIES: dict[str, Callable[..., nn.Module]] = dict(

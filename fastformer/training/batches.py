@@ -19,8 +19,6 @@ from fastformer import checks
 from fastformer.nn.padding import Packing, packing_of, unpad
 from fastformer.nn.transformer import subsequent_mask
 
-__all__ = ["Batch"]
-
 
 class Batch:
     """A batch of sources and targets, with their masks.

@@ -24,8 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from fastformer.checks import require_size
 from fastformer.distributed.parallelize import require_same_ranks
 
-__all__ = ["Checkpoints"]
-
 FORMAT = "fastformer checkpoint, version 1"
 EVERY = 10  # steps
 KEPT = 3  # checkpoints in a folder

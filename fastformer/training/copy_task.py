@@ -39,21 +39,6 @@ from fastformer.training.training import (
     run_epoch,
 )
 
-__all__ = [
-    "CopyData",
-    "OneProcess",
-    "Run",
-    "Settings",
-    "attention_maps",
-    "compare",
-    "faults",
-    "interpreted",
-    "loss_difference",
-    "summary",
-    "train",
-    "verdict",
-]
-
 PAD, START = 0, 1
 DEFAULT_STEPS = 400
 INTERPRETED_SECONDS, INTERPRETED_STEPS = 60.0, 3  # of an interpreted run: at most, at least

@@ -23,9 +23,6 @@ from fastformer.training.training import LabelSmoothing, rate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PICTURES", "Picture", "attention_maps", "heat_map", "lines", "loss_curves"]
-__all__ += ["require_format"]
-
 BELOW: dict[str, Any] = dict(loc="outside lower center", ncols=2)  # legends hide no curve
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 

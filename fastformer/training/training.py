@@ -32,14 +32,6 @@ from fastformer.nn.transformer import EncoderDecoder, Generator, LanguageModel
 from fastformer.ops import functional
 from fastformer.training.batches import Batch
 
-__all__ = [
-    "LabelSmoothing",
-    "SimpleLossCompute",
-    "make_optimizer",
-    "rate",
-    "run_epoch",
-]
-
 
 class LabelSmoothing(nn.Module):
     """The summed Kullback-Leibler divergence of log-probabilities x from smoothed targets t.

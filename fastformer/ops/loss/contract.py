@@ -25,8 +25,6 @@ from fastformer.eager import may_read
 from fastformer.ops.loss import reference
 from fastformer.ops.loss.reference import usual_cross_entropy
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
-
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
 

@@ -538,8 +538,7 @@ def tune(
         RuntimeError: the model is not on a GPU; FASTFORMER_TUNING is off.
         OSError: the file cannot be written.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module")
+    checks.require_instance("model", model, nn.Module, "an nn.Module")
     checks.require_number("minutes", minutes, "a positive number")
     if not minutes > 0:
         raise ValueError(f"minutes is {minutes}; expected a positive number")

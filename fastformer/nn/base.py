@@ -38,8 +38,7 @@ def clones(module: nn.Module, N: int) -> nn.ModuleList:
     Raises ValueError if N is negative, TypeError if `module` is not a module.
     """
     checks.require_size(0, N=N)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
+    checks.require_instance("module", module, nn.Module, "an nn.Module")
     return nn.ModuleList(copy.deepcopy(module) for _ in range(N))
 
 

@@ -128,9 +128,7 @@ def _rows(table_name: str, table: Tensor, name: str, x: Tensor, start: int | Ten
                 f"{name} has {length} positions{after}; expected at most max_len = {max_len}"
             )
         return table[start : start + length].unsqueeze(0)
-    checks.require_tensor("start", start)
-    if start.dtype not in checks.INTEGERS:
-        raise TypeError(f"start has dtype {start.dtype}; expected integers")
+    checks.require_integers("start", start)
     if start.shape != x.shape[:1]:
         raise ValueError(f"start has shape {checks.shape_of(start)}; expected [B] = [{x.shape[0]}]")
     checks.require_device("start", start, table_name, table)

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastformer.checks import INTEGERS, require_device, require_int, require_tensor, shape_of
+from fastformer.checks import (
+    require_device,
+    require_instance,
+    require_int,
+    require_integers,
+    require_tensor,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,7 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
 
 def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
-    require_tensor("lengths", lengths, "an integer tensor or a Packing")
-    if lengths.dtype not in INTEGERS:
-        raise TypeError(f"lengths has dtype {lengths.dtype}; expected integers")
+    require_integers("lengths", lengths, "an integer tensor or a Packing")
     if lengths.shape != (batch,):
         raise ValueError(f"lengths has shape {shape_of(lengths)}; expected [B] = [{batch}]")
     require_device("lengths", lengths, "x", x)
@@ -153,8 +158,7 @@ def pad(x: Tensor, packing: Packing, value: complex = 0.0) -> Tensor:
         ValueError: another number of tokens, several devices, a value that x cannot hold.
         TypeError: packing is not a `Packing`, value is not a number.
     """
-    if not isinstance(packing, Packing):
-        raise TypeError(f"packing is a {type(packing).__name__}; expected what unpad returned")
+    require_instance("packing", packing, Packing, "what unpad returned")
     require_tokens("x", x, packing)
     _require_value(x, value)
     padded = x.new_full((packing.batch * packing.length, *x.shape[1:]), value)
@@ -175,8 +179,8 @@ def _require_value(x: Tensor, value: complex) -> None:
     """Require a number that the dtype of x can hold: an int tensor would turn 0.5 into 0."""
     if isinstance(value, complex) and x.is_complex():
         return
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"value is a {type(value).__name__}; expected a number that x can hold")
+    require_instance("value", value, (int, float), "a number that x can hold")
+    assert not isinstance(value, complex)
     if x.is_floating_point() or x.is_complex():
         return
     limits = None if x.dtype == torch.bool else torch.iinfo(x.dtype)

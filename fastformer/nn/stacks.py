@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
-from fastformer.checks import require_callable, require_flag
+from fastformer.checks import require_callable, require_flag, require_instance
 from fastformer.dispatch import backends
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
@@ -83,9 +84,8 @@ class Encoder(_Stack):
         rotary: RotaryEmbedding | None = None,
     ) -> None:
         super().__init__(layer, N, norm)
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            kind = type(rotary).__name__
-            raise TypeError(f"rotary is a {kind}; expected a RotaryEmbedding or None")
+        kinds = RotaryEmbedding, NoneType
+        require_instance("rotary", rotary, kinds, "a RotaryEmbedding or None")
         self.rotary = rotary
 
     def forward(
@@ -129,8 +129,7 @@ class Decoder(_Stack):
 
 
 def require_cache(cache: object, kind: type = DecoderCache) -> None:
-    if cache is not None and not isinstance(cache, kind):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a {kind.__name__} or None")
+    require_instance("cache", cache, (kind, NoneType), f"a {kind.__name__} or None")
 
 
 def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packing | None) -> None:

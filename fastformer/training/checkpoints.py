@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastformer.checks import require_size
+from fastformer.checks import require_instance, require_size
 from fastformer.distributed.parallelize import require_same_ranks
 
 FORMAT = "fastformer checkpoint, version 1"
@@ -64,8 +64,7 @@ class Checkpoints:
     def __init__(
         self, folder: str | os.PathLike[str], settings: Mapping[str, Any], every: int = EVERY
     ) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise TypeError(f"folder is a {type(folder).__name__}; expected a path")
+        require_instance("folder", folder, (str, os.PathLike), "a path")
         if not isinstance(settings, Mapping) or "steps" not in settings:
             raise ValueError(f"settings is {settings!r}; expected numbers by name, with 'steps'")
         require_size(steps=settings["steps"], every=every)

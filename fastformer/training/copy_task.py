@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_size
+from fastformer.checks import require_positive, require_size
 from fastformer.decoding.search import greedy_decode
 from fastformer.dispatch.backends import explain, use_backend
 from fastformer.nn.attention import MultiHeadedAttention
@@ -85,8 +85,7 @@ class Settings:
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number in [0, 1)")
-        if not (0 < self.factor < math.inf):
-            raise ValueError(f"factor is {self.factor}; expected a positive number")
+        require_positive("factor", self.factor)
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -111,9 +111,7 @@ class LabelSmoothing(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         checks.require_floating(x=x)
-        checks.require_tensor("target", target, "an integer tensor")
-        if target.dtype not in checks.INTEGERS:
-            raise TypeError(f"target has dtype {target.dtype}; expected integers")
+        checks.require_integers("target", target)
         if x.dim() < 1 or x.shape[-1] != self.size:
             raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
         if target.shape != x.shape[:-1]:
@@ -125,11 +123,9 @@ class LabelSmoothing(nn.Module):
         if self.weight is not None:
             checks.require_device("weight", self.weight, "x", x)
         kept = self._kept(target)
-        if may_read(target) and kept.any():
-            low, high = (int(n) for n in target[kept].aminmax())
-            if low < 0 or high >= self.size:
-                bad = low if low < 0 else high
-                raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
+        if may_read(target):
+            expected = f"0 to size - 1 = {self.size - 1}"
+            checks.require_values("target", target[kept], self.size - 1, expected)
         if may_read(x.detach()) and x.numel():
             highest = float(x.detach().max())
             if highest > 1e-3:  # more than rounding
@@ -203,9 +199,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     """
     checks.require_size(0, step=step)
     checks.require_size(model_size=model_size, warmup=warmup)
-    factor = checks.require_number("factor", factor)
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
+    factor = checks.require_not_negative("factor", factor)
     step = max(step, 1)
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
@@ -272,9 +266,7 @@ class SimpleLossCompute:
         z_loss: float = 0.0,
     ) -> None:
         checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
-        self.z_loss = checks.require_number("z_loss", z_loss)
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
+        self.z_loss = checks.require_not_negative("z_loss", z_loss)
         self.generator = generator
         self.criterion = criterion
 
@@ -392,8 +384,9 @@ def run_epoch(
             callable; optimizer or scheduler has no step(), or the optimizer no param_groups beside
             a max_grad_norm; progress is not True, False or None; another argument has a wrong type.
     """
-    _require_epoch(data, model, loss_compute, optimizer, scheduler)
-    _require_update(optimizer, accumulation_steps, max_grad_norm, autocast, scaler)
+    updates = _Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
+    _require_epoch(data, updates)
+    _require_update(updates, accumulation_steps)
     if report is not None:
         checks.require_callable("a function of batches, loss and tokens per second", report=report)
     checks.require_size(report_every=report_every)
@@ -402,7 +395,6 @@ def run_epoch(
         if report is None and not progress:
             report = _print_line
     checks.require_flag("progress", progress)
-    updates = _Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
 
@@ -528,10 +520,9 @@ class _Meter:
         return loss / max(tokens, 1), tokens / seconds
 
 
-def _require_epoch(
-    data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
-) -> None:
+def _require_epoch(data: object, updates: _Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
+    model, loss_compute, optimizer, scheduler, *_ = updates
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -549,14 +540,9 @@ def _require_epoch(
         )
 
 
-def _require_update(
-    optimizer: object,
-    accumulation_steps: int,
-    max_grad_norm: float | None,
-    autocast: object,
-    scaler: object,
-) -> None:
+def _require_update(updates: _Updates, accumulation_steps: int) -> None:
     """Check the arguments of `run_epoch` that say how an update is made."""
+    *_, optimizer, _, max_grad_norm, autocast, scaler = updates
     checks.require_size(accumulation_steps=accumulation_steps)
     if max_grad_norm is not None:
         norm = checks.require_number("max_grad_norm", max_grad_norm, "a number, or None")
@@ -569,13 +555,12 @@ def _require_update(
                 "expected one of torch.optim"
             )
     if autocast is not None:
-        if not isinstance(autocast, torch.dtype):
-            raise TypeError(f"autocast is a {type(autocast).__name__}; expected a dtype, or None")
+        checks.require_instance("autocast", autocast, torch.dtype, "a dtype, or None")
         if autocast not in (torch.float16, torch.bfloat16):
             raise ValueError(f"autocast is {autocast}; expected torch.float16 or torch.bfloat16")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        kind = type(scaler).__name__
-        raise TypeError(f"scaler is a {kind}; expected a torch.amp.GradScaler, or None")
+    if scaler is not None:
+        expected = "a torch.amp.GradScaler, or None"
+        checks.require_instance("scaler", scaler, torch.amp.GradScaler, expected)
     more = accumulation_steps if accumulation_steps > 1 else None
     given = dict(accumulation_steps=more, max_grad_norm=max_grad_norm, scaler=scaler)
     for name, x in given.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.checks import require_device, require_instance, require_tensor, shape_of
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
@@ -269,13 +269,10 @@ def decode_step(
 
     Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
     """
-    if not isinstance(decoder, FusedTransformerDecoder):
-        raise TypeError(
-            f"decoder is a {type(decoder).__name__}; expected an nn.TransformerDecoder that "
-            "fastformer.accelerate has replaced"
-        )
-    if not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache")
+    expected = "an nn.TransformerDecoder that fastformer.accelerate has replaced"
+    require_instance("decoder", decoder, FusedTransformerDecoder, expected)
+    assert isinstance(decoder, FusedTransformerDecoder)
+    require_instance("cache", cache, DecoderCache, "a DecoderCache")
     _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
     reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
     reason = reason or decoder._unsupported_reason()

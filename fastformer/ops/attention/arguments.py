@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fastformer.checks import (
-    INTEGERS,
     autocast_dtype,
     require_device,
     require_int,
+    require_integers,
     require_number,
+    require_positive,
     require_size,
     require_tensor,
     shape_of,
@@ -209,9 +210,7 @@ def _broadcast(name: str, x: Tensor, query: Tensor, scores: Scores, three: bool)
 
 
 def require_lengths(key_lengths: Tensor, query: Tensor, k_length: int) -> None:
-    require_tensor("key_lengths", key_lengths, "an integer tensor")
-    if key_lengths.dtype not in INTEGERS:
-        raise TypeError(f"key_lengths has dtype {key_lengths.dtype}; expected integers")
+    require_integers("key_lengths", key_lengths)
     if key_lengths.shape != (query.shape[0],):
         raise ValueError(
             f"key_lengths has shape {shape_of(key_lengths)}; expected [B] = [{query.shape[0]}]"
@@ -372,7 +371,4 @@ def checked_packed_shard(shard: Sequence[int], heads: int, p: float) -> Shard | 
 def checked_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    softcap = require_number("softcap", softcap, "a number or None")
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; expected a positive number")
-    return softcap
+    return require_positive("softcap", softcap)

@@ -15,9 +15,10 @@ from fastformer.checks import (
     require_device,
     require_floating,
     require_int,
-    require_number,
+    require_not_negative,
     require_probability,
     require_tensor,
+    require_values,
     shape_of,
 )
 from fastformer.dispatch import backends, operation
@@ -215,10 +216,7 @@ def _loss(
         )
     if may_read(target):
         kept = target if every else target.where(target != ignored, 0)  # 0 is a class
-        low, high = map(int, kept.aminmax()) if kept.numel() else (0, 0)
-        if low < 0 or high >= classes:
-            bad = low if low < 0 else high
-            raise ValueError(f"target holds {bad}; expected classes from 0 to {classes - 1}")
+        require_values("target", kept, classes - 1, f"classes from 0 to {classes - 1}")
     options: dict[str, Any] = dict(
         reduction=reduction, ignore_index=ignored, label_smoothing=e, smoothing=smoothing
     )
@@ -229,11 +227,8 @@ def _loss(
         constant = _negative_entropy(target, ignored, reduction, (1 - e, off, classes), weight)
     if weight is not None:
         options["weight"] = _require_weight(weight, classes, name, x)
-    z_loss = require_number("z_loss", z_loss, "a number that is not negative")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
-    if z_loss:
-        options["z_loss"] = z_loss
+    if z := require_not_negative("z_loss", z_loss):
+        options["z_loss"] = z
     loss = backends.run(op, **given, **options)
     if constant is None:
         return loss

@@ -27,6 +27,11 @@ def shape_of(x: Tensor) -> str:
     return "[" + ", ".join(str(n) for n in x.shape) + "]"
 
 
+def wrong_shape(name: str, x: Tensor, expected: str) -> ValueError:
+    """Return the error of a tensor with another shape than the expected one."""
+    return ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+
+
 def require_tensor(name: str, x: object, expected: str = "a tensor") -> None:
     """Require a dense, strided tensor."""
     if not isinstance(x, Tensor):

@@ -187,9 +187,8 @@ class SelfAttentionCache(AttendedCache):
             n = key.shape[2] if key.dim() == 4 else 0
             if x.shape != (batch, heads, n, dim):
                 given = "n" if name == "key" else n
-                raise ValueError(
-                    f"{name} has shape {checks.shape_of(x)}; "
-                    f"expected that of the cache, [{batch}, {heads}, {given}, {dim}]"
+                raise checks.wrong_shape(
+                    name, x, f"that of the cache, [{batch}, {heads}, {given}, {dim}]"
                 )
             if x.dtype != buffer.dtype:
                 raise TypeError(
@@ -257,7 +256,7 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
     """Require indices [B'] of rows of the cache, and return them as int64."""
     checks.require_integers("index", index)
     if index.dim() != 1 or not len(index):
-        raise ValueError(f"index has shape {checks.shape_of(index)}; expected [rows], at least one")
+        raise checks.wrong_shape("index", index, "[rows], at least one")
     last = len(lengths) - 1
     checks.require_device("index", index, "the cache", lengths)
     checks.require_values("index", index, last, f"rows of the cache, 0 to {last}")
@@ -267,9 +266,7 @@ def require_rows(index: Tensor, lengths: Tensor) -> Tensor:
 def _require_lengths(length: Tensor, lengths: Tensor, capacity: int) -> None:
     checks.require_integers("length", length)
     if length.shape != lengths.shape:
-        raise ValueError(
-            f"length has shape {checks.shape_of(length)}; expected [B] = [{len(lengths)}]"
-        )
+        raise checks.wrong_shape("length", length, f"[B] = [{len(lengths)}]")
     checks.require_device("length", length, "the cache", lengths)
     expected = f"0 to the capacity of the cache, {capacity}"
     checks.require_values("length", length, capacity, expected)

@@ -48,9 +48,7 @@ def require_linear_input(name: str, x: Tensor, layer: nn.Module) -> None:
     if type(layer) is not nn.Linear or not is_unmodified(layer):
         return
     if x.shape[-1:] != layer.weight.shape[1:]:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(x)}; expected [..., {layer.in_features}]"
-        )
+        raise checks.wrong_shape(name, x, f"[..., {layer.in_features}]")
     checks.require_device(name, x, "the parameters", layer.weight)
     if x.dtype != layer.weight.dtype and checks.autocast_dtype(x) is None:
         raise TypeError(

@@ -20,7 +20,7 @@ from fastformer.checks import (
     require_int,
     require_integers,
     require_tensor,
-    shape_of,
+    wrong_shape,
 )
 
 
@@ -55,7 +55,7 @@ class Packing:
                 raise TypeError(f"{name} has dtype {x.dtype}; expected {dtype}")
             if x.dim() != 1 or (name == "cu_seqlens" and x.shape[0] != self.batch + 1):
                 expected = "[batch + 1]" if name == "cu_seqlens" else "[tokens]"
-                raise ValueError(f"{name} has shape {shape_of(x)}; expected {expected}")
+                raise wrong_shape(name, x, f"{expected}")
         require_device("indices", self.indices, "cu_seqlens", self.cu_seqlens)
 
     @property
@@ -101,13 +101,10 @@ def unpad(x: Tensor, lengths: Tensor | Packing) -> tuple[Tensor, Packing]:
     """
     require_tensor("x", x)
     if x.dim() < 2:
-        raise ValueError(f"x has shape {shape_of(x)}; expected [B, S, ...]")
+        raise wrong_shape("x", x, "[B, S, ...]")
     packing = lengths if isinstance(lengths, Packing) else _packing(x, lengths)
     if x.shape[:2] != (packing.batch, packing.length):
-        raise ValueError(
-            f"x has shape {shape_of(x)}; "
-            f"expected [{packing.batch}, {packing.length}, ...], as it was packed"
-        )
+        raise wrong_shape("x", x, f"[{packing.batch}, {packing.length}, ...], as it was packed")
     return x.flatten(0, 1)[packing.indices], packing
 
 
@@ -115,7 +112,7 @@ def _packing(x: Tensor, lengths: Tensor) -> Packing:
     batch, length = x.shape[:2]
     require_integers("lengths", lengths, "an integer tensor or a Packing")
     if lengths.shape != (batch,):
-        raise ValueError(f"lengths has shape {shape_of(lengths)}; expected [B] = [{batch}]")
+        raise wrong_shape("lengths", lengths, f"[B] = [{batch}]")
     require_device("lengths", lengths, "x", x)
     if lengths.is_meta:
         raise ValueError("lengths is on meta; expected lengths that are known")
@@ -170,9 +167,7 @@ def require_tokens(name: str, x: Tensor, packing: Packing) -> None:
     require_device(name, x, "packing", packing.indices)
     tokens = packing.indices.shape[0]
     if x.dim() < 1 or x.shape[0] != tokens:
-        raise ValueError(
-            f"{name} has shape {shape_of(x)}; expected the {tokens} tokens of the packing"
-        )
+        raise wrong_shape(name, x, f"the {tokens} tokens of the packing")
 
 
 def _require_value(x: Tensor, value: complex) -> None:

@@ -330,10 +330,7 @@ def _embedded(
     """
     if not isinstance(mask, Packing):
         if tokens.dim() < 2:
-            raise ValueError(
-                f"{name} has shape {checks.shape_of(tokens)}; "
-                "expected [B, S], or a Packing as its mask"
-            )
+            raise checks.wrong_shape(name, tokens, "[B, S], or a Packing as its mask")
         held, start = (0, None) if cache is None else (cache.longest, cache.start())
         return _embedded_from(embed, tokens, start, held)
     if cache is not None:
@@ -342,9 +339,7 @@ def _embedded(
         raise ValueError("a Packing is given within context_parallel; expected a padded batch")
     require_tokens(name, tokens, mask)
     if tokens.dim() != 1:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(tokens)}; expected [tokens], as it is packed"
-        )
+        raise checks.wrong_shape(name, tokens, "[tokens], as it is packed")
     for part in embed.children():
         if isinstance(part, PositionalEncoding):
             require_longest(name, mask, part.pe.shape[1])

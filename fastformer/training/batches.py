@@ -90,7 +90,7 @@ class Batch:
             return
         checks.require_token_ids("tgt", tgt)
         if tgt.shape[1] < 2:
-            raise ValueError(f"tgt has shape {list(tgt.shape)}; expected two columns or more")
+            raise checks.wrong_shape("tgt", tgt, "two columns or more")
         self.tgt = tgt[:, :-1]
         self.tgt_y = tgt[:, 1:]
         if src is not None:

@@ -113,11 +113,10 @@ class LabelSmoothing(nn.Module):
         checks.require_floating(x=x)
         checks.require_integers("target", target)
         if x.dim() < 1 or x.shape[-1] != self.size:
-            raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
+            raise checks.wrong_shape("x", x, f"[..., size] with {self.size}")
         if target.shape != x.shape[:-1]:
-            raise ValueError(
-                f"target has shape {list(target.shape)}; "
-                f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
+            raise checks.wrong_shape(
+                "target", target, f"{list(x.shape[:-1])}, as x {list(x.shape)}"
             )
         checks.require_device("target", target, "x", x)
         if self.weight is not None:
@@ -274,15 +273,13 @@ class SimpleLossCompute:
         checks.require_tensor("x", x)
         checks.require_tensor("y", y)
         if x.dim() < 1 or y.numel() != math.prod(x.shape[:-1]):
-            raise ValueError(
-                f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
-            )
+            raise checks.wrong_shape("y", y, f"the [B, T] of x {list(x.shape)}")
         if isinstance(norm, Tensor):
             checks.require_tensor("norm", norm)
             if norm.is_meta and not x.is_meta:
                 raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
             if norm.numel() != 1:
-                raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
+                raise checks.wrong_shape("norm", norm, "one number")
         else:
             checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
-from fastformer.checks import shape_of
+from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
@@ -140,16 +140,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
-            raise ValueError(
-                f"query has shape {shape_of(query)}; "
-                f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
+            raise wrong_shape(
+                "query", query, f"{'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
             )
         features = (self.embed_dim, self.kdim, self.vdim)
         for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
             if x.dim() != query.dim() or x.shape[-1] != n:
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; "
-                    f"expected {query.dim()} dimensions, as query, the last of them {n}"
+                raise wrong_shape(
+                    name, x, f"{query.dim()} dimensions, as query, the last of them {n}"
                 )
         batch = 0 if self.batch_first else 1
         same = key.shape[:-1] == value.shape[:-1]
@@ -307,10 +305,7 @@ def _padding_of_scores(
     batch, keys = scores[0], scores[3]
     expected = [batch, keys] if batched else [keys]
     if list(key_padding_mask.shape) != expected:
-        raise ValueError(
-            f"{name} has shape {shape_of(key_padding_mask)}; "
-            f"expected {'[N, S]' if batched else '[S]'} = {expected}"
-        )
+        raise wrong_shape(name, key_padding_mask, f"{'[N, S]' if batched else '[S]'} = {expected}")
     return key_padding_mask.view(batch, 1, 1, keys)
 
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_device, require_instance, require_tensor, shape_of
+from fastformer.checks import (
+    require_device,
+    require_instance,
+    require_tensor,
+    wrong_shape,
+)
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
@@ -314,9 +319,8 @@ def _require_step(
         assert x is not None
         if name not in masks:
             if x.dim() not in (2, 3) or x.dim() != tgt.dim():
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; expected three dimensions, or two without a "
-                    "batch, as many as tgt"
+                raise wrong_shape(
+                    name, x, "three dimensions, or two without a batch, as many as tgt"
                 )
             require_linear_input(name, x, layer.linear1)
         require_device(name, x, "tgt", tgt)

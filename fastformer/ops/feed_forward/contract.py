@@ -14,6 +14,7 @@ from fastformer.checks import (
     require_floating,
     seed_tensor,
     shape_of,
+    wrong_shape,
 )
 from fastformer.description import RowShard
 from fastformer.dispatch import backends, operation
@@ -176,9 +177,7 @@ def gated_activation(gate: Tensor, value: Tensor, activation: str = "silu") -> T
     gate, value = autocast(gate, value)
     require_floating(gate=gate, value=value)
     if gate.dim() < 1 or gate.shape != value.shape:
-        raise ValueError(
-            f"value has shape {shape_of(value)}; expected [..., d_ff] as gate {shape_of(gate)}"
-        )
+        raise wrong_shape("value", value, f"[..., d_ff] as gate {shape_of(gate)}")
     require_choice("activation", activation, ACTIVATIONS)
     return backends.run("gated_activation", gate=gate, value=value, activation=activation)
 
@@ -215,21 +214,15 @@ def _require_layers(halves: int, **tensors: Any) -> None:
     if input.dim() < 1:
         raise ValueError("input is a scalar; expected [..., d]")
     if w.dim() != 2 or w.shape[1] != input.shape[-1] or w.shape[0] % halves:
-        raise ValueError(
-            f"{w_name} has shape {shape_of(w)}; "
-            f"expected [{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
+        raise wrong_shape(
+            w_name, w, f"[{rows}, d] with d = {input.shape[-1]}, as input {shape_of(input)}"
         )
     width = w.shape[0] // halves
     if w_2.dim() != 2 or w_2.shape[1] != width:
-        raise ValueError(
-            f"w_2 has shape {shape_of(w_2)}; expected [d_out, d_ff] with d_ff = {width}"
-        )
+        raise wrong_shape("w_2", w_2, f"[d_out, d_ff] with d_ff = {width}")
     for name, bias, like, weight in ((b_name, b, w_name, w), ("b_2", b_2, "w_2", w_2)):
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} has shape {shape_of(bias)}; "
-                f"expected [{weight.shape[0]}], the rows of {like}"
-            )
+            raise wrong_shape(name, bias, f"[{weight.shape[0]}], the rows of {like}")
 
 
 # ----------------------------------------------------------------------- the record of the dispatch

@@ -20,6 +20,7 @@ from fastformer.checks import (
     require_tensor,
     require_values,
     shape_of,
+    wrong_shape,
 )
 from fastformer.dispatch import backends, operation
 from fastformer.eager import may_read
@@ -166,9 +167,7 @@ def linear_cross_entropy(
         )
     classes = linear_weight.shape[0]
     if linear_bias is not None and linear_bias.shape != (classes,):
-        raise ValueError(
-            f"linear_bias has shape {shape_of(linear_bias)}; expected [V] = [{classes}]"
-        )
+        raise wrong_shape("linear_bias", linear_bias, f"[V] = [{classes}]")
     labels = reduction, ignore_index, label_smoothing, smoothing
     given = dict(input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias)
     return _loss("linear_cross_entropy", given, classes, labels, weight, z_loss)
@@ -239,7 +238,7 @@ def _require_weight(weight: Tensor, classes: int, name: str, x: Tensor) -> Tenso
     """Require the weights [V] of the classes, and return them without a gradient."""
     require_floating(weight=weight)
     if weight.shape != (classes,):
-        raise ValueError(f"weight has shape {shape_of(weight)}; expected [V] = [{classes}]")
+        raise wrong_shape("weight", weight, f"[V] = [{classes}]")
     require_device("weight", weight, name, x)
     return weight.detach()
 

@@ -8,8 +8,7 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +53,11 @@ class Stack(OnStream):
     """What an encoder and a decoder share."""
 
     _layer: ClassVar[type[Layer]]
-    layers: nn.ModuleList
+    layers: Any  # of `_layer`
     norm: nn.Module | None
 
-    def _layers(self) -> Sequence[Layer]:
-        return self.layers  # type: ignore[return-value]
-
     def _unsupported_reason(self) -> str | None:
-        layers = self._layers()
+        layers = self.layers
         if len(layers) == 0:
             return "it has no layers"
         for i, layer in enumerate(layers):
@@ -78,7 +74,7 @@ class Stack(OnStream):
         return None if self.norm is None else unsupported_parameter(self.norm)
 
     def _through(self, stream: ResidualStream, *context: object) -> None:
-        for layer in self._layers():
+        for layer in self.layers:
             layer._through(stream, *context)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ class Stack(OnStream):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
         if x.is_contiguous() or self.norm is not None:
             return out.contiguous()
-        keeps_order = all(layer._keeps_order(out) for layer in self._layers())
+        keeps_order = all(layer._keeps_order(out) for layer in self.layers)
         return in_order_of(x, out) if keeps_order else out.contiguous()
 
 
@@ -136,7 +132,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
-        first, names = self._layers()[0], ("mask", "src_key_padding_mask")
+        first, names = self.layers[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
             seen = encoder_visibility(first, src, (mask, padding), causal, names)
@@ -168,7 +164,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = attention_of(self._layers()[0], "self_attn").batch_first
+        batch_first = attention_of(self.layers[0], "self_attn").batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
@@ -182,7 +178,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         """Return whether the original forward converts src to a nested tensor without padding. If
         so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
-        first = self._layers()[0]
+        first = self.layers[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
         if first.training or src.dim() != 3 or mask is not None:
             return False
@@ -231,7 +227,7 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
             hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
+            return decoder_context(self.layers[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
@@ -278,10 +274,10 @@ def decode_step(
     require_instance("decoder", decoder, FusedTransformerDecoder, expected)
     assert isinstance(decoder, FusedTransformerDecoder)
     require_instance("cache", cache, DecoderCache, "a DecoderCache")
-    _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
+    _require_step(decoder.layers[0], tgt, memory, memory_mask, memory_key_padding_mask)
     reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
     reason = reason or decoder._unsupported_reason()
-    layers = decoder._layers()
+    layers = decoder.layers
     if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
         reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
     if reason is not None:

@@ -463,12 +463,7 @@ def _described(
     scores: Scores,
     scale: float,
     band: tuple[bool, Sequence[int | None] | None, str],
-    attn_mask: Tensor | None,
-    bias: Tensor | None,
-    key_lengths: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    *others: Any,
 ) -> Attention:
     """Check all arguments but scale and lengths, and return the description of attention, with
     heads and without dropout.
@@ -476,6 +471,7 @@ def _described(
     `scaled_dot_product_attention` does the same inline, because that is faster.
     """
     is_causal, window, alignment = band
+    attn_mask, bias, key_lengths, alibi_slopes, softcap, sinks = others
     attn_mask, bias = mask_and_bias(attn_mask, bias, query, scores, False)
     return Attention(
         attn_mask,

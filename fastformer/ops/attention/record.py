@@ -102,16 +102,6 @@ backends.register(
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
     ),
-    Operation(
-        kernel="attention",
-        contract=contract.packed_attention,
-        reference=reference.packed_attention,
-        sharding=_SHARDING,
-    ),
-    Operation(
-        kernel="attention",
-        contract=contract.paged_attention,
-        reference=reference.paged_attention,
-        sharding=_SHARDING,
-    ),
+    Operation("attention", contract.packed_attention, reference.packed_attention, _SHARDING),
+    Operation("attention", contract.paged_attention, reference.paged_attention, _SHARDING),
 )

@@ -124,11 +124,4 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    Operation(
-        kernel="embedding",
-        contract=embed,
-        reference=reference.embed,
-        sharding=_SHARDING,
-    )
-)
+backends.register(Operation("embedding", embed, reference.embed, _SHARDING))

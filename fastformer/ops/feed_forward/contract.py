@@ -240,23 +240,7 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    Operation(
-        kernel="feed_forward",
-        contract=feed_forward,
-        reference=reference.feed_forward,
-        sharding=_SHARDING,
-    )
-)
-for _contract, _reference in ((geglu, reference.geglu), (swiglu, reference.swiglu)):
-    backends.register(
-        Operation(
-            kernel="feed_forward",
-            contract=_contract,
-            reference=_reference,
-            sharding=_SHARDING._replace(halves=("w", "b")),
-        )
-    )
+_GATED = _SHARDING._replace(halves=("w", "b"))
 
 
 def _gate_dims(arguments: Arguments) -> dict[str, str]:
@@ -264,13 +248,12 @@ def _gate_dims(arguments: Arguments) -> dict[str, str]:
     return {"gate": dims, "value": dims}
 
 
-backends.register(
-    Operation(
-        kernel="feed_forward",
-        contract=gated_activation,
-        reference=reference.gated_activation,
-        sharding=operation.ShardingRule(
-            _gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS
-        ),
-    )
-)
+_ELEMENTWISE = operation.ShardingRule(_gate_dims, lambda x: (x["gate"],), "f" + operation.ROW_DIMS)
+for _contract, _sharding in (
+    (feed_forward, _SHARDING),
+    (geglu, _GATED),
+    (swiglu, _GATED),
+    (gated_activation, _ELEMENTWISE),
+):
+    _reference = getattr(reference, _contract.__name__)
+    backends.register(Operation("feed_forward", _contract, _reference, _sharding))

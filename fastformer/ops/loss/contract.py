@@ -31,16 +31,6 @@ REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("uniform", "kl")
 
 
-def _is_ambiguous(logits: Tensor) -> bool:
-    """Return whether the classes could also be the second dimension, where torch expects them.
-
-    Return False in an export: the comparison would restrict the sizes that the program accepts.
-    """
-    if torch.compiler.is_exporting():
-        return False
-    return logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1
-
-
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -105,7 +95,9 @@ def cross_entropy(
     require_floating(logits=logits)
     if logits.dim() < 1:
         raise ValueError("logits is a scalar; expected [..., V]")
-    if logits.dim() > 2 and _is_ambiguous(logits):
+    # In an export, the comparison would restrict the sizes that the program accepts.
+    compares = logits.dim() > 2 and not torch.compiler.is_exporting()
+    if compares and logits.shape[1:-1] == logits.shape[2:] and logits.shape[-1] > 1:
         raise ValueError(
             f"logits has shape {shape_of(logits)}, which could be torch's [N, C, ...] as well; "
             "expected logits.flatten(0, -2) and target.flatten(), the classes in the last dimension"
@@ -282,21 +274,18 @@ _SHARDING = operation.ShardingRule(
 )
 
 
-backends.register(
-    operation.Operation(
-        kernel="cross_entropy",
-        contract=cross_entropy,
-        reference=reference.cross_entropy,
-        sharding=_SHARDING,
-        without_kernel=("weight", "z_loss"),
-    )
+_OF_LOGITS = operation.Operation(
+    "cross_entropy",
+    cross_entropy,
+    reference.cross_entropy,
+    _SHARDING,
+    without_kernel=("weight", "z_loss"),
 )
 backends.register(
-    operation.Operation(
-        kernel="cross_entropy",
+    _OF_LOGITS,
+    _OF_LOGITS._replace(
         contract=linear_cross_entropy,
         reference=reference.linear_cross_entropy,
         sharding=_SHARDING._replace(gathers={"v": ("input", "target")}),
-        without_kernel=("weight", "z_loss"),
-    )
+    ),
 )

@@ -165,10 +165,10 @@ def _unsaved(arguments: dict[str, Any]) -> tuple[str, ...]:
 
 backends.register(
     Operation(
-        kernel="rotary",
-        contract=rotary_embedding,
-        reference=reference.rotary_embedding,
-        sharding=_SHARDING,
+        "rotary",
+        rotary_embedding,
+        reference.rotary_embedding,
+        _SHARDING,
         reference_backward=reference.rotary_embedding_backward,
         unsaved=_unsaved,
     )

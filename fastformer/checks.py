@@ -151,7 +151,7 @@ def require_flag(name: str, x: bool) -> bool:
 
 
 def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
-    """Require one of several words."""
+    """Require one of several strings."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name} is {x!r}; expected one of {', '.join(choices)}")
     return x

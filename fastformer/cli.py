@@ -74,11 +74,11 @@ def _train_in_parallel(arguments: argparse.Namespace, settings: copy_task.Settin
     kind, seconds = settings.device.type, arguments.timeout
     with parallel_copy_task.process_group(kind, seconds) as device:
         settings = replace(settings, device=device)
-        way = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
+        trainer = parallel_copy_task.Parallel(arguments.parallel, settings, arguments.checkpoint)
         # torchrun prints the error of the process that failed first.
-        compared: Any = record(parallel_copy_task.compare)(settings, backend, way)
+        compared: Any = record(parallel_copy_task.compare)(settings, backend, trainer)
         runs, faults = compared
-        return _report(arguments, settings, runs, faults, way.rank == 0)
+        return _report(arguments, settings, runs, faults, trainer.rank == 0)
 
 
 def _report(
@@ -139,12 +139,12 @@ def _threads(number: int) -> Iterator[None]:
 
 def _command(arguments: argparse.Namespace) -> str:
     """Return the command line that repeats these runs, with the value of every option."""
-    words = ["fastformer", "copy-task"]
+    command = ["fastformer", "copy-task"]
     for name, value in vars(arguments).items():
         if value is not None and name not in ("command", "parser", "json", "plot", "dpi"):
             option = {"N": "layers", "h": "heads"}.get(name, name.replace("_", "-"))
-            words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
-    return shlex.join(words)
+            command += [f"--{option}"] if value is True else [f"--{option}", str(value)]
+    return shlex.join(command)
 
 
 # --------------------------------------------------------------------------------------------- plot
@@ -168,9 +168,9 @@ def run_plot(arguments: argparse.Namespace) -> int:
     elif arguments.json is not None:
         figure = _loss_curves(arguments.json, parser)
     else:
-        words = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-        words += ["--plot", str(arguments.out), "--dpi", str(arguments.dpi)]
-        return fastformer_command.main(["copy-task", *words])
+        options = ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
+        options += ["--plot", str(arguments.out), "--dpi", str(arguments.dpi)]
+        return fastformer_command.main(["copy-task", *options])
     _save_figure(figure, arguments.out, arguments.dpi)
     return 0
 

@@ -158,7 +158,7 @@ def _double(name: str, x: Any) -> Any:
 
 
 class Candidate(NamedTuple):
-    """One way to compute a class of calls.
+    """An implementation of a class of calls.
 
     `drop_reason` returns why it may not be chosen. `call` and `drop_reason` run in the `context`. A
     baseline is only timed for comparison, and never chosen.

@@ -82,15 +82,15 @@ def class_of(op: str, arguments: Arguments) -> str | None:
     if dtype == torch.float64 or not all(x.numel() for x in tensors):
         return None
     dims = OPERATIONS[op].sharding.dims(fields)
-    words = [str(dtype).removeprefix("torch.")]
+    parts = [str(dtype).removeprefix("torch.")]
     for name, x in fields.items():
         if name in _LEFT_OUT:
             continue
         if isinstance(x, Tensor):
-            words.append(f"{name}={_layout(x, dims.get(name, ''), dtype)}")
+            parts.append(f"{name}={_layout(x, dims.get(name, ''), dtype)}")
         elif x:
-            words.append(name if isinstance(x, (bool, float)) else f"{name}={_rounded(x)}")
-    return " ".join(words + ["backward"] * differentiated(arguments))
+            parts.append(name if isinstance(x, (bool, float)) else f"{name}={_rounded(x)}")
+    return " ".join(parts + ["backward"] * differentiated(arguments))
 
 
 def _rounded(x: Any) -> str:

@@ -83,7 +83,7 @@ def parallelize(
     2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
     """
     require_instance("model", model, nn.Module, "an nn.Module")
-    _require_process_group()
+    require_process_group()
     _require_mesh(mesh)
     if plan is not None:
         require_instance("plan", plan, Mapping, "styles by the name of a module")
@@ -175,7 +175,7 @@ def _require_divisible(name: str, size: int, by: int, devices: int | None = None
         )
 
 
-def _require_process_group() -> None:
+def require_process_group() -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError(
             "there is no process group; expected torch.distributed.init_process_group() before, in "
@@ -208,7 +208,7 @@ def require_same_ranks(model: nn.Module | None = None, group: Any = None, **more
         ValueError: two ranks differ; the message names them and the value.
         RuntimeError: there is no process group.
     """
-    _require_process_group()
+    require_process_group()
     own: dict[str, Any] = {
         "fastformer": __version__,
         "torch": torch.__version__,

@@ -91,13 +91,13 @@ def register_transformers() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
-        told = (
+        what = (
             "which is not installed: python -m pip install 'transformers>=5.17', or, in a checkout "
             "of fastformer, python -m pip install -c constraints.txt '.[hf]'"
             if absent
             else f"5.17 or newer, and its import fails: {error}"
         )
-        raise ImportError(f"register_transformers needs transformers, {told}") from error
+        raise ImportError(f"register_transformers needs transformers, {what}") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     check = PreTrainedModel.get_correct_attn_implementation

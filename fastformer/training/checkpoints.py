@@ -1,7 +1,7 @@
 """Checkpoints of a training run, of one process or of several, by torch.distributed.checkpoint.
 
 A folder step-N holds the model, the optimizer, the schedule, the losses of N steps and the state of
-torch's generators. Any way of training reads what another has saved.
+torch's generators. Each form of training reads what another has saved.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Checkpoints:
                 _raise_interrupt(error)
                 if _is_first():
                     reason = _reason(error)
-                    told = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
-                    warnings.warn(told, stacklevel=2)
+                    message = f"checkpoint {path} cannot be read and is passed over: {reason!r}"
+                    warnings.warn(message, stacklevel=2)
             else:
                 self.resumed_from = path
                 return done, losses
@@ -150,8 +150,8 @@ class Checkpoints:
                 reason = _reason(error)
                 if not isinstance(reason, (OSError, RuntimeError)):
                     raise
-                told = f"checkpoint {path} cannot be written: {reason}"
-                raise OSError(told) from None
+                message = f"checkpoint {path} cannot be written: {reason}"
+                raise OSError(message) from None
         if _is_first():
             for step in self._found()[KEPT:]:
                 old = self._folder / f"step-{step}"

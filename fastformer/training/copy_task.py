@@ -229,17 +229,17 @@ def train(
     backend: str,
     limit: float = INTERPRETED_SECONDS,
     verbose: bool = True,
-    way: OneProcess | None = None,
+    trainer: OneProcess | None = None,
 ) -> Run:
     """Train a model from `settings.seed`, and decode the sentence before and after training.
 
     Interpreted kernels train as many steps as fit into `limit` seconds, and at least three. Raises
     RuntimeError if the backend cannot run on the device.
     """
-    way, is_interpreted = way or OneProcess(), interpreted(backend, settings.device)
+    trainer, is_interpreted = trainer or OneProcess(), interpreted(backend, settings.device)
     write = _write_line if verbose else (lambda line: None)
     where = ", in Triton's interpreter on the CPU" if is_interpreted else ""
-    write(f"\n{backend}{way.name}{where}")
+    write(f"\n{backend}{trainer.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
     if is_interpreted:
         from fastformer.kernels import interpreter
@@ -254,24 +254,24 @@ def train(
         model = settings.model()
         write("  untrained: " + _arrow(settings, _decode(settings, model.eval())))
         model.train()
-        placed = way.place(model)
+        placed = trainer.place(model)
         optimizer, scheduler = make_optimizer(
             placed.parameters(), settings.d_model, settings.factor, settings.warmup
         )
         criterion = LabelSmoothing(settings.vocab, PAD, settings.smoothing)
         compute = SimpleLossCompute(model.generator, criterion)
-        done, losses = way.begin(placed, optimizer, scheduler)
-        if done and way.checkpoints is not None:
-            write(f"  resumes from {way.checkpoints.resumed_from}, after {done} steps")
+        done, losses = trainer.begin(placed, optimizer, scheduler)
+        if done and trainer.checkpoints is not None:
+            write(f"  resumes from {trainer.checkpoints.resumed_from}, after {done} steps")
         speeds: list[float] = []
 
         def parts() -> Iterator[Batch]:
             for batch in islice(data, done, None):
-                yield way.local_batch(batch)
-                way.end_step(losses)  # run_epoch asks for the next batch after the step
+                yield trainer.local_batch(batch)
+                trainer.end_step(losses)  # run_epoch asks for the next batch after the step
 
         def recorded(x: Tensor, y: Tensor, norm: Tensor) -> Tensor:
-            loss = way.global_loss(compute(x, y, norm))
+            loss = trainer.global_loss(compute(x, y, norm))
             losses.append(loss.detach())
             return loss
 
@@ -284,7 +284,7 @@ def train(
         started, decoded, decoding, interrupted = time.perf_counter(), None, None, False
         try:
             if done < settings.steps:
-                with way.sequences():
+                with trainer.sequences():
                     run_epoch(
                         parts(),
                         placed,
@@ -301,13 +301,16 @@ def train(
             seconds, speed = time.perf_counter() - started, statistics.median(speeds or [math.nan])
             trained = f"  trained {len(losses)} of {settings.steps} steps"
             write(f"{trained} in {seconds:.1f} s, {speed:,.0f} tokens/s")
-            model = way.gathered(placed, settings)
+            model = trainer.gathered(placed, settings)
             if len(losses) == settings.steps:
-                timed = way.timed and not is_interpreted
+                timed = trainer.timed and not is_interpreted
                 decoded, decoding = _decoded(settings, model, timed, write)
         except KeyboardInterrupt:
             interrupted = True
-    speed, parallel = statistics.median(speeds or [math.nan]), way.name.removeprefix(", ") or None
+    speed, parallel = (
+        statistics.median(speeds or [math.nan]),
+        trainer.name.removeprefix(", ") or None,
+    )
     result = [float(loss) for loss in losses]
     return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
 
@@ -342,9 +345,9 @@ def attention_maps(settings: Settings, backend: str = "auto") -> dict[str, Tenso
 
     The decoder reads the sentence without its last symbol, and predicts it without its first.
     """
-    way = OneProcess()
-    train(settings, backend, way=way)
-    model = way.model.eval()
+    trainer = OneProcess()
+    train(settings, backend, trainer=trainer)
+    model = trainer.model.eval()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MultiHeadedAttention)}
     for layer in layers.values():
         layer.keep_attention = True
@@ -493,12 +496,12 @@ def compare(
     )
     runs: list[Run] = []
     for backend in backends:
-        way = OneProcess()
+        trainer = OneProcess()
         if checkpoints is not None:
             folder = checkpoints / backend if len(backends) > 1 else checkpoints
-            way = OneProcess(Checkpoints(folder, settings.plain))
+            trainer = OneProcess(Checkpoints(folder, settings.plain))
         try:
-            runs.append(train(settings, backend, limit=limit, way=way))
+            runs.append(train(settings, backend, limit=limit, trainer=trainer))
         except KeyboardInterrupt:  # before the first step
             is_interpreted = interpreted(backend, settings.device)
             runs.append(Run(backend, is_interpreted, [], math.nan, None, interrupted=True))

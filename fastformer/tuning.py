@@ -113,8 +113,10 @@ class Call:
         have, grads = self.results(given, "triton"), len(_leaves(given)) * self.gradient
         return numerics.first_disagreement(have, exact, eager, len(have) - grads)
 
-    def drop_reason(self) -> str | None:
-        """Return why the candidate whose context is active may not be chosen, or None."""
+    def drop_reason(self, run: Callable[[], Any] | None = None) -> str | None:
+        """Return why the candidate whose context is active may not be chosen, or None. run: of a
+        kernel in Gluon, the pass that has it; such a kernel is checked for longer.
+        """
         if (reason := self.disagreement(LENGTHS)) is not None:
             return reason
         if not all(map(torch.equal, self(), self())):
@@ -125,12 +127,11 @@ class Call:
         for backend in ("triton", "reference"):
             with torch.no_grad(), use_formula():
                 nans.append([x.isnan() for x in self.outputs(given, backend)])
-        return None if all(map(torch.equal, *nans)) else "NaN reaches other elements of the output"
+        if not all(map(torch.equal, *nans)):
+            return "NaN reaches other elements of the output"
+        return None if run is None else self._gluon_drop_reason(run)
 
-    def gluon_drop_reason(self, run: Callable[[], Any]) -> str | None:
-        """Return why a candidate in Gluon may not be chosen. `run` is the pass that has it."""
-        if (reason := self.drop_reason()) is not None:
-            return reason
+    def _gluon_drop_reason(self, run: Callable[[], Any]) -> str | None:
         for lengths in ODD:
             self.small(lengths)  # the reference, without the fences
             with backends.tuned().fenced() as found:
@@ -209,9 +210,8 @@ def jobs(work: Work, key: Class, file: str) -> Iterator[tuple[Class, list[Candid
         candidates = []
         for name, option in options.items():
             context = functools.partial(tuned.forced, {**chosen, question.kernel: option})
-            reason = call.drop_reason
-            if measurements.is_gluon(name):
-                reason = functools.partial(call.gluon_drop_reason, timed)
+            run = timed if measurements.is_gluon(name) else None
+            reason = functools.partial(call.drop_reason, run)
             candidates.append(Candidate(name, timed, reason, context))
         if len(candidates := _selected(candidates, work)) > 1:
             yield kernel, candidates
@@ -449,12 +449,11 @@ def measure(
 
     candidates, consan: see `Work`.
     """
-    device = next(iter(next(iter(calls.values())).values())).device
-    here = measurements.machine(device)
+    here = measurements.machine(next(iter(next(iter(calls.values())).values())).device)
     assert here is not None
-    work = Work(timer, candidates, {} if file is None else known(file, here), consan=consan)
-    if consan:
-        work.silence *= 5  # ptxas needs minutes for what it adds
+    silence = SILENCE * (5 if consan else 1)  # ptxas needs minutes for what the sanitizer adds
+    done = {} if file is None else known(file, here)
+    work = Work(timer, candidates, done, consan=consan, silence=silence)
     skipped: dict[Class, str | None] = {}
     deadline = time.monotonic() + 60 * minutes
 
@@ -480,8 +479,8 @@ def measure(
         why = skipped.get(key)
         reasons = {**entry.dropped, **({} if why is None else {"the call": why})}
         rows.append((" ".join(key), entry.choice or "", entry.us, reasons))
-    done = all(key in work.done or skipped.get(key) is not None for key in calls)
-    return Tuning(tuple(rows), file, done)
+    is_done = all(key in work.done or skipped.get(key) is not None for key in calls)
+    return Tuning(tuple(rows), file, is_done)
 
 
 def known(file: Path, here: Mapping[str, Any]) -> dict[Class, Entry]:
@@ -501,9 +500,8 @@ def planned(calls: Iterable[Class], file: Path | None, device: torch.device) -> 
     """Return the calls that `measure` would measure: those that are not in the file."""
     here = measurements.machine(device)
     done = {} if here is None or file is None else known(file, here)
-    return Tuning(
-        tuple((" ".join(key), "", {}, {}) for key in calls if key not in done), file, False
-    )
+    left = [" ".join(key) for key in calls if key not in done]
+    return Tuning(tuple((name, "", {}, {}) for name in left), file, False)
 
 
 def tune(

@@ -242,12 +242,7 @@ def train(
     write(f"\n{backend}{trainer.name}{where}")
     data: Iterable[Batch] = CopyData(settings)
     if is_interpreted:
-        from fastformer.kernels import interpreter
-
-        interpreter.repair()
-    if is_interpreted and limit < math.inf:
-        data = _items_within(data, limit, INTERPRETED_STEPS)
-        write(_INTERPRETED_NOTE.format(limit))
+        data = _interpreted_steps(data, limit, write)
 
     with use_backend(backend):
         torch.manual_seed(settings.seed)
@@ -313,6 +308,19 @@ def train(
     )
     result = [float(loss) for loss in losses]
     return Run(backend, is_interpreted, result, speed, decoded, decoding, parallel, interrupted)
+
+
+def _interpreted_steps(
+    data: Iterable[Batch], limit: float, write: Callable[[str], None]
+) -> Iterable[Batch]:
+    """Return the batches that Triton's interpreter trains: as many as fit into `limit` seconds."""
+    from fastformer.kernels import interpreter
+
+    interpreter.repair()
+    if limit == math.inf:
+        return data
+    write(_INTERPRETED_NOTE.format(limit))
+    return _items_within(data, limit, INTERPRETED_STEPS)
 
 
 _INTERPRETED_NOTE = (

@@ -240,7 +240,7 @@ def test_the_options_have_the_values_of_the_package():
     given = vars(fastformer_command._parser().parse_args(["copy-task"]))
     defaults = copy_task.Settings().plain
     assert {name: given[name] for name in defaults} == defaults
-    assert fastformer_command.PARALLEL == parallel_copy_task.WAYS
+    assert fastformer_command.PARALLEL == parallel_copy_task.METHODS
     assert [*fastformer_command.FIGURES] == [*plots.PICTURES, "attention-maps", "loss-curves"]
 
 

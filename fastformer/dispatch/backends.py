@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -195,7 +195,7 @@ def _import(op: str) -> bool:
         record = OPERATIONS[op]
         module = importlib.import_module("fastformer.kernels." + record.kernel)
         autograd.pair(op, record.alternatives)
-        setattr(importlib.import_module(_TUNED), "source", measurements.choices)  # noqa: B010
+        setattr(tuned(), "source", measurements.choices)  # noqa: B010
         _kernels[op] = module  # last: another thread may read it from now on
     return True
 
@@ -279,29 +279,9 @@ def _measured(op: str, arguments: Arguments, first: torch.Tensor) -> str | None:
     return _alternatives[key]
 
 
-def forced(op: str, options: Mapping[str, Any]) -> Any:
-    """Return a context in which the kernels of an op use these options, by the name of the kernel.
-    It yields the list of the `TuningKey`s that are looked up within: see kernels/tuned.py.
-    """
-    _import(op)
-    return sys.modules[_TUNED].forced(options)
-
-
-def label(option: Any) -> str:
-    """Return the name of an option in a file of measurements."""
-    return sys.modules[_TUNED].label(option)
-
-
-def fenced() -> Any:
-    """Return a context in which tensors have NaN around them: see kernels/tuned.py."""
-    return importlib.import_module(_TUNED).fenced()
-
-
-def has_changed(name: str) -> bool:
-    """Return whether the kernel of an option has changed since it was measured under this name."""
-    if not measurements.is_gluon(name) or not _HAS_TRITON:
-        return False
-    return importlib.import_module(_TUNED).has_changed(name)
+def tuned() -> ModuleType:
+    """Return the module kernels/tuned.py. The first call imports triton."""
+    return importlib.import_module(_TUNED)
 
 
 MOST_ALTERNATIVES = 4096

@@ -65,21 +65,14 @@ def attention(
     if checks.autocast_dtype(query) is None:
         checks.require_floating(**inputs)
     if key.shape[-1] != query.shape[-1] or key.shape[-1] == 0:
-        raise ValueError(
-            f"key has shape {checks.shape_of(key)}; "
-            f"expected d_k of 1 or more, as query {checks.shape_of(query)}"
-        )
+        raise checks.wrong_shape("key", key, f"d_k of 1 or more, as query {checks.shape_of(query)}")
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"value has shape {checks.shape_of(value)}; "
-            f"expected the length of key {checks.shape_of(key)}"
-        )
+        raise checks.wrong_shape("value", value, f"the length of key {checks.shape_of(key)}")
     for name, x in (("key", key), ("value", value)):
         leading = zip(x.shape[-3::-1], query.shape[-3::-1])
         if any(have != want and 1 not in (have, want) for have, want in leading):
-            raise ValueError(
-                f"{name} has shape {checks.shape_of(x)}; "
-                f"expected leading dimensions that fit those of query {checks.shape_of(query)}"
+            raise checks.wrong_shape(
+                name, x, f"leading dimensions that fit those of query {checks.shape_of(query)}"
             )
     if dropout is not None:
         checks.require_callable("a function of the weights, or None", dropout=dropout)

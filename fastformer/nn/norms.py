@@ -151,7 +151,5 @@ def require_norm_input(name: str, x: Tensor | None, norm: nn.Module | None) -> N
     if not (type(norm) is LayerNorm or type(norm) is RMSNorm) or not is_unmodified(norm):
         return
     if x.shape[-1:] != norm.weight.shape:
-        raise ValueError(
-            f"{name} has shape {checks.shape_of(x)}; expected [B, S, {norm.weight.shape[0]}]"
-        )
+        raise checks.wrong_shape(name, x, f"[B, S, {norm.weight.shape[0]}]")
     checks.require_device(name, x, "the parameters", norm.weight)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache, LayerCache
-from fastformer.checks import require_callable, require_flag
+from fastformer.checks import require_callable, require_flag, require_instance
 from fastformer.dispatch import backends
 from fastformer.nn.base import clones
 from fastformer.nn.embeddings import RotaryEmbedding
@@ -44,28 +46,19 @@ class _Stack(nn.Module):
         follows are one kernel. context: the other arguments of a layer's forward; with a cache, the
         `LayerCache` of the layer follows them. options: its keyword arguments.
         """
+        seeds: AbstractContextManager[None] = nullcontext()
         if self.training and x.is_cpu and backends.runs_directly():
             shapes = [y.shape if isinstance(y, Tensor) else None for y in (x, *context)]
-            with drawn_ahead((kind, *shapes)):
-                return self._run_layers(kind, x, *context, cache=cache, **options)
-        return self._run_layers(kind, x, *context, cache=cache, **options)
-
-    def _run_layers(
-        self,
-        kind: type[EncoderLayer] | type[DecoderLayer],
-        x: Tensor,
-        *context: Any,
-        cache: DecoderCache | None,
-        **options: Any,
-    ) -> Tensor:
+            seeds = drawn_ahead((kind, *shapes))
         stream = ResidualStream(x)
-        for i, layer in enumerate(self.layers):
-            own = () if cache is None else (cache.layer(i),)
-            if type(layer) is kind and is_unmodified(layer):
-                layer._through(stream, *context, *own, **options)
-            else:  # the layer is of another class or has hooks
-                stream = ResidualStream(layer(stream.value(), *context, *own, **options))
-        return stream.normalize(self.norm)
+        with seeds:
+            for i, layer in enumerate(self.layers):
+                own = () if cache is None else (cache.layer(i),)
+                if type(layer) is kind and is_unmodified(layer):
+                    layer._through(stream, *context, *own, **options)
+                else:  # the layer is of another class or has hooks
+                    stream = ResidualStream(layer(stream.value(), *context, *own, **options))
+            return stream.normalize(self.norm)
 
 
 class Encoder(_Stack):
@@ -91,9 +84,8 @@ class Encoder(_Stack):
         rotary: RotaryEmbedding | None = None,
     ) -> None:
         super().__init__(layer, N, norm)
-        if rotary is not None and not isinstance(rotary, RotaryEmbedding):
-            kind = type(rotary).__name__
-            raise TypeError(f"rotary is a {kind}; expected a RotaryEmbedding or None")
+        kinds = RotaryEmbedding, NoneType
+        require_instance("rotary", rotary, kinds, "a RotaryEmbedding or None")
         self.rotary = rotary
 
     def forward(
@@ -136,9 +128,8 @@ class Decoder(_Stack):
         return self._run(DecoderLayer, x, memory, src_mask, tgt_mask, cache=cache)
 
 
-def require_cache(cache: DecoderCache | None) -> None:
-    if cache is not None and not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache or None")
+def require_cache(cache: object, kind: type = DecoderCache) -> None:
+    require_instance("cache", cache, (kind, NoneType), f"a {kind.__name__} or None")
 
 
 def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packing | None) -> None:
@@ -148,11 +139,6 @@ def require_packings(src_mask: Tensor | Packing | None, tgt_mask: Tensor | Packi
         (other,) = given.keys() - packed
         kind = type(given[other]).__name__
         raise TypeError(f"{other} is a {kind}; expected a Packing, as {packed[0]} is one")
-
-
-def _require_layer_cache(cache: LayerCache | None) -> None:
-    if cache is not None and not isinstance(cache, LayerCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a LayerCache or None")
 
 
 class EncoderLayer(nn.Module):
@@ -205,7 +191,7 @@ class EncoderLayer(nn.Module):
         cache: LayerCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        _require_layer_cache(cache)
+        require_cache(cache, LayerCache)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         stream = ResidualStream(x)
         self._through(stream, mask, cache, rotary)
@@ -280,7 +266,7 @@ class DecoderLayer(nn.Module):
         tgt_mask: Tensor | Packing | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        _require_layer_cache(cache)
+        require_cache(cache, LayerCache)
         require_packings(src_mask, tgt_mask)
         require_norm_input("x", x, getattr(self.sublayer[0], "norm", None))
         if memory is not None or cache is None:

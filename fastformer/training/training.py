@@ -31,14 +31,6 @@ from fastformer.ops import functional
 from fastformer.training.batches import Batch
 from fastformer.training.updates import GraphedUpdates, Updates
 
-__all__ = [
-    "LabelSmoothing",
-    "SimpleLossCompute",
-    "make_optimizer",
-    "rate",
-    "run_epoch",
-]
-
 
 class LabelSmoothing(nn.Module):
     """The summed Kullback-Leibler divergence of log-probabilities x from smoothed targets t.
@@ -118,25 +110,20 @@ class LabelSmoothing(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         checks.require_floating(x=x)
-        checks.require_tensor("target", target, "an integer tensor")
-        if target.dtype not in checks.INTEGERS:
-            raise TypeError(f"target has dtype {target.dtype}; expected integers")
+        checks.require_integers("target", target)
         if x.dim() < 1 or x.shape[-1] != self.size:
-            raise ValueError(f"x has shape {list(x.shape)}; expected [..., size] with {self.size}")
+            raise checks.wrong_shape("x", x, f"[..., size] with {self.size}")
         if target.shape != x.shape[:-1]:
-            raise ValueError(
-                f"target has shape {list(target.shape)}; "
-                f"expected {list(x.shape[:-1])}, as x {list(x.shape)}"
+            raise checks.wrong_shape(
+                "target", target, f"{list(x.shape[:-1])}, as x {list(x.shape)}"
             )
         checks.require_device("target", target, "x", x)
         if self.weight is not None:
             checks.require_device("weight", self.weight, "x", x)
         kept = self._kept(target)
-        if may_read(target) and kept.any():
-            low, high = (int(n) for n in target[kept].aminmax())
-            if low < 0 or high >= self.size:
-                bad = low if low < 0 else high
-                raise ValueError(f"target holds {bad}; expected 0 to size - 1 = {self.size - 1}")
+        if may_read(target):
+            expected = f"0 to size - 1 = {self.size - 1}"
+            checks.require_values("target", target[kept], self.size - 1, expected)
         if may_read(x.detach()) and x.numel():
             highest = float(x.detach().max())
             if highest > 1e-3:  # more than rounding
@@ -210,9 +197,7 @@ def rate(step: int, model_size: int, factor: float, warmup: int) -> float:
     """
     checks.require_size(0, step=step)
     checks.require_size(model_size=model_size, warmup=warmup)
-    factor = checks.require_number("factor", factor)
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"factor is {factor}; expected a finite number that is not negative")
+    factor = checks.require_not_negative("factor", factor)
     step = max(step, 1)
     return factor * model_size**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
@@ -279,9 +264,7 @@ class SimpleLossCompute:
         z_loss: float = 0.0,
     ) -> None:
         checks.require_callable("a module, or a function", generator=generator, criterion=criterion)
-        self.z_loss = checks.require_number("z_loss", z_loss)
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss is {z_loss}; expected a finite number that is not negative")
+        self.z_loss = checks.require_not_negative("z_loss", z_loss)
         self.generator = generator
         self.criterion = criterion
 
@@ -289,15 +272,13 @@ class SimpleLossCompute:
         checks.require_tensor("x", x)
         checks.require_tensor("y", y)
         if x.dim() < 1 or y.numel() != math.prod(x.shape[:-1]):
-            raise ValueError(
-                f"y has shape {list(y.shape)}; expected the [B, T] of x {list(x.shape)}"
-            )
+            raise checks.wrong_shape("y", y, f"the [B, T] of x {list(x.shape)}")
         if isinstance(norm, Tensor):
             checks.require_tensor("norm", norm)
             if norm.is_meta and not x.is_meta:
                 raise ValueError(f"norm is on meta; expected the device of x, {x.device}")
             if norm.numel() != 1:
-                raise ValueError(f"norm has shape {list(norm.shape)}; expected one number")
+                raise checks.wrong_shape("norm", norm, "one number")
         else:
             checks.require_number("norm", norm, "a number, or a tensor of one")
         loss = self._fused(x, y)
@@ -408,8 +389,9 @@ def run_epoch(
             callable; optimizer or scheduler has no step(), or the optimizer no param_groups beside
             a max_grad_norm; progress is not True, False or None; another argument has a wrong type.
     """
-    _require_epoch(data, model, loss_compute, optimizer, scheduler)
-    _require_update(optimizer, accumulation_steps, max_grad_norm, autocast, scaler, cuda_graph)
+    updates = Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
+    _require_epoch(data, updates)
+    _require_update(updates, accumulation_steps, cuda_graph)
     if report is not None:
         checks.require_callable("a function of batches, loss and tokens per second", report=report)
     checks.require_size(report_every=report_every)
@@ -418,7 +400,6 @@ def run_epoch(
         if report is None and not progress:
             report = _print_line
     checks.require_flag("progress", progress)
-    updates = Updates(model, loss_compute, optimizer, scheduler, max_grad_norm, autocast, scaler)
     losses = GraphedUpdates(updates).losses if cuda_graph else updates.losses
     meter, step = _Meter(), 0
     bar = tqdm(data, description, disable=not progress, file=sys.stdout, leave=False, unit="batch")
@@ -473,10 +454,9 @@ class _Meter:
         return loss / max(tokens, 1), tokens / seconds
 
 
-def _require_epoch(
-    data: object, model: object, loss_compute: object, optimizer: object, scheduler: object
-) -> None:
+def _require_epoch(data: object, updates: _Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
+    model, loss_compute, optimizer, scheduler, *_ = updates
     if scheduler is not None and optimizer is None:
         raise ValueError("scheduler is given without an optimizer; expected both or neither")
     if isinstance(data, (Tensor, str)) or not isinstance(data, Iterable):
@@ -494,15 +474,9 @@ def _require_epoch(
         )
 
 
-def _require_update(
-    optimizer: object,
-    accumulation_steps: int,
-    max_grad_norm: float | None,
-    autocast: object,
-    scaler: object,
-    cuda_graph: bool,
-) -> None:
+def _require_update(updates: Updates, accumulation_steps: int, cuda_graph: bool) -> None:
     """Check the arguments of `run_epoch` that say how an update is made."""
+    *_, optimizer, _, max_grad_norm, autocast, scaler = updates
     checks.require_size(accumulation_steps=accumulation_steps)
     if max_grad_norm is not None:
         norm = checks.require_number("max_grad_norm", max_grad_norm, "a number, or None")
@@ -515,13 +489,12 @@ def _require_update(
                 "expected one of torch.optim"
             )
     if autocast is not None:
-        if not isinstance(autocast, torch.dtype):
-            raise TypeError(f"autocast is a {type(autocast).__name__}; expected a dtype, or None")
+        checks.require_instance("autocast", autocast, torch.dtype, "a dtype, or None")
         if autocast not in (torch.float16, torch.bfloat16):
             raise ValueError(f"autocast is {autocast}; expected torch.float16 or torch.bfloat16")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        kind = type(scaler).__name__
-        raise TypeError(f"scaler is a {kind}; expected a torch.amp.GradScaler, or None")
+    if scaler is not None:
+        expected = "a torch.amp.GradScaler, or None"
+        checks.require_instance("scaler", scaler, torch.amp.GradScaler, expected)
     graph = checks.require_flag("cuda_graph", cuda_graph) or None
     if graph and scaler is not None:
         raise ValueError(

@@ -50,7 +50,7 @@ import benchmarks.parallel_worker as measured
 import fastformer as ff
 from fastformer import numerics
 from fastformer.training.copy_task import OneProcess, Settings, train
-from fastformer.training.parallel_copy_task import WAYS, Parallel
+from fastformer.training.parallel_copy_task import METHODS, Parallel
 
 BACKENDS = ("reference", "triton")
 
@@ -148,7 +148,7 @@ def copy_task(folder):
         )
         alone = train(settings, backend, math.inf, False, OneProcess(timed=False))
         assert len(alone.losses) == steps
-        for way in WAYS:
+        for way in METHODS:
             if way == "context" and backend == "triton":
                 continue  # it pads to 64 tokens; context_model interprets the kernels of shards
             run = train(settings, backend, math.inf, False, Parallel(way, settings))
@@ -454,7 +454,7 @@ def refusals(folder):
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 6]).int()),
             **dict.fromkeys(("max_q", "max_k"), 6),
         ),
-        r"way is 'ring'; expected one of ddp, fsdp": lambda: Parallel("ring", small(1)),
+        r"method is 'ring'; expected one of ddp, fsdp": lambda: Parallel("ring", small(1)),
         r"batch is 5; expected a multiple of the 4 processes": lambda: Parallel(
             "fsdp", replace(small(1), batch=5)
         ),
@@ -590,7 +590,7 @@ def bytes_sent(folder):
     """No way sends more than it has to: see bench_parallel, which says what each has to send."""
     n, settings = torch.distributed.get_world_size(), measured.Settings()
     device, dtype = torch.device("cpu"), torch.float32
-    for way in measured.WAYS:
+    for way in measured.METHODS:
         call = measured.Steps(way, settings, device, dtype)
         sent, least = measured.sent_by(call), call.least
         if way == "tensor":  # gathers over gloo what NCCL exchanges

@@ -658,10 +658,12 @@ def interpreted():
 )
 def test_fences(interpreted, n, step, right):
     """Of 20 numbers, or 7 of these, every third."""
+    from fastformer.kernels import tuned
+
     x, y = torch.arange(64.0), torch.zeros(64)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
-    with backends.fenced() as found:
+    with tuned.fenced() as found:
         assert torch.empty(3).isnan().all()
         scaled(n, step, *(t[:20] if step == 1 else t[:20:3] for t in (x, y)))
     assert found == ([] if right else ["it writes outside of a tensor"])
@@ -673,8 +675,10 @@ def test_fences(interpreted, n, step, right):
 
 
 def test_what_is_read_outside_is_nan(interpreted):
+    from fastformer.kernels import tuned
+
     x, y = torch.arange(64.0), torch.zeros(64)
-    with backends.fenced() as found:
+    with tuned.fenced() as found:
         scaled(32, 1, x[:20], y[:32])
     assert found == [] and y[:20].isfinite().all() and y[20:32].isnan().all()
 
@@ -692,12 +696,13 @@ def test_what_is_read_outside_is_nan(interpreted):
     ids=lambda x: f"{x.dtype} {tuple(x.stride())}",
 )
 def test_a_fence_keeps_what_is_inside(x):
+    from fastformer.kernels import tuned
     from fastformer.kernels.launch import Launch
 
     given = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch, *pointers: given.extend(pointers))
-        with backends.fenced() as found:
+        with tuned.fenced() as found:
             Launch.__call__(None, x, (x, 3))
     assert found == []
     one, (two, number) = given

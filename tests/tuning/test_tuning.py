@@ -185,13 +185,6 @@ def test_without_a_file_nothing_is_logged(file, logged, monkeypatch):
         assert measurements.measurements(CPU) == {} and logged() == []
 
 
-def test_unknown_ops_are_ignored_with_one_line(file, logged):
-    measurements.write(file, HERE, {("warp drive", "a"): entry(), (FORWARD, "a"): entry()})
-    assert list(measurements.measurements(CPU)) == [(FORWARD, "a")]
-    (line,) = logged()
-    assert str(file) in line and "'warp drive'" in line
-
-
 def test_off_reads_nothing(file, monkeypatch, logged):
     measurements.write(file, HERE, {(FORWARD, "a"): entry()})
     monkeypatch.setenv("FASTFORMER_TUNING", "off")
@@ -296,7 +289,7 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, op, monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "__init__", remember)
     asked = questions(call)
-    assert {question.kernel for question in asked} <= measurements.kinds()
+    assert asked
     for question in asked:
         options = [o for o in question.options() if not isinstance(o, str)]
         assert len(options) > 3 and all(type(o) is type(question.shipped) for o in options)
@@ -308,26 +301,6 @@ def test_every_measured_row_of_tiles_reaches_its_launch(file, op, monkeypatch):
         call()
         assert option in taken
         assert call.drop_reason() is None
-
-
-def test_a_file_may_hold_the_answer_to_every_question_of_attention():
-    """Others are not read: see `test_unknown_ops_are_ignored_with_one_line`."""
-    pytest.importorskip("triton")
-    backends._load(OP)
-
-    def ask():
-        for queries, given in ((40, dict(bias=torch.zeros(40, 40, requires_grad=True))), (1, {})):
-            x, y = torch.randn(1, 2, queries, 16, requires_grad=True), torch.randn(1, 2, 40, 16)
-            y = y if queries > 1 else torch.randn(1, 2, 300, 16)
-            mask = torch.ones(queries, y.shape[2], dtype=torch.bool)
-            with use_backend("triton"), torch.set_grad_enabled(queries > 1):
-                out = ff.scaled_dot_product_attention(x, y, y, attn_mask=mask, **given)
-            if queries > 1:
-                out.sum().backward()
-
-    assert {question.kernel for question in questions(ask)} == set(OPERATIONS[OP].tuned) - {
-        "attention dkdv"  # no gradient of the keys is needed
-    }
 
 
 def test_a_forced_choice_ends_with_its_context(file, attention):
@@ -635,7 +608,7 @@ def test_every_op_has_classes_and_a_part_that_float64_can_compute(op):
     call = tuning.Call(op, given)
     results = call.results(part, "reference")
     wide = call.results(measurements.changed(part, tuning._double), "reference")
-    assert measurements.class_of(op, given) and op in measurements.kinds()
+    assert measurements.class_of(op, given)
     assert len(results) == len(wide) > call.gradient and wide[0].dtype == torch.float64
     assert SMALL.keys() == OPERATIONS.keys()
 

@@ -5,7 +5,7 @@ Shapes: N batch, L queries, S keys, E features, H heads, D = E / H.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.decoder import LayerCache
 from fastformer.cache.memory import MemoryCache
-from fastformer.checks import shape_of
+from fastformer.checks import shape_of, wrong_shape
 from fastformer.description import MAX_HEAD_DIM
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.base import (
@@ -140,16 +140,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.dim() not in (2, 3):
-            raise ValueError(
-                f"query has shape {shape_of(query)}; "
-                f"expected {'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
+            raise wrong_shape(
+                "query", query, f"{'[N, L, E]' if self.batch_first else '[L, N, E]'}, or [L, E]"
             )
         features = (self.embed_dim, self.kdim, self.vdim)
         for name, x, n in zip(("query", "key", "value"), (query, key, value), features):
             if x.dim() != query.dim() or x.shape[-1] != n:
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; "
-                    f"expected {query.dim()} dimensions, as query, the last of them {n}"
+                raise wrong_shape(
+                    name, x, f"{query.dim()} dimensions, as query, the last of them {n}"
                 )
         batch = 0 if self.batch_first else 1
         same = key.shape[:-1] == value.shape[:-1]
@@ -179,7 +177,12 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
                 f"is_causal is True and {names[0]} None; it is a hint that {names[0]} is causal: "
                 "expected the mask as well (nn.Transformer.generate_square_subsequent_mask)"
             )
-        _require_mask_dtypes(names, (attn_mask, key_padding_mask))
+        for name, mask in zip(names, (attn_mask, key_padding_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise TypeError(
+                    f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is "
+                    "masked out, or a floating dtype, to be added to the scores"
+                )
         batched = query.dim() == 3
         at = 1 if batched and self.batch_first else 0
         batch = query.shape[1 - at] if batched else 1
@@ -293,15 +296,6 @@ class Visibility(NamedTuple):
     cache: LayerCache | MemoryCache | None = None
 
 
-def _require_mask_dtypes(names: Iterable[str], masks: Iterable[Tensor | None]) -> None:
-    for name, mask in zip(names, masks):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(
-                f"{name} has dtype {mask.dtype}; expected torch.bool, True where a key is masked "
-                "out, or a floating dtype, to be added to the scores"
-            )
-
-
 def _padding_of_scores(
     name: str, key_padding_mask: Tensor | None, scores: tuple[int, ...], batched: bool
 ) -> Tensor | None:
@@ -311,10 +305,7 @@ def _padding_of_scores(
     batch, keys = scores[0], scores[3]
     expected = [batch, keys] if batched else [keys]
     if list(key_padding_mask.shape) != expected:
-        raise ValueError(
-            f"{name} has shape {shape_of(key_padding_mask)}; "
-            f"expected {'[N, S]' if batched else '[S]'} = {expected}"
-        )
+        raise wrong_shape(name, key_padding_mask, f"{'[N, S]' if batched else '[S]'} = {expected}")
     return key_padding_mask.view(batch, 1, 1, keys)
 
 

@@ -8,7 +8,7 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -219,7 +219,7 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
         not compute the same as the submodules, or does not support their parameters.
         """
         attention, activation = attention_of(self, "self_attn"), _op_activation(self.activation)
-        norm1, norm2, linear1, linear2 = parts = _parts(self)
+        norm1, norm2, linear1, linear2 = self.norm1, self.norm2, self.linear1, self.linear2
         dropouts = (self.dropout, self.dropout1, self.dropout2)
         standard = (
             isinstance(norm1, FusedLayerNorm)
@@ -229,14 +229,14 @@ class FusedTransformerEncoderLayer(Layer, nn.TransformerEncoderLayer):
             and activation in ("relu", "gelu")
             and attention.num_heads % 2 == 0
             and not attention._appends_keys()
-            and is_unmodified(*parts, *dropouts)
+            and is_unmodified(norm1, norm2, linear1, linear2, *dropouts)
         )
         if not standard:
             return None
         for dropout in dropouts:
             if type(dropout) is not nn.Dropout or dropout.training:
                 return None
-        parameters = _parameters(attention, parts)
+        parameters = layer_parameters(self)
         for parameter in parameters:
             if parameter is None or parameter.dtype != dtype:
                 return None
@@ -266,22 +266,10 @@ def _allows_one_op(stream: ResidualStream, visibility: Visibility) -> bool:
 
 def layer_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor | None]:
     """Return all parameters, in the order of torch's op for a full layer."""
-    return _parameters(layer.self_attn, _parts(layer))
-
-
-def _parts(
-    layer: nn.TransformerEncoderLayer,
-) -> tuple[nn.LayerNorm, nn.LayerNorm, nn.Linear, nn.Linear]:
-    return layer.norm1, layer.norm2, layer.linear1, layer.linear2
-
-
-def _parameters(
-    attention: nn.MultiheadAttention, parts: Sequence[nn.LayerNorm | nn.Linear]
-) -> list[Tensor | None]:
-    parameters: list[Tensor | None] = [attention.in_proj_weight, attention.in_proj_bias]
-    for part in (attention.out_proj, *parts):
-        parameters += [part.weight, part.bias]
-    return parameters
+    attention = layer.self_attn
+    parts = attention.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2
+    pairs = (pair for part in parts for pair in (part.weight, part.bias))
+    return [attention.in_proj_weight, attention.in_proj_bias, *pairs]
 
 
 def encoder_visibility(

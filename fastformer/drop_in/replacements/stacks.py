@@ -8,14 +8,18 @@ Shapes: N batch, L queries, S keys, E features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.decoder import DecoderCache
-from fastformer.checks import require_device, require_tensor, shape_of
+from fastformer.checks import (
+    require_device,
+    require_instance,
+    require_tensor,
+    wrong_shape,
+)
 from fastformer.dispatch import backends
 from fastformer.drop_in.replacements.attention import FusedMultiheadAttention, Visibility
 from fastformer.drop_in.replacements.base import (
@@ -49,14 +53,11 @@ class Stack(OnStream):
     """What an encoder and a decoder share."""
 
     _layer: ClassVar[type[Layer]]
-    layers: nn.ModuleList
+    layers: Any  # of `_layer`
     norm: nn.Module | None
 
-    def _layers(self) -> Sequence[Layer]:
-        return self.layers  # type: ignore[return-value]
-
     def _unsupported_reason(self) -> str | None:
-        layers = self._layers()
+        layers = self.layers
         if len(layers) == 0:
             return "it has no layers"
         for i, layer in enumerate(layers):
@@ -73,7 +74,7 @@ class Stack(OnStream):
         return None if self.norm is None else unsupported_parameter(self.norm)
 
     def _through(self, stream: ResidualStream, *context: object) -> None:
-        for layer in self._layers():
+        for layer in self.layers:
             layer._through(stream, *context)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class Stack(OnStream):
             out = stream.value() if self.norm is None else stream.normalize(self.norm)
         if x.is_contiguous() or self.norm is not None:
             return out.contiguous()
-        keeps_order = all(layer._keeps_order(out) for layer in self._layers())
+        keeps_order = all(layer._keeps_order(out) for layer in self.layers)
         return in_order_of(x, out) if keeps_order else out.contiguous()
 
 
@@ -125,11 +126,13 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         padding = src_key_padding_mask
         reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
-        hidden = self._padding_to_zero(src, padding)
+        hidden = padding if self._drops_padding and src.dim() == 3 else None
+        if hidden is not None and hidden.dtype != torch.bool:
+            hidden = None
         if reason is not None:
             out = self._run_original(reason, src, mask, padding, is_causal)
             return out if hidden is None or out.is_nested else self._blanked(out, hidden)
-        first, names = self._layers()[0], ("mask", "src_key_padding_mask")
+        first, names = self.layers[0], ("mask", "src_key_padding_mask")
         causal = _is_causal(mask, is_causal)
         try:
             seen = encoder_visibility(first, src, (mask, padding), causal, names)
@@ -151,12 +154,6 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
         return self._stream_output(stream, src)
 
-    def _padding_to_zero(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return src_key_padding_mask if `accelerate(drop_padding=True)` applies to it, or None."""
-        if padding is None or not self._drops_padding or src.dim() != 3:
-            return None
-        return padding if padding.dtype == torch.bool else None
-
     def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
         """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
         tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
@@ -167,7 +164,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
-        batch_first = attention_of(self._layers()[0], "self_attn").batch_first
+        batch_first = attention_of(self.layers[0], "self_attn").batch_first
         return x if batch_first else x.transpose(0, 1)
 
     def _blanked(self, out: Tensor, hidden: Tensor) -> Tensor:
@@ -181,7 +178,7 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         """Return whether the original forward converts src to a nested tensor without padding. If
         so, its layers return zeros at the padding. hidden: [N, S], True at the padding.
         """
-        first = self._layers()[0]
+        first = self.layers[0]
         assert isinstance(first, FusedTransformerEncoderLayer)
         if first.training or src.dim() != 3 or mask is not None:
             return False
@@ -230,7 +227,7 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
 
         def read_masks() -> tuple[Visibility, Tensor, Visibility]:
             hints = (_is_causal(tgt_mask, tgt_is_causal), memory_is_causal)
-            return decoder_context(self._layers()[0], tgt, memory, masks, hints)
+            return decoder_context(self.layers[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
         return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
@@ -273,17 +270,14 @@ def decode_step(
 
     Source: Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need", section 2.4.
     """
-    if not isinstance(decoder, FusedTransformerDecoder):
-        raise TypeError(
-            f"decoder is a {type(decoder).__name__}; expected an nn.TransformerDecoder that "
-            "fastformer.accelerate has replaced"
-        )
-    if not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache is a {type(cache).__name__}; expected a DecoderCache")
-    _require_step(decoder._layers()[0], tgt, memory, memory_mask, memory_key_padding_mask)
+    expected = "an nn.TransformerDecoder that fastformer.accelerate has replaced"
+    require_instance("decoder", decoder, FusedTransformerDecoder, expected)
+    assert isinstance(decoder, FusedTransformerDecoder)
+    require_instance("cache", cache, DecoderCache, "a DecoderCache")
+    _require_step(decoder.layers[0], tgt, memory, memory_mask, memory_key_padding_mask)
     reason = unsupported_tensor(tgt, memory, memory_mask, memory_key_padding_mask)
     reason = reason or decoder._unsupported_reason()
-    layers = decoder._layers()
+    layers = decoder.layers
     if reason is None and attention_of(layers[0], "self_attn")._appends_keys():
         reason = "self_attn appends keys (add_bias_kv, add_zero_attn)"
     if reason is not None:
@@ -291,7 +285,10 @@ def decode_step(
     kept = cache.layer(0).memory
     if kept.filled:
         kept.require_memory("memory", memory)
-        memory = tgt.new_zeros(()).expand(_memory_shape(layers[0], tgt, kept.longest))
+        shape = list(tgt.shape)  # that of a memory as long as the kept one
+        batch_first = attention_of(layers[0], "multihead_attn").batch_first
+        shape[1 if tgt.dim() == 3 and batch_first else 0] = kept.longest
+        memory = tgt.new_zeros(()).expand(shape)
     elif memory is None:
         raise TypeError("memory is None at the first step; expected a tensor")
     masks = (None, memory_mask, None, memory_key_padding_mask)
@@ -318,20 +315,11 @@ def _require_step(
         assert x is not None
         if name not in masks:
             if x.dim() not in (2, 3) or x.dim() != tgt.dim():
-                raise ValueError(
-                    f"{name} has shape {shape_of(x)}; expected three dimensions, or two without a "
-                    "batch, as many as tgt"
+                raise wrong_shape(
+                    name, x, "three dimensions, or two without a batch, as many as tgt"
                 )
             require_linear_input(name, x, layer.linear1)
         require_device(name, x, "tgt", tgt)
-
-
-def _memory_shape(layer: Layer, tgt: Tensor, length: int) -> list[int]:
-    """Return the shape of a memory of this length for tgt [N, n, E], [n, N, E] or [n, E]."""
-    cross = attention_of(layer, "multihead_attn")
-    shape = list(tgt.shape)
-    shape[1 if tgt.dim() == 3 and cross.batch_first else 0] = length
-    return shape
 
 
 class FusedTransformer(Accelerated, nn.Transformer):

@@ -87,25 +87,12 @@ def _signature(arguments: Arguments) -> Hashable | None:
     return causal, query.dtype, query.stride(), *sizes
 
 
-_TUNED = (
-    "attention forward",
-    "attention forward bounds",
-    "attention decode",
-    "attention decode bounds",
-    "attention split-KV",
-    "attention backward bounds",
-    "attention dkdv",
-    "attention dq",
-    "attention dbias",
-)
-
 backends.register(
     Operation(
         kernel="attention",
         contract=contract.scaled_dot_product_attention,
         reference=reference.scaled_dot_product_attention,
         sharding=_SHARDING,
-        tuned=_TUNED,
         alternatives={
             "torch (cuDNN)": Alternative(_forward_by(_cudnn)),
             "torch (flash)": Alternative(_forward_by(_flash)),
@@ -115,18 +102,6 @@ backends.register(
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
     ),
-    Operation(
-        kernel="attention",
-        contract=contract.packed_attention,
-        reference=reference.packed_attention,
-        sharding=_SHARDING,
-        tuned=_TUNED,
-    ),
-    Operation(
-        kernel="attention",
-        contract=contract.paged_attention,
-        reference=reference.paged_attention,
-        sharding=_SHARDING,
-        tuned=_TUNED,
-    ),
+    Operation("attention", contract.packed_attention, reference.packed_attention, _SHARDING),
+    Operation("attention", contract.paged_attention, reference.paged_attention, _SHARDING),
 )

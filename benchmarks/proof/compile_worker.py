@@ -116,7 +116,6 @@ def read_loops(kernel: Any) -> dict[str, Any]:
         n = len(loops) // (1 + len(re.findall(r"partition\d+\(.*num_warps\(4\)", ttgir)))
         each = [sass.together(loops[i::n], warps) for i in range(n)]
         products = [int(x["product"]) for x in each]
-        facts["warps_alone"] = sass.warps_alone(code)
         return facts | dict(loops=each, products=products, outstanding=facts["outstanding"] * n)
     loops = [sass.count(x, warps) for x in loops]
     return dict(**facts, loops=loops, products=sass.products(kernel.asm["ttir"]))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import GPU, available
+from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa
 
 HEADS = 8
 
@@ -54,13 +54,6 @@ if GPU:
     CASES.append(Case("causal as a tensor", causal=True, tensor=True))
     CASES.append(Case("tgt_mask+dropout", causal=True, padded=True, dropout_p=0.1, tensor=True))
 SHORT = 256  # on a CPU without --slow the cases after the headline end here
-# Each backend of torch's is forced: its default has not been the fastest one on every GPU.
-FORCED = {
-    "cudnn": "CUDNN_ATTENTION",
-    "flash": "FLASH_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
 PROVIDERS = available("torch", *FORCED, "flash-attn", "flash-attn 3", "flex", "tutorial")
 PROVIDERS += available("reference", "triton", "packed")
 
@@ -164,22 +157,13 @@ def _forward(provider, case, lengths, length):
     if provider.startswith("flash-attn"):
         return _flash_attn(provider, case, lengths)
 
-    def sdpa(q, k, v, bias=None):
+    def attend(q, k, v, bias=None):
         if bias is None:
-            return F.scaled_dot_product_attention(q, k, v, mask, p, causal and mask is None)
+            return sdpa(provider, q, k, v, mask, p, causal and mask is None)
         added = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-        added = added.expand(len(q), *bias.shape)
-        return F.scaled_dot_product_attention(q, k, v, added, p)
+        return sdpa(provider, q, k, v, added.expand(len(q), *bias.shape), p)
 
-    if provider == "torch":
-        return sdpa
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def forced(q, k, v, bias=None):
-        with sdpa_kernel(getattr(SDPBackend, FORCED[provider])):
-            return sdpa(q, k, v, bias)
-
-    return forced
+    return attend
 
 
 def _mask(case, lengths, length):
@@ -218,11 +202,8 @@ def _unpadded(attend, lengths):
 
 def _flash_attn(provider, case, lengths):
     options = {"causal": case.causal, "window_size": (case.window or -1, -1)}
-    if provider == "flash-attn 3":
-        import flash_attn_interface as library
-    else:
-        import flash_attn as library
-
+    library = flash_attn(provider)
+    if provider == "flash-attn":
         options["dropout_p"] = case.dropout_p
 
     def output(x):  # some versions return the log-sum-exp beside it

@@ -2,16 +2,25 @@
 each is called.
 """
 
+import importlib
 import importlib.util
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastformer as ff
 
 GPU = torch.cuda.is_available()
 BACKENDS = ["auto", "reference", "triton"] if GPU else ["auto"]  # of whole models
 ABSENT = {}  # provider: the reason why `available` left it out
+# torch's default attention has not been the fastest one on every GPU, so each backend is forced.
+FORCED = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 def available(*names):
@@ -69,6 +78,19 @@ def implementation(provider, peers, ours):
             return ours(*inputs)
 
     return on_backend
+
+
+def flash_attn(provider):
+    """Import the package of flash-attn or flash-attn 3."""
+    return importlib.import_module(PACKAGES[provider])
+
+
+def sdpa(provider, *inputs, **options):
+    """Call torch's attention, by its backend of that name if it is one of FORCED."""
+    if provider not in FORCED:
+        return F.scaled_dot_product_attention(*inputs, **options)
+    with sdpa_kernel(FORCED[provider]):
+        return F.scaled_dot_product_attention(*inputs, **options)
 
 
 def backend_of(provider):

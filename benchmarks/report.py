@@ -404,8 +404,7 @@ def accuracy_table() -> list[str]:
         "",
         "Each cell holds the largest relative error against float64, over the output "
         "and every gradient: of the kernels / of eager PyTorch in the same dtype. `inf` means that "
-        "eager PyTorch overflows. `python -m benchmarks.proof.accuracy --print` lists "
-        "every case.",
+        "eager PyTorch overflows. benchmarks/results/accuracy.csv lists every case.",
         "",
         "| op | " + " | ".join(dtypes) + " |",
         "|---" * (1 + len(dtypes)) + "|",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled, implementation
+from benchmarks.peers import GPU, available, compiled
 
 HEADS, GROUPS, DIM = (32, 8, 128) if GPU else (8, 2, 64)
 PROVIDERS = available("torch", "compile", "liger", "reference", "triton")
@@ -17,32 +17,19 @@ PROVIDERS = available("torch", "compile", "liger", "reference", "triton")
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_rotary_embedding(
-    measure, differentiated, random, device, dtype, batch, length, mode, norm, provider
-):
+def test_rotary_embedding(compare, random, device, batch, length, mode, norm, provider):
     if norm and provider == "liger":
         pytest.skip("Liger's kernel has no norm")
     query = random(batch, length, HEADS, DIM).transpose(1, 2).detach().requires_grad_()
     key = random(batch, length, GROUPS, DIM).transpose(1, 2).detach().requires_grad_()
     weights = (random(DIM), random(DIM)) if norm else (None, None)
-    tables = ff.rotary_frequencies(DIM, length, device=device)
-    compute = implementation(provider, PEERS, _ours)
+    inputs = (query, key, *ff.rotary_frequencies(DIM, length, device=device), *weights)
     nbytes = 2 * (query.nbytes + key.nbytes)
     if mode == "forward+backward":
         nbytes += nbytes + (nbytes // 2 if norm else 0)
-    leaves = [x for x in (query, key, *weights) if x is not None]
-    measure(
-        differentiated(lambda: compute(query, key, *tables, *weights), leaves),
-        group=f"rotary_embedding{' norm' * norm} S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
-        nbytes=nbytes,
-        batch=batch,
-        length=length,
-        heads=HEADS,
-        groups=GROUPS,
-        dim=DIM,
-    )
+    group = f"rotary_embedding{' norm' * norm} S={length}"
+    sizes = dict(batch=batch, length=length, heads=HEADS, groups=GROUPS, dim=DIM)
+    compare(group, PEERS, _ours, inputs, nbytes=nbytes, **sizes)
 
 
 def _ours(query, key, cos, sin, query_norm, key_norm):

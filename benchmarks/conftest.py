@@ -30,6 +30,7 @@ import torch
 from benchmarks import peers, report
 from benchmarks.gpu import journal
 from benchmarks.memory import peak_bytes
+from benchmarks.peers import implementation
 from benchmarks.report import CAPTURED
 from fastformer.environment import describe
 
@@ -162,6 +163,22 @@ def differentiated(mode):
         return lambda: torch.autograd.grad(function(), inputs, grads)
 
     return make
+
+
+@pytest.fixture
+def compare(measure, differentiated, dtype, mode, provider):
+    """compare(group, peers, ours, inputs, ...): measure the provider's function of the inputs: that
+    of `peers`, or else `ours` on the backend of that name. It is differentiated by the inputs that
+    require gradients.
+    """
+
+    def run(group, peers, ours, inputs, **figures):
+        function = implementation(provider, peers, ours)
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        call = differentiated(lambda: function(*inputs), leaves)
+        measure(call, group=f"{group} {mode}", provider=provider, dtype=dtype, **figures)
+
+    return run
 
 
 _shown = None  # the group of which a line stands on the terminal

@@ -32,127 +32,6 @@ from benchmarks.proof.cases import CASES, DATA, Table, compile_all, keys, transl
 
 MEND = "to compile them: python -m benchmarks.proof.compile_gate --mend"
 
-# Spills that are known and stay: part of a case's name, of a kernel's, bytes.
-#   float32 at D=256: the tf32 parts of a [16, 256] operand fill a warp; no tile is smaller.
-#   rows of 8192 in 16 warps: 128 registers a thread, dropout's words among them.
-#   bf16 at D=256: a few registers, stored before the loop and loaded after it, against half the
-#   queries in a tile. The same at D=128 on sm_80, beside a mask of keys.
-SPILLS: tuple[tuple[str, str, int], ...] = (
-    ("sm_100 attention fp32 D=256", "backward_dkdv", 950),
-    ("attention fp32 D=256", "", 900),
-    ("decode fp32 D=256", "split", 160),
-    ("sm_90 attention bf16 D=256", "backward_dkdv", 48),
-    ("sm_80 attention bf16 D=128 key mask", "backward_dkdv", 36),
-    ("sm_100 attention bf16 D=128 key mask", "backward_dkdv", 8),  # Triton 3.9
-    ("attention fp32 D=64", "backward_dkdv", 32),
-    ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 44),
-    ("other attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 12),
-    ("other attention bf16 D=64 key mask, dropout", "backward_dq", 8),
-    ("gfx942 attention bf16 D=256", "backward_dq", 20),
-    ("sm_90 attention bf16 D=512 key mask", "backward_dkdv", 24),
-    ("sm_90 attention bf16 D=512 key mask", "backward_dq", 64),
-    ("sm_90 attention bf16 D=512 window", "backward_dkdv", 12),
-    # Stored before the loop and loaded after it by a consumer, which has 240 registers. With a mask
-    # or a bias of keys also by the warp that sets values to zero, which has 24.
-    ("Gluon", "hopper_forward", 40),
-    ("D=128 2-D bias, dropout, Gluon", "hopper_forward", 52),
-    ("key mask, Gluon", "hopper_forward", 272),
-    ("key bias, Gluon", "hopper_forward", 272),
-    ("key mask, dropout, Gluon", "hopper_forward", 364),
-    ("D=128 plain, Gluon backward", "hopper_d", 8),
-    ("D=128 plain, dropout, Gluon backward", "hopper_d", 16),
-    ("D=128 causal, Gluon backward", "hopper_d", 16),
-    ("D=128 causal, dropout, Gluon backward", "hopper_d", 28),
-    ("D=128 window, bottom-right, lengths, dropout, Gluon backward", "hopper_d", 44),
-    ("D=128 packed, causal, dropout, Gluon backward", "hopper_d", 20),
-    ("D=128 2-D mask, dropout, Gluon backward", "hopper_d", 40),
-    ("D=64 key bias, dropout, Gluon backward", "hopper_dq", 32),
-    ("D=64 2-D mask, 2-D bias, causal, lengths, dropout, Gluon backward", "hopper_dq", 8),
-    ("D=128 key bias, dropout, Gluon backward", "hopper_dq", 32),
-    ("D=128 key mask, Gluon backward", "hopper_dkdv", 40),
-    ("D=128 key mask, Gluon backward", "hopper_dq", 64),
-    ("D=64 key mask, dropout, Gluon backward", "hopper_dq", 48),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 132),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 176),
-    ("dropout_add_layer_norm bf16 N=8192", "backward", 8),
-    ("dropout_add_layer_norm fp32 N=8192", "backward", 24),
-)
-# Serialised wgmma that are known and stay: part of a case's name, of a kernel's. At D=256 there are
-# no registers for the loop that would let dQ read masked keys (`Tile.again`).
-SERIALISED: tuple[tuple[str, str], ...] = (
-    ("sm_90 attention bf16 D=256 key", "backward_dq"),
-    ("sm_90 attention bf16 D=256 2-D mask", "backward_dkdv"),
-)
-# What other versions of Triton add, by the version. Of kernels in Gluon: `cost.gluon_on`.
-SPILLS_OF: dict[str, tuple[tuple[str, str, int], ...]] = {
-    # Triton 3.6 allocates registers worse. Where a kernel without dropout spills, it is outside the
-    # loops.
-    "3.6": (
-        ("sm_90 rotary_embedding bf16 D=128 interleaved, norm", "backward", 12),
-        ("sm_90 attention bf16 D=64 key mask", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=64 key bias", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 40),
-        ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 60),
-        ("sm_90 attention bf16 D=64 2-D mask, dropout", "backward_dkdv", 16),
-        ("sm_90 attention bf16 D=128 plain", "backward_dkdv", 48),
-        ("sm_90 attention bf16 D=128 key mask", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 sinks, window", "backward_dkdv", 8),
-        ("attention bf16 D=256 2-D mask, 2-D bias", "backward_dkdv", 92),
-        ("sm_80 attention bf16 D=128 2-D mask, 2-D bias", "backward_dkdv", 56),
-        ("sm_100 attention bf16 D=64 key mask", "backward_dkdv", 16),
-        ("attention fp32 D=128", "", 60),
-        ("attention fp32 D=256", "", 908),
-        ("feed_forward bf16 silu", "hidden_backward", 8),
-        ("other decode bf16 D=256", "split", 24),
-        # With the bounds of a mask: 15 of 1046 instructions of the loop, which visits fewer tiles,
-        # and 6 of 1918.
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 96),
-        ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 36),
-        ("sm_90 attention bf16 D=64 2-D mask, all tiles, dropout", "backward_dkdv", 16),
-        ("sm_90 attention fp32 D=128 2-D mask, 2-D bias", "backward_dbias", 72),
-    ),
-    # Triton 3.9 needs more beside dropout, and for dK and dV at D=256.
-    "3.9": (
-        ("sm_90 attention bf16 D=64 2-D bias, dropout", "backward_dkdv", 8),
-        ("sm_90 attention bf16 D=64 2-D fp32 bias, dropout", "backward_dkdv", 16),
-        ("sm_90 attention bf16 D=64 2-D mask, 2-D bias", "backward_dkdv", 32),
-        # 10 of the 1190 issue slots of the loop of whole tiles
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 168),
-        ("sm_90 attention bf16 D=128 key bias, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 144),
-        ("sm_90 attention bf16 D=128 2-D fp32 bias, dropout", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 72),
-        ("sm_90 attention bf16 D=128 alibi, causal, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 softcap, causal, dropout", "backward_dkdv", 68),
-        ("sm_90 attention bf16 D=256", "backward_dkdv", 700),
-        ("sm_90 attention bf16 D=256 2-D fp32 bias, dropout", "backward_dq", 56),
-        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dq", 96),
-        ("sm_90 attention bf16 D=256 2-D mask, 2-D bias", "backward_dbias", 32),
-        ("attention bf16 D=64 key mask, dropout", "backward_dq", 40),
-        ("attention fp32 D=128 2-D mask, 2-D bias", "", 176),
-        ("other attention fp32 D=64 2-D mask, 2-D bias", "backward_dkdv", 44),
-        ("sm_90 attention bf16 D=64 2-D mask of numbers", "bounds", 16),
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 8),
-        ("sm_90 attention bf16 D=64 key mask, key bias", "backward_dkdv", 128),
-        ("sm_90 attention bf16 D=128 key mask, dropout", "backward_dkdv", 24),
-        ("sm_100 attention fp32 D=64 2-D mask, 2-D bias", "backward_dbias", 12),
-        ("sm_90 layer_norm fp32 N=16384", "backward_wide_dx", 8),
-        ("dropout_add_layer_norm fp32 N=8192", "backward", 56),
-        ("dropout_add_layer_norm bf16 N=8192", "backward", 16),
-    ),
-}
-SERIALISED_OF: dict[str, tuple[tuple[str, str], ...]] = {
-    "3.6": (
-        ("key mask, key bias", "forward"),
-        ("key mask, key bias", "backward_dq"),
-        ("2-D mask, 2-D bias", "backward_dkdv"),
-        ("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),
-    ),
-    "3.9": (("sm_90 attention bf16 D=256 2-D bias", "backward_dkdv"),),
-}
-KNOWN_SPILLS = SPILLS + SPILLS_OF.get(cost.VERSION, ())
-KNOWN_SERIALISED = SERIALISED + SERIALISED_OF.get(cost.VERSION, ())
-
 
 def _unaligned(case: dict[str, Any]) -> bool:
     """Say whether rows of a mask or a bias are not 16-aligned: the table alone shows their cost."""
@@ -164,12 +43,11 @@ def spills(name: str, kernels: list[Kernel]) -> list[str]:
     found = []
     recorded = [Kernel(*k) for k in cost.gluon_on(cost.TRITON).get(name, {}).get("kernels", ())]
     for kernel in kernels if not _unaligned(CASES[name]) else ():
-        known = [n for part, of, n in KNOWN_SPILLS if part in name and of in kernel.name]
+        known = cost.known("spill", name, kernel.name)
         known += [k.spill for k in recorded if k.name == kernel.name]
         if kernel.spill > max(known, default=0):
             found.append(f"{kernel.name}: {kernel.spill} bytes of spill")
-        allowed = any(part in name and of in kernel.name for part, of in KNOWN_SERIALISED)
-        if kernel.serialised != "-" and not allowed:
+        if kernel.serialised != "-" and not cost.known("serialised", name, kernel.name):
             found.append(f"{kernel.name}: wgmma is serialised, {kernel.serialised}")
     return found
 

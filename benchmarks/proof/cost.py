@@ -16,6 +16,7 @@ and BK over 64 in that loop.
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 import itertools
 from collections.abc import Iterable, Iterator
@@ -35,71 +36,29 @@ MARKS = (
 )
 GLUON = ("3.6.0", "3.9.0")  # versions of Triton for which versions.py compiles kernels in Gluon
 
-# Loops of 16-bit attention that wait for all copies, and why they stay: part of a case's name, and
-# the kernel.
-#   The gradient of a bias loads the length of each batch in the loop, and what it copies follows
-#   from it; and at D = 256 the tiles of more than one stage do not fit.
-#   dK and dV at D = 256: three stages spill.
-#   sm_80 at D = 512: three stages do not fit in shared memory.
-#   dQ with a mask and a bias of queries and keys at D = 128 on sm_100: the three stages of 128 x 64
-#   that would not wait take 246784 bytes, and a block has 232448. Smaller tiles of three stages do
-#   not wait, and issue 13% to 41% more instructions (64 x 64 in 4 warps is the least).
-KNOWN_WAITS = (
-    ("sm_100 attention bf16 D=128 2-D mask, 2-D bias", "backward_dq"),
-    ("lengths", "backward_dbias"),
-    ("D=256", "backward_dbias"),
-    ("sm_90 attention bf16 D=256", "backward_dkdv"),
-    ("D=512", "backward_dbias"),
-    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("forward", "backward_dkdv")),
-    *(("sm_80 attention bf16 D=512", kernel) for kernel in ("backward_dq", "backward_dbias")),
-    ("sm_80 decode bf16 D=512", "split"),
-)
-
-# Loops that access local memory, and the most they do: part of a case's name, the kernel, accesses
-# for a tile of S or for 128 elements.
-#   Rows of a mask or a bias that begin anywhere: their bytes are loaded one by one.
-#   float32 at D=256 and rows of 8192: see KNOWN_SPILLS of compile_gate.py.
-#   The backward in Gluon with a mask of keys and dropout at D=128: less than 0.4% of what the loops
-#   issue. Tiles of half the size, without any, issue 16% (dK and dV) and 2% (dQ) more.
-LOCAL: tuple[tuple[str, str, float], ...] = (
-    ("unaligned 2-D mask, 2-D bias", "bounds", 1.2),
-    ("D=128 unaligned 2-D mask, 2-D bias", "forward", 130),
-    ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 8),
-    ("attention fp32 D=256", "forward", 111),
-    ("attention fp32 D=256", "backward_dkdv", 828),
-    ("attention fp32 D=256", "backward_dq", 477),
-    ("dropout_add_layer_norm bf16 N=8192", "backward", 0.0625),
-    ("dropout_add_layer_norm fp32 N=8192", "backward", 0.25),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dq", 4.5),
-    ("D=128 key mask, dropout, Gluon backward", "hopper_dkdv", 3),
-)
-# What other versions of Triton add, by the version. Of kernels in Gluon: `gluon_on`.
-LOCAL_OF: dict[str, tuple[tuple[str, str, float], ...]] = {
-    # Beside unaligned rows and masks of numbers.
-    "3.6": (
-        ("sm_90 attention bf16 D=64 2-D mask of numbers, dropout", "backward_dkdv", 32),
-        ("sm_90 attention bf16 D=128 2-D mask of numbers, dropout", "bounds", 0.05),
-        ("D=64 unaligned 2-D mask, 2-D bias", "backward_dkdv", 50),
-        ("D=128 unaligned 2-D mask, 2-D bias", "forward", 290),
-        ("D=128 unaligned 2-D mask, 2-D bias", "backward_dbias", 16),
-    ),
-    # Most of all for dK and dV at D=256.
-    "3.9": (
-        ("sm_90 attention bf16 D=64 alibi, causal", "backward_dkdv", 24),
-        ("sm_90 attention bf16 D=128 2-D bias, dropout", "backward_dkdv", 160),
-        ("sm_90 attention bf16 D=256", "backward_dkdv", 165),
-        ("sm_90 attention bf16 D=128 key mask, key bias", "backward_dkdv", 12),
-        ("D=128 unaligned 2-D mask, 2-D bias", "forward", 134),
-        ("D=128 unaligned 2-D mask, 2-D bias", "backward_dkdv", 20),
-        ("attention fp32 D=256", "forward", 119),
-        ("attention fp32 D=256", "backward_dkdv", 887),
-    ),
-}
 TRITON = metadata.version("triton")
-VERSION = ".".join(TRITON.split(".")[:2])
+KNOWN = Path(__file__).with_name("known.tsv")
 
 # Kernels that run all exponentials of whole tiles beside a product.
 OVERLAPPED = ("hopper_forward", "hopper_dkdv", "hopper_dq")
+
+
+@functools.cache
+def _known_lines() -> list[dict[str, str]]:
+    lines = [line for line in KNOWN.read_text().splitlines() if not line.startswith("#")]
+    return list(csv.DictReader(lines, delimiter="\t"))
+
+
+def known(kind: str, case: str, kernel: str) -> list[float]:
+    """Return what known.tsv allows a kernel of a case on this Triton; 0 if it names no figure."""
+    loops = kind in ("local", "waits")
+    return [
+        float(line["most"] or 0)
+        for line in _known_lines()
+        if line["kind"] == kind and line["triton"] in ("", TRITON.rpartition(".")[0])
+        if line["case"] in case
+        if (line["kernel"] == kernel if loops else line["kernel"] in kernel)
+    ]
 
 
 @dataclass(frozen=True)
@@ -421,7 +380,7 @@ def waits(found: Iterable[Entry]) -> list[str]:
         if e.case.split()[1:3] in (["attention", "bf16"], ["decode", "bf16"])
         if e.part in ("full", "edge", "loop") and e.products
         if not e.outstanding
-        if not any(case in e.case and kernel == e.kernel for case, kernel in KNOWN_WAITS)
+        if not known("waits", e.case, e.kernel)
     ]
 
 
@@ -432,17 +391,12 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
     problems = []
     recorded = {n: read_case(n, case) for n, case in gluon_on(TRITON).items()}
     for e in found:
-        known = [
-            n
-            for part, kernel, n in LOCAL + LOCAL_OF.get(VERSION, ())
-            if part in e.case and kernel == e.kernel
-        ]
         same = [r for r in recorded.get(e.case, ()) if (r.kernel, r.part) == (e.kernel, e.part)]
-        known += [r.local for r in same]
+        most = max((*known("local", e.case, e.kernel), *(r.local for r in same)), default=0)
         loop = f"{e.case}, {e.kernel} {e.part}"
         if e.hazards:
             problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
-        if e.part != "rest" and e.local > 1.001 * max(known, default=0):  # the data are rounded
+        if e.part != "rest" and e.local > 1.001 * most:  # the data are rounded
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
         least = min((r.overlap for r in same), default=1)
         if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap < least - 1e-3:

@@ -418,7 +418,7 @@ def test_the_backward_for_hopper_computes_exponentials_beside_products(kind):
             found = {e.part: e for e in known if e.kernel == kernel}
             loops = found.values()
             assert all((e.overlap, e.hazards) == (1, 0) for e in loops)
-            local = (d, kind) == (128, "key mask, dropout")  # see LOCAL of cost.py
+            local = (d, kind) == (128, "key mask, dropout")  # see known.tsv
             assert all((e.local > 0) == local for e in loops)
             assert found.get("full", found.get("loop")).issue <= most
 

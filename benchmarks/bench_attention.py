@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fastformer as ff
-from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa
+from benchmarks.peers import FORCED, GPU, available, flash_attn, sdpa, tutorial_attention
 
 HEADS = 8
 
@@ -106,13 +105,9 @@ def test_attention(
     measure(
         differentiated(forward, inputs),
         group=f"attention {case} d={dim} S={length} {mode}",
-        provider=provider,
-        dtype=dtype,
         flops=flops,
         nbytes=nbytes,
-        batch=batch,
         heads=HEADS,
-        length=length,
         head_dim=dim,
         valid_keys=valid,
         dropout_p=case.dropout_p,
@@ -151,7 +146,7 @@ def _forward(provider, case, lengths, length):
     if case.padded or case.window or case.tensor or (causal and provider == "tutorial"):
         mask = _mask(case, lengths, length)
     if provider == "tutorial":
-        return lambda q, k, v, bias=None: _tutorial(q, k, v, mask, p, bias)
+        return lambda q, k, v, bias=None: tutorial_attention(q, k, v, mask, p, bias)
     if provider == "flex":
         return _flex(case, lengths, length)
     if provider.startswith("flash-attn"):
@@ -218,16 +213,6 @@ def _flash_attn(provider, case, lengths):
         return output(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
 
     return forward
-
-
-def _tutorial(q, k, v, mask, p, bias=None):
-    """The Annotated Transformer's `attention`."""
-    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    if bias is not None:
-        scores = scores + bias
-    if mask is not None:
-        scores = scores.masked_fill(mask == 0, -1e9)
-    return F.dropout(scores.softmax(-1), p) @ v
 
 
 def _flex(case, lengths, length):

@@ -57,11 +57,8 @@ def test_attention_of_one_query(
     measure(
         torch.no_grad()(lambda: attend(query, key, value)),
         group=f"attention of one query, {megabytes} MB, B={batch}, H/G={group}",
-        provider=provider,
-        dtype=dtype,
         flops=4 * batch * heads * length * DIM,
         nbytes=batch * length * of_token + 2 * query.nbytes,
-        batch=batch,
         heads=heads,
         length=length,
         head_dim=DIM,
@@ -157,10 +154,6 @@ def test_generation(measure, request, device, dtype, batch, length, provider):
     measure(
         samples=samples,
         group=f"greedy decoding, {LAYERS} layers, B={batch} S={length}",
-        provider=provider,
-        dtype=dtype,
-        batch=batch,
-        length=length,
         d_model=D_MODEL,
         layers=LAYERS,
         tokens_per_s=batch * (length - 1) / statistics.median(samples),

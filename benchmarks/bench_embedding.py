@@ -24,8 +24,8 @@ def test_embed(compare, random, device, dtype, batch, length, mode):
     nbytes = 2 * batch * length * WIDTH * dtype.itemsize
     if mode == "forward+backward":
         nbytes += nbytes // 2 + weight.nbytes
-    inputs, sizes = (tokens, weight, positional), dict(batch=batch, length=length, width=WIDTH)
-    compare(f"embed S={length}", PEERS, _ours, inputs, nbytes=nbytes, **sizes)
+    inputs = (tokens, weight, positional)
+    compare(f"embed S={length}", PEERS, _ours, inputs, nbytes=nbytes, width=WIDTH)
 
 
 def _ours(tokens, weight, positional):

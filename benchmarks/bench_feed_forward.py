@@ -38,7 +38,7 @@ def test_feed_forward(compare, random, request, length, d, d_ff, mode, provider)
     if mode == "forward+backward":
         figures["flops"] *= 3
         figures["nbytes"] += 3 * x.nbytes + 4 * w_1.nbytes
-    sizes = dict(rows=rows, length=length, d=d, d_ff=d_ff, dropout_p=P)
+    sizes = dict(rows=rows, d=d, d_ff=d_ff, dropout_p=P)
     group = f"feed_forward {d}->{d_ff} S={length}"
     compare(group, PEERS, _ours, (x, w_1, b_1, w_2, b_2), **figures, **sizes)
 

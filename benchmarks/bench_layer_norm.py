@@ -47,7 +47,7 @@ def compare_layer_norm(compare_rows, mode, provider):
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_lengths(compare_layer_norm, length):
-    compare_layer_norm(512, rows=SEQUENCES * length, label=f"S={length}", length=length)
+    compare_layer_norm(512, rows=SEQUENCES * length, label=f"S={length}")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

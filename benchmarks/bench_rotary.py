@@ -6,10 +6,9 @@ and once out, and with norms the query and the key once more. cos and sin add le
 """
 
 import pytest
-import torch
 
 import fastformer as ff
-from benchmarks.peers import GPU, available, compiled
+from benchmarks.peers import GPU, available, compiled, rotary_embedding
 
 HEADS, GROUPS, DIM = (32, 8, 128) if GPU else (8, 2, 64)
 PROVIDERS = available("torch", "compile", "liger", "reference", "triton")
@@ -28,32 +27,13 @@ def test_rotary_embedding(compare, random, device, batch, length, mode, norm, pr
     if mode == "forward+backward":
         nbytes += nbytes + (nbytes // 2 if norm else 0)
     group = f"rotary_embedding{' norm' * norm} S={length}"
-    sizes = dict(batch=batch, length=length, heads=HEADS, groups=GROUPS, dim=DIM)
+    sizes = dict(heads=HEADS, groups=GROUPS, dim=DIM)
     compare(group, PEERS, _ours, inputs, nbytes=nbytes, **sizes)
 
 
 def _ours(query, key, cos, sin, query_norm, key_norm):
     norms = dict(query_norm=query_norm, key_norm=key_norm)
     return ff.rotary_embedding(query, key, cos, sin, **norms)
-
-
-def _torch(query, key, cos, sin, query_norm, key_norm):
-    """As Llama and Qwen3 of transformers do."""
-
-    def normalized(x, weight):
-        if weight is None:
-            return x
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return weight * wide.to(x.dtype)
-
-    def rotated(x):
-        a, b = x.chunk(2, -1)
-        return x * cos + torch.cat((-b, a), -1) * sin
-
-    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
-    query, key = normalized(query, query_norm), normalized(key, key_norm)
-    return rotated(query), rotated(key)
 
 
 def _liger(query, key, cos, sin, *_):
@@ -63,4 +43,4 @@ def _liger(query, key, cos, sin, *_):
     return LigerRopeFunction.apply(query, key, cos, sin)
 
 
-PEERS = {"torch": _torch, "compile": compiled(_torch), "liger": _liger}
+PEERS = {"torch": rotary_embedding, "compile": compiled(rotary_embedding), "liger": _liger}

@@ -25,7 +25,14 @@ from torch import nn
 
 import fastformer as ff
 from benchmarks.cpu import half_padding, loss_of
-from benchmarks.peers import BACKENDS, GPU, available, backend_of, check_agreement
+from benchmarks.peers import (
+    BACKENDS,
+    GPU,
+    available,
+    backend_of,
+    check_agreement,
+    tutorial_attention,
+)
 from fastformer.training.copy_task import PAD, CopyData, Settings
 from fastformer.training.training import LabelSmoothing, SimpleLossCompute, make_optimizer
 
@@ -33,6 +40,8 @@ D_MODEL, D_FF, HEADS, P = 512, 2048, 8, 0.1
 
 
 class PlainAttention(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, like: ff.MultiHeadedAttention) -> None:
         super().__init__()
         self.h, self.p = like.h, like.dropout.p
@@ -45,8 +54,7 @@ class PlainAttention(nn.Module):
             linear(x).unflatten(2, (self.h, -1)).transpose(1, 2)
             for linear, x in zip(self.linears, (query, key, value))
         )
-        p = self.p if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, mask.unsqueeze(1), p)
+        x = self.attend(q, k, v, mask.unsqueeze(1), self.p if self.training else 0.0)
         return self.linears[3](x.transpose(1, 2).flatten(2))
 
 
@@ -68,15 +76,7 @@ PLAIN = {
 
 
 class TutorialAttention(PlainAttention):
-    def forward(self, query, key, value, mask):
-        q, k, v = (
-            linear(x).unflatten(2, (self.h, -1)).transpose(1, 2)
-            for linear, x in zip(self.linears, (query, key, value))
-        )
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        weights = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9).softmax(-1)
-        x = F.dropout(weights, self.p, self.training) @ v
-        return self.linears[3](x.transpose(1, 2).flatten(2))
+    attend = staticmethod(tutorial_attention)
 
 
 class TutorialNorm(nn.Module):
@@ -166,8 +166,7 @@ def measure_step(measure, provider, device):
                 step(models[provider])
 
         backend = _backend_taken(provider, device) if provider in BACKENDS else None
-        given = dict(provider=provider, backend=backend, dtype=expected.dtype, dropout_p=P)
-        measure(call, **given, **figures)
+        measure(call, backend=backend, dtype=expected.dtype, dropout_p=P, **figures)
 
     return run
 
@@ -219,9 +218,8 @@ def test_encoder_layer(measure_step, device, dtype, batch, length):
     valid = int(lengths.sum())
     weights = 4 * D_MODEL**2 + 2 * D_MODEL * D_FF
     flops = 3 * 2 * weights * batch * length + 3.5 * 4 * length * valid * D_MODEL
-    sizes = dict(batch=batch, length=length, valid_keys=valid, **SIZES)
     group = f"encoder layer S={length}, a training step"
-    measure_step(models, step, (x, mask), group=group, flops=flops, **sizes)
+    measure_step(models, step, (x, mask), group=group, flops=flops, valid_keys=valid, **SIZES)
 
 
 @pytest.mark.parametrize("provider", [*PEERS, *BACKENDS])
@@ -246,7 +244,7 @@ def test_transformer_step(measure_step, device, dtype, batch, length):
     attention, feed_forward = 4 * D_MODEL**2, 2 * D_MODEL * D_FF
     weights = N * (3 * attention + 2 * feed_forward) + D_MODEL * vocab
     flops = 3 * 2 * weights * batch * length + 3 * 3.5 * 4 * N * batch * length**2 * D_MODEL
-    sizes = dict(batch=batch, length=length, vocab=vocab, layers=N, **SIZES)
+    sizes = dict(batch=batch, vocab=vocab, layers=N, **SIZES)
     group = f"Transformer N={N} S={length}, forward and backward"
     measure_step(models, step, inputs, group=group, flops=flops, **sizes)
 
@@ -285,5 +283,5 @@ def test_without_padding(measure, request, device, dtype, batch, length, model, 
         module.train()
     group = f"{model} N={N} S={length}, half padding, forward and backward"
     backend = None if provider == "torch" else _backend_taken("auto", device)
-    given = dict(group=group, provider=provider, backend=backend, dtype=dtype, dropout_p=P)
-    measure(step, **given, batch=batch, length=length, tokens=tokens, vocab=vocab, layers=N)
+    sizes = dict(batch=batch, tokens=tokens, vocab=vocab, layers=N, dropout_p=P)
+    measure(step, group=group, backend=backend, **sizes)

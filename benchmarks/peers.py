@@ -93,6 +93,32 @@ def sdpa(provider, *inputs, **options):
         return F.scaled_dot_product_attention(*inputs, **options)
 
 
+def tutorial_attention(q, k, v, mask=None, p=0.0, bias=None):
+    """Compute attention as the Annotated Transformer does."""
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    return F.dropout(scores.softmax(-1), p) @ v
+
+
+def rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
+    """Turn queries and keys as Llama and Qwen3 of transformers do."""
+    rotary, found = cos.shape[-1], []
+    cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+    for x, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            wide = x if x.dtype == torch.float64 else x.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            x = weight * wide.to(x.dtype)
+        first, rest = x[..., :rotary], x[..., rotary:]
+        a, b = first.chunk(2, -1)
+        turned = first * cos + torch.cat((-b, a), -1) * sin
+        found.append(torch.cat((turned, rest), -1) if rest.shape[-1] else turned)
+    return tuple(found)
+
+
 def backend_of(provider):
     """Return a context in which fastformer runs on the backend of that name, or for a peer on
     `auto`.

@@ -51,7 +51,7 @@ from torch.nn.attention import sdpa_kernel
 
 import fastformer as ff
 from benchmarks import ROOT, folder
-from benchmarks.peers import FORCED
+from benchmarks.peers import FORCED, rotary_embedding
 from fastformer import eager, numerics
 from fastformer.checks import require_dropout
 from fastformer.ops import dropout
@@ -365,22 +365,6 @@ def _embed(weight, positional, tokens, dropout_p=0.0, dropout_seed=0):
     return _drop(x, dropout_p, dropout_seed) if dropout_p else x
 
 
-def _rotary_embedding(query, key, cos, sin, query_norm=None, key_norm=None):
-    """As Llama and Qwen3 of transformers do."""
-    rotary = cos.shape[-1]
-    found = []
-    for x, weight in ((query, query_norm), (key, key_norm)):
-        if weight is not None:
-            wide = x if x.dtype == torch.float64 else x.float()
-            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-            x = weight * wide.to(x.dtype)
-        first, rest = x[..., :rotary], x[..., rotary:]
-        a, b = first.chunk(2, -1)
-        turned = first * cos.to(x.dtype) + torch.cat((-b, a), -1) * sin.to(x.dtype)
-        found.append(torch.cat((turned, rest), -1))
-    return torch.cat(found, 1)
-
-
 def _cross_entropy(
     logits, target, reduction="mean", label_smoothing=0.0, smoothing="uniform", ignore_index=-100
 ):
@@ -409,7 +393,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "swiglu": _gated(F.silu),
     "gated_activation": lambda gate, value: F.silu(gate) * value,
     "embed": _embed,
-    "rotary_embedding": _rotary_embedding,
+    "rotary_embedding": lambda **inputs: torch.cat(rotary_embedding(**inputs), 1),
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }

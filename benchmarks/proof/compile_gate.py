@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
@@ -41,11 +40,8 @@ def _unaligned(case: dict[str, Any]) -> bool:
 def spills(name: str, kernels: list[Kernel]) -> list[str]:
     """Return which kernels of a case spill or are serialised and are not known to, in words."""
     found = []
-    recorded = [Kernel(*k) for k in cost.gluon_on(cost.TRITON).get(name, {}).get("kernels", ())]
     for kernel in kernels if not _unaligned(CASES[name]) else ():
-        known = cost.known("spill", name, kernel.name)
-        known += [k.spill for k in recorded if k.name == kernel.name]
-        if kernel.spill > max(known, default=0):
+        if kernel.spill > max(cost.known("spill", name, kernel.name), default=0):
             found.append(f"{kernel.name}: {kernel.spill} bytes of spill")
         if kernel.serialised != "-" and not cost.known("serialised", name, kernel.name):
             found.append(f"{kernel.name}: wgmma is serialised, {kernel.serialised}")
@@ -188,27 +184,15 @@ def changes(name: str, answer: dict[str, Any], known: dict[str, Any]) -> list[st
     return differences(rows(answer), before) + cost.grown(loops, cost.read_case(name, known))
 
 
-def in_gluon(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what the data hold of the kernels in Gluon."""
-    parts = ("kernels", "costs")
-    return {
-        name: {part: [x for x in case[part] if x[0] in cost.OVERLAPPED] for part in parts}
-        for name, case in cases.items()
-        if "Gluon" in name
-    }
-
-
 def mend(
     names: list[str],
     keys: dict[str, str],
     known: dict[str, dict[str, Any]],
     write: Callable[[], None],
-    wrong_too: bool = False,
 ) -> list[str]:
-    """Compile the cases of these names, enter those without a problem (or, with `wrong_too`, all
-    that compile) in `known` with their keys, and call `write` after each. Return the problems, in
-    words.
-    """  # fmt: skip
+    """Compile the cases of these names, enter those without a problem in `known` with their keys,
+    and call `write` after each. Return the problems, in words.
+    """
     found: list[str] = []
     started = time.time()
 
@@ -216,9 +200,9 @@ def mend(
         seconds = f"{time.time() - started:5.0f} s  {answer.get('seconds', 0):5.1f} s of processor"
         remarks = wrong(name, answer)
         found.extend(f"{name}: {text}" for text in remarks)
-        if "error" not in answer and (wrong_too or not remarks):
+        if not remarks:
             if name in known:
-                remarks = remarks + changes(name, answer, known[name])
+                remarks = changes(name, answer, known[name])
             known[name] = {"key": keys[name], **entry(name, answer)}
             write()
         print(f"{seconds}  {name}", *(f"    {text}" for text in remarks), sep="\n", flush=True)
@@ -265,9 +249,6 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="REGEX", help="only the cases whose name matches"
     )
-    parser.add_argument(
-        "--gluon", type=Path, metavar="FILE", help="write the kernels in Gluon, right or wrong"
-    )
     options = parser.parse_args()
     try:
         named = [name for name in CASES if re.search(options.only, name)]
@@ -298,10 +279,7 @@ def main() -> None:
     asked = [name for name in (named if options.all else stale) if name not in same]
     print(f"{len(same)} are translated to the same GPU IR; {len(asked)} are compiled", flush=True)
     write()
-    found = mend(asked, now, known, write, wrong_too=bool(options.gluon))
-    if options.gluon:
-        compiled = {name: known[name] for name in asked if name in known}
-        Table(version, in_gluon(compiled)).write(options.gluon)
+    found = mend(asked, now, known, write)
     print(*found, sep="\n")
     print(f"{len(asked)} of {len(CASES)} cases compiled, {len(found)} problems")
     sys.exit(bool(found))

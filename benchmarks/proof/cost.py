@@ -3,7 +3,7 @@
     python -m benchmarks.proof.cost              prints the ledger from benchmarks/results/
                                                  compile.json, which compile_gate.py writes
     python -m benchmarks.proof.cost --only TEXT  only the cases with TEXT in their name
-    python -m benchmarks.proof.cost --docs       writes the tables of docs/machine_code.md
+    python -m benchmarks.proof.cost --docs       writes the table of docs/machine_code.md
 
 The counts are facts, read from the machine code (sass.py); no time is modelled.
 
@@ -30,12 +30,8 @@ from benchmarks.proof.cases import CASES, DATA, Table
 
 TILE = 128 * 64
 PAGE = ROOT / "docs" / "machine_code.md"
-MARKS = (
-    ("<!-- loops: python -m benchmarks.proof.cost --docs -->", "<!-- end of loops -->"),
-    ("<!-- versions: python -m benchmarks.proof.cost --docs -->", "<!-- end of versions -->"),
-)
-GLUON = ("3.6.0", "3.9.0")  # versions of Triton for which versions.py compiles kernels in Gluon
-
+START = "<!-- loops: python -m benchmarks.proof.cost --docs -->"
+END = "<!-- end of loops -->"
 TRITON = metadata.version("triton")
 KNOWN = Path(__file__).with_name("known.tsv")
 
@@ -51,7 +47,7 @@ def _known_lines() -> list[dict[str, str]]:
 
 def known(kind: str, case: str, kernel: str) -> list[float]:
     """Return what known.tsv allows a kernel of a case on this Triton; 0 if it names no figure."""
-    loops = kind in ("local", "waits")
+    loops = kind in ("local", "waits", "apart")
     return [
         float(line["most"] or 0)
         for line in _known_lines()
@@ -267,64 +263,10 @@ def _loop_cells(found: list[Entry]) -> list[str]:
     ]  # fmt: skip
 
 
-def by_version(tables: Iterable[Table]) -> str:
-    """Return the loops of the kernels in Gluon by version of Triton, in Markdown."""
-    tables = sorted(tables, key=lambda table: table.triton)
-    versions = [table.triton for table in tables]
-    found: dict[tuple[str, str], dict[int, dict[str, str]]] = {}  # cells by D and version
-    for table in tables:
-        for case, entries in read(table).items():
-            for kernel, loops in _by_kernel(entries).items():
-                if kernel in OVERLAPPED:
-                    d, call = case.split("D=")[1].split(" ", 1)
-                    cells = found.setdefault((kernel, call.removesuffix(" backward")), {})
-                    cells.setdefault(int(d), {})[table.triton] = _version_cell(loops)
-    lines = [
-        "| kernel | call, row | D | " + " | ".join(versions) + " |",
-        "|---" * (3 + len(versions)) + "|",
-    ]
-    for row in sorted(found, key=lambda row: OVERLAPPED.index(row[0])):
-        dims = sorted(found[row])
-        cells = [" / ".join(found[row][d].get(v, "-") for d in dims) for v in versions]
-        lines.append("| " + " | ".join([*row, " / ".join(map(str, dims)), *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _version_cell(loops: list[Entry]) -> str:
-    """Return the issue slots of whole tiles; the share of exponentials that run alone there, and
-    the most accesses to local memory in a loop, where they are not 0.
-    """
-    whole = next(e for e in loops if e.part in ("full", "loop"))
-    alone, local = 1 - (whole.overlap or 0.0), max(e.local for e in loops)
-    remarks = [f"{alone:.0%} alone"] * (alone > 0) + [f"{local:.3g} local"] * (local > 0)
-    return f"{whole.issue:.0f}" + f" ({', '.join(remarks)})" * bool(remarks)
-
-
-def with_tables(page: str) -> str:
-    """Return the text of docs/machine_code.md with the tables of the committed data."""
-    gluon = [Table.read(path) for path in (DATA, *map(of_gluon, GLUON))]
-    page = _with(page, MARKS[0], attention_loops(read(gluon[0])))
-    return _with(page, MARKS[1], by_version(gluon))
-
-
-def _with(page: str, marks: tuple[str, str], table: str) -> str:
-    start, end = marks
-    before, rest = page.split(start)
-    return f"{before}{start}\n{table}{end}{rest.split(end)[1]}"
-
-
-def of_gluon(version: str) -> Path:
-    """Return the file of what versions.py has compiled of the cases with kernels in Gluon."""
-    return DATA.with_name(f"gluon_{version}.json")
-
-
-@functools.cache
-def gluon_on(version: str) -> dict[str, dict[str, Any]]:
-    """Return what versions.py has recorded of kernels in Gluon on a version of Triton: kernels and
-    costs, by the name of the case.
-    """
-    path = of_gluon(version)
-    return Table.read(path).cases if path.exists() else {}
+def with_table(page: str) -> str:
+    """Return the text of docs/machine_code.md with the table of the committed data."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n{attention_loops(read(Table.read()))}{END}{rest.split(END)[1]}"
 
 
 def rows(found: Iterable[Entry]) -> list[list[Any]]:
@@ -389,17 +331,14 @@ def misused_registers(found: Iterable[Entry]) -> list[str]:
     in local memory that are not known to, and which of Gluon's leave exponentials alone.
     """
     problems = []
-    recorded = {n: read_case(n, case) for n, case in gluon_on(TRITON).items()}
     for e in found:
-        same = [r for r in recorded.get(e.case, ()) if (r.kernel, r.part) == (e.kernel, e.part)]
-        most = max((*known("local", e.case, e.kernel), *(r.local for r in same)), default=0)
         loop = f"{e.case}, {e.kernel} {e.part}"
         if e.hazards:
             problems.append(f"{loop}: {e.hazards} instructions touch a wgmma's registers")
-        if e.part != "rest" and e.local > 1.001 * most:  # the data are rounded
+        if e.part != "rest" and e.local > max(known("local", e.case, e.kernel), default=0):
             problems.append(f"{loop}: {e.local:.3g} accesses to local memory")
-        least = min((r.overlap for r in same), default=1)
-        if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap < least - 1e-3:
+        apart = known("apart", e.case, e.kernel)
+        if e.kernel in OVERLAPPED and e.part in ("full", "loop") and e.overlap != 1 and not apart:
             problems.append(f"{loop}: {e.overlap:.0%} of its exponentials run beside a product")
     return problems
 
@@ -409,10 +348,10 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only the cases that contain TEXT"
     )
-    parser.add_argument("--docs", action="store_true", help=f"write the tables of {PAGE.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write the table of {PAGE.name}")
     options = parser.parse_args()
     if options.docs:
-        PAGE.write_text(with_tables(PAGE.read_text()))
+        PAGE.write_text(with_table(PAGE.read_text()))
         return
     table = Table.read()
     known = {name: found for name, found in read(table).items() if options.only in name}

@@ -71,28 +71,6 @@ def test_nothing_is_wrong_in_the_data():
         assert not found, (name, found)
 
 
-@pytest.mark.parametrize("version", cost.GLUON)
-def test_what_is_known_of_gluon_on_other_versions(version, monkeypatch):
-    """Nothing is wrong with it beside what is on record: neither spills, local memory nor
-    exponentials that run alone, which are more than with the Triton of compile.json.
-    """
-    table = cases.Table.read(cost.of_gluon(version))
-    assert table.triton == version
-
-    def wrong():
-        found = []
-        for name, case in table.cases.items():
-            kernels = [compile_gate.Kernel(*row) for row in case["kernels"]]
-            found += compile_gate.judged(name, kernels, cost.read_case(name, case))
-        return found
-
-    monkeypatch.setattr(cost, "TRITON", TABLE.triton)
-    assert any("spill" in text for text in wrong())
-    assert any("local memory" in text for text in wrong())
-    monkeypatch.setattr(cost, "TRITON", version)
-    assert wrong() == []
-
-
 def test_a_translation_is_of_what_is_launched(compiled):
     """It is the same where the case is compiled to the end, and another one for another kernel,
     tile or grid.

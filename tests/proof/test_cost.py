@@ -1,7 +1,5 @@
 """The cost ledger: what is read from machine code, and what follows for a tile."""
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("triton")
@@ -434,37 +432,10 @@ def test_bad_options(monkeypatch, capsys):
     assert "no case" in capsys.readouterr().err
 
 
-def test_the_tables_of_the_page_are_those_of_the_data():
+def test_the_table_of_the_page_is_that_of_the_data():
     """Else `python -m benchmarks.proof.cost --docs`."""
     page = cost.PAGE.read_text()
-    assert cost.with_tables(page) == page
-
-
-def test_the_table_by_version():
-    """Brackets name the exponentials that run alone in whole tiles, and local accesses of any."""
-    known = KNOWN["sm_90 attention bf16 D=64 plain, Gluon"]
-    edge, full = (
-        next(e for e in known if (e.kernel, e.part) == ("hopper_forward", part))
-        for part in ("edge", "full")
-    )
-
-    def table(version, **by_case):
-        cases_of = {
-            f"sm_90 attention bf16 {d.replace('_', '=')} plain, Gluon": {"costs": cost.rows(found)}
-            for d, found in by_case.items()
-        }
-        return cases.Table(version, cases_of)
-
-    spilling = [replace(edge, local=3.0, overlap=0.5), replace(full, issue=500.0, overlap=0.75)]
-    lines = cost.by_version(
-        [
-            table("3.9.0", D_64=[edge, full], D_128=spilling),
-            table("3.6.0", D_64=[replace(edge, kernel="forward"), replace(full, issue=400.0)]),
-        ]
-    ).splitlines()
-    assert lines[0] == "| kernel | call, row | D | 3.6.0 | 3.9.0 |"
-    row = f"400 / - | {full.issue:.0f} / 500 (25% alone, 3 local)"
-    assert lines[2:] == [f"| hopper_forward | plain, Gluon | 64 / 128 | {row} |"]
+    assert cost.with_table(page) == page
 
 
 def test_the_table_of_loops_adds_up():

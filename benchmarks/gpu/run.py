@@ -375,21 +375,6 @@ def _write(path: Path, text: str) -> None:
     whole.replace(path)
 
 
-def summary(data: dict[str, Any]) -> list[str]:
-    results = report.Results(data["rows"], data["absent"], data["failed"])
-    lines = [f"{'group':66}" + "".join(f"{name:>9}" for name in report.COLUMNS)]
-    for group, rows in results.groups().items():
-        for row, (_, cells) in zip(rows, report.table(rows)):
-            if row["backend"] == "triton" or not row.get("gpu"):
-                name = f"{group}, {row['provider']}"
-                lines.append(f"{name[:66]:66}" + "".join(f"{cell:>9}" for cell in cells))
-    lines += map(str, report.growth(results))
-    lines += [f"roofline in {text}" for text in report.rooflines(results.rows)]
-    lines += [f"absent: {', '.join(results.absent) or 'nothing'}"]
-    lines += [f"FAILED {test}: {why.splitlines()[0]}" for test, why in results.failed.items()]
-    return lines
-
-
 # -------------------------------------------------------------------------------- compiled kernels
 
 
@@ -513,6 +498,7 @@ def _measure(options: argparse.Namespace) -> int:
         run = Run(options.out, work, options.resume, kernels.environment if kernels else NONE)
         run.go(parts, 60 * options.minutes, kernels.keep if kernels else lambda: None)
         data = run.save()
-    print("\n".join(summary(data)))
+    results = report.Results(data["rows"], data["absent"], data["failed"])
+    print("\n".join(report.text(results, ours=True)))
     print(f"Wrote {options.out / 'results.json'}")
     return _status(data)

@@ -454,7 +454,7 @@ class _Meter:
         return loss / max(tokens, 1), tokens / seconds
 
 
-def _require_epoch(data: object, updates: _Updates) -> None:
+def _require_epoch(data: object, updates: Updates) -> None:
     """Check the arguments of `run_epoch`; warn of training in eval mode."""
     model, loss_compute, optimizer, scheduler, *_ = updates
     if scheduler is not None and optimizer is None:

@@ -285,8 +285,8 @@ CALLS = {
     "decode": decode,
     "paged": paged,
 }
-# By name: a module (of Gluon, "forward", "dq" or "dkdv"), a function in it, what is replaced in that,
-# by what, a call, and what the memory check says of it.
+# By name: a module (of Gluon "forward", "dq" or "dkdv"), a function, what is replaced in it, by
+# what, a call, and what the memory check says of it.
 PLANTED, PLANTED_IN_GLUON = {}, {}
 for _kernels, _name, *_rest in read("memory"):
     _kernels, _, _which = _kernels.partition(" ")

@@ -162,20 +162,6 @@ def test_empty(backend, device):
         assert g.shape == t.shape and (g == 0).all()
 
 
-@pytest.mark.parametrize(
-    "needed", [("input",), ("w_1",), ("w_2",), ("b_1", "b_2"), ("input", "w_2")]
-)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_gradients_for_some_inputs_only(backend, device, activation, needed):
-    values = inputs(9, device=device)
-    every = {n: t.clone().requires_grad_() for n, t in values.items()}
-    some = {n: t.clone().requires_grad_(n in needed) for n, t in values.items()}
-    for x in (every, some):
-        functional.feed_forward(**x, activation=activation).square().sum().backward()
-    for n in values:
-        assert torch.allclose(every[n].grad, some[n].grad) if n in needed else some[n].grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "geglu", "swiglu"])
 def test_rounded_once(device, kind, dtype):

@@ -60,31 +60,7 @@ def test_each_row_follows_its_own_source():
     assert greedy_decode(Counting(), src.int(), None, 2, 2).dtype == torch.int32
 
 
-def test_it_is_the_loop_written_out(device):
-    """Row by row, growing the sequence by concatenation, with padding in the source."""
-    torch.manual_seed(5)
-    model = make_model(11, 11, 2, 16, 32, 2, 0.1).to(device).eval()
-    src = torch.tensor([[1, 4, 9, 2, 7], [1, 8, 0, 0, 0]], device=device)
-    mask = (src != 0).unsqueeze(-2)
-    decoded = greedy_decode(model, src, mask, 5, 1)
-    assert torch.is_grad_enabled() and not model.training
-    for row in range(2):
-        s, m = src[row : row + 1], mask[row : row + 1]
-        ys = torch.full((1, 1), 1, device=device)
-        with torch.no_grad():
-            for _ in range(4):
-                out = model(s, ys, m, subsequent_mask(ys.shape[1]).to(device))
-                best = model.generator(out)[:, -1].argmax(-1, keepdim=True)
-                ys = torch.cat((ys, best), 1)
-        assert decoded[row].tolist() == ys[0].tolist()
-    # What padding holds does not matter, what the source holds does.
-    other = src.clone()
-    other[1, 2:] = 5
-    assert torch.equal(greedy_decode(model, other, mask, 5, 1), decoded)
-
-
-def test_it_is_refused_before_the_first_step(monkeypatch):
-    """What the last step would not take."""
+def test_max_len_past_the_positions_is_refused_before_the_first_step(monkeypatch):
     model = make_model(7, 7, 1, 16, 16, 2)
     model.tgt_embed[1] = PositionalEncoding(16, 0.0, max_len=4)
     steps = []
@@ -92,12 +68,6 @@ def test_it_is_refused_before_the_first_step(monkeypatch):
     src = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="max_len is 6; expected at most 5"):
         greedy_decode(model, src, None, 6, 1)
-    with pytest.raises(ValueError, match="start_symbol is 7; expected a token from 0 to 6"):
-        greedy_decode(model, src, None, 5, 7)
-    with pytest.raises(ValueError, match="end_symbol is 7; expected a token from 0 to 6"):
-        beam_search(model, src, None, 5, 1, end_symbol=7)
-    with pytest.raises(ValueError, match="pad_symbol is 9; expected a token from 0 to 6"):
-        sample(model, src, None, 5, 1, end_symbol=6, pad_symbol=9)
     assert not steps
     monkeypatch.undo()
     assert greedy_decode(model, src, None, 5, 6).shape == (1, 5)
@@ -130,24 +100,6 @@ def test_the_mode_is_the_callers():
 ids = torch.ones(2, 4, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("src", "max_len", "start", "error", "message"),
-    [
-        (ids[0], 3, 1, ValueError, r"src has shape \[4\]; expected two dimensions"),
-        (ids.float(), 3, 1, TypeError, "src has dtype torch.float32"),
-        (ids, 0, 1, ValueError, "max_len is 0; expected 1 or more"),
-        (ids, 3.0, 1, TypeError, "max_len is a float; expected an int"),
-        (ids, 3, -1, ValueError, "start_symbol is -1; expected 0 or more"),
-        (ids, 3, 10, ValueError, "start_symbol is 10; expected a token from 0 to 9"),
-        (ids * 10, 3, 1, ValueError, "token id 10; expected ids from 0 to 9"),
-    ],
-)
-def test_bad_input_is_named(src, max_len, start, error, message):
-    model = make_model(10, 10, 1, 8, 8, 2)
-    with pytest.raises(error, match=message):
-        greedy_decode(model, src, None, max_len, start)
-
-
 # ---------------------------------------------------------------------------- with a cache or not
 
 
@@ -172,15 +124,30 @@ SEARCHES = {
 }
 
 
+# By name: a model, what it decodes from, and how many tokens it makes.
+FORMS = {
+    "translator": lambda: (translator(), *sources(), 20, 1),
+    "other options": lambda: (
+        translator(norm="rms", kv_heads=1, learned_positions=True), *sources(), 20, 1
+    ),
+    "language model": lambda: (language_model(), PROMPTS[:, :2], None, 14),
+    "rotary": lambda: (
+        language_model(positions="rotary", qk_norm=True), PROMPTS[:, :2], None, 14
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 @pytest.mark.parametrize("end", [None, 7])
-@pytest.mark.parametrize("form", [{}, dict(norm="rms", kv_heads=1, learned_positions=True)])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_with_a_cache_the_tokens_are_the_same(search, end, form, device):
-    model, (src, mask) = translator(**form).to(device), sources(device)
-    want = search(model, src, mask, 20, 1, end_symbol=end, cache=False)
-    for cache in (True, DecoderCache(19), DecoderCache(20, page_size=16)):
-        assert torch.equal(search(model, src, mask, 20, 1, end_symbol=end, cache=cache), want)
+    model, src, *rest = given = [x.to(device) if hasattr(x, "to") else x for x in form()]
+    want = search(*given, end_symbol=end, cache=False)
+    for cache in (True, DecoderCache(rest[1] - 1), DecoderCache(20, page_size=16)):
+        assert torch.equal(search(*given, end_symbol=end, cache=cache), want)
     assert len(want.unique()) > 2  # which says something
+    if isinstance(model, ff.LanguageModel):  # it continues its prompt
+        assert (want[..., :2] == (src if want.dim() == 2 else src[:, None])).all()
 
 
 def test_a_decoder_without_layers_has_nothing_to_keep():
@@ -335,10 +302,16 @@ def test_replays_of_one_captured_step_decode_the_same(recorded, search, page_siz
 
 
 def test_replays_continue_prompts_of_several_lengths(recorded):
-    model, mask = language_model(), PROMPTS != 0
-    want = greedy_decode(model, PROMPTS, mask, 20, pad_symbol=0, cache=False)
-    got = recorded(greedy_decode, model, PROMPTS, mask, 20, pad_symbol=0, cache=DecoderCache(20))
-    assert torch.equal(got, want) and len(recorded.captures) == 1
+    """With padding on the right and on the left; as on a GPU, where no mask is read."""
+    model = language_model()
+    for i, (prompts, mask, options) in enumerate((
+        (PROMPTS, PROMPTS != 0, {}),
+        (LEFT, WHERE, dict(end_symbol=[7, 10], repetition_penalty=1.3)),
+    )):  # fmt: skip
+        given = dict(model=model, src=prompts, src_mask=mask, max_len=20, pad_symbol=0, **options)
+        want = greedy_decode(**given, cache=False)
+        got = recorded(greedy_decode, **given, cache=DecoderCache(20))
+        assert torch.equal(got, want) and len(recorded.captures) == i + 1
 
 
 def test_a_graph_is_captured_once_for_a_cache_and_a_batch_size(recorded):
@@ -482,9 +455,9 @@ def test_what_is_captured():
 # ---------------------------------------------------------------------------------- language models
 
 
-def language_model(seed=7):
-    torch.manual_seed(seed)
-    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1).eval()
+def language_model(**options):
+    torch.manual_seed(7)
+    model = ff.make_decoder(11, 2, 16, 32, 2, 0.1, kv_heads=1, **options).eval()
     with torch.no_grad():
         for p in model.decoder.parameters():
             p.mul_(2 if p.dim() == 2 else 1)
@@ -492,18 +465,6 @@ def language_model(seed=7):
 
 
 PROMPTS = torch.tensor([[3, 1, 4, 1], [5, 9, 0, 0], [2, 0, 0, 0]])
-
-
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
-@pytest.mark.parametrize("end", [None, 7])
-def test_a_language_model_continues_its_prompt(search, end, device):
-    """With a cache it gives what it gives without; each row what it gives alone."""
-    model, prompts = language_model().to(device), PROMPTS[:, :2].to(device)
-    want = search(model, prompts, None, 14, end_symbol=end, cache=False)
-    for cache in (True, DecoderCache(13, page_size=16)):
-        assert torch.equal(search(model, prompts, None, 14, end_symbol=end, cache=cache), want)
-    assert (want[..., :2] == (prompts if want.dim() == 2 else prompts[:, None])).all()
-    assert len(want[..., 2:].unique()) > 3  # which says something
 
 
 @pytest.mark.parametrize("name", ["greedy", "beams"])
@@ -692,15 +653,6 @@ def test_beams_go_on_where_the_likeliest_tokens_all_end():
     assert found.scores.isfinite().all() and (found.lengths == 5).all()
 
 
-def test_replays_continue_prompts_with_padding_on_the_left(recorded):
-    """As on a GPU, where no mask is read."""
-    model = language_model()
-    options = dict(end_symbol=[7, 10], pad_symbol=0, repetition_penalty=1.3)
-    want = greedy_decode(model, LEFT, WHERE, 16, cache=False, **options)
-    got = recorded(greedy_decode, model, LEFT, WHERE, 16, cache=DecoderCache(16), **options)
-    assert torch.equal(got, want) and len(recorded.captures) == 1
-
-
 def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
     model, cache = language_model(), DecoderCache(9)
     stream = ff.stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
@@ -723,10 +675,7 @@ def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
         (dict(seed=0), ValueError, "seed is 0 and temperature None"),
         (dict(temperature=0), ValueError, "temperature is 0.0; expected a positive number"),
         (dict(temperature=1, min_p=1.5), ValueError, r"min_p is 1.5; expected .* \[0, 1\]"),
-        (dict(temperature=1, min_p="a"), TypeError, "min_p is a str"),
-        (dict(repetition_penalty="a"), TypeError, "repetition_penalty is a str"),
         (dict(end_symbol=[None]), TypeError, "end_symbol is a NoneType; expected an int"),
-        (dict(end_symbol="2"), TypeError, "end_symbol is a str; expected an int"),
         (dict(max_len=3), ValueError, "max_len is 3 and src has 4 tokens"),
     ],
 )
@@ -831,14 +780,6 @@ def test_few_beams_are_the_search_written_out(beams, alpha, penalty):
                 assert found.tokens[b, j, :n].tolist() == list(y)
                 assert (found.tokens[b, j, n:] == 7).all()
                 assert math.isclose(found.scores[b, j], score, rel_tol=1e-5)
-
-
-def test_one_beam_is_greedy():
-    model, (src, mask) = translator(), sources()
-    want = greedy_decode(model, src, mask, 9, 1)
-    found = beam_search(model, src.int(), mask, 9, 1, num_beams=1)
-    assert torch.equal(found.tokens[:, 0], want.int()) and found.tokens.dtype == torch.int32
-    assert found.lengths.tolist() == [[9]] * 3
 
 
 def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
@@ -988,41 +929,26 @@ def test_a_seed_draws_the_same_tokens():
     ("function", "options", "error", "message"),
     [
         (sample, dict(temperature=0), ValueError, "temperature is 0.0; expected a positive"),
-        (sample, dict(temperature=-1.0), ValueError, "temperature is -1.0"),
         (sample, dict(temperature=math.inf), ValueError, "temperature is inf"),
-        (sample, dict(temperature="hot"), TypeError, "temperature is a str"),
         (sample, dict(top_k=0), ValueError, "top_k is 0; expected 1 or more"),
-        (sample, dict(top_k=1.5), TypeError, "top_k is a float"),
         (sample, dict(top_p=0), ValueError, r"top_p is 0.0; expected a number in \(0, 1\]"),
         (sample, dict(top_p=1.01), ValueError, "top_p is 1.01"),
-        (sample, dict(top_p=math.nan), ValueError, "top_p is nan"),
-        (sample, dict(seed=1.0), TypeError, "seed is a float"),
-        (sample, dict(seed=2**64), ValueError, "seed is 18446744073709551616"),
         (beam_search, dict(num_beams=0), ValueError, "num_beams is 0; expected 1 or more"),
-        (beam_search, dict(num_beams=2.0), TypeError, "num_beams is a float"),
         (beam_search, dict(n_best=5), ValueError, "n_best is 5; expected at most num_beams, 4"),
         (beam_search, dict(n_best=0), ValueError, "n_best is 0"),
-        (
-            beam_search,
-            dict(length_penalty=-0.1),
-            ValueError,
-            "length_penalty is -0.1; expected a number from 0 to 32",
-        ),
         (beam_search, dict(length_penalty=32.5), ValueError, "length_penalty is 32.5"),
-        (beam_search, dict(length_penalty=math.nan), ValueError, "length_penalty is nan"),
         (greedy_decode, dict(end_symbol=10), ValueError, "end_symbol is 10; .* from 0 to 9"),
-        (greedy_decode, dict(end_symbol=-1), ValueError, "end_symbol is -1; expected 0 or more"),
-        (greedy_decode, dict(end_symbol=1.0), TypeError, "end_symbol is a float"),
         (sample, dict(pad_symbol=10), ValueError, "pad_symbol is 10; expected a token from 0 to 9"),
-        (greedy_decode, dict(cache="yes"), TypeError, "cache is 'yes'; expected True or False"),
         (greedy_decode, dict(cache=DecoderCache(1)), ValueError, "cache has a capacity of 1; .* 2"),
         (greedy_decode, dict(start_symbol=None), ValueError, "start_symbol is None; expected the"),
+        (greedy_decode, dict(max_len=0), ValueError, "max_len is 0; expected 1 or more"),
+        (greedy_decode, dict(start_symbol=10), ValueError, "start_symbol is 10; .* from 0 to 9"),
     ],
 )
 def test_bad_options_are_named(function, options, error, message):
-    model = make_model(10, 10, 1, 8, 8, 2)
+    given = dict(src=ids, src_mask=None, max_len=3, start_symbol=1)
     with pytest.raises(error, match=message):
-        function(model, ids, None, 3, **{"start_symbol": 1, **options})
+        function(make_model(10, 10, 1, 8, 8, 2), **given | options)
 
 
 def test_of_tokens_of_one_score_the_first_are_kept():

@@ -1680,9 +1680,9 @@ def test_two_boolean_masks_are_one(heads, monkeypatch, device):
     given = []
     op = ff.ops.functional.scaled_dot_product_attention
 
-    def spy(query, key, value, mask, *rest, bias):
+    def spy(query, key, value, mask, *rest, bias, **options):
         given.append((mask, bias))
-        return op(query, key, value, mask, *rest, bias=bias)
+        return op(query, key, value, mask, *rest, bias=bias, **options)
 
     monkeypatch.setattr(ff.ops.functional, "scaled_dot_product_attention", spy)
     module = nn.MultiheadAttention(E, H, batch_first=True).to(device)

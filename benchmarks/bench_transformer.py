@@ -257,7 +257,7 @@ EPOCH = ["torch", "auto", *(["compile", "cuda_graph"] if GPU else [])]
 
 @pytest.mark.parametrize("provider", EPOCH)
 @pytest.mark.parametrize("length", [128, 256, 512] if GPU else [64])
-def test_epoch(measure, device, dtype, batch, length, provider):
+def test_epoch(measure_step, device, dtype, batch, length, provider):
     """Ten updates of the base model: forward, backward, Adam, and the loss read at the end."""
     N, vocab, batch, updates = (6, 37000, batch, 10) if GPU else (1, 2000, 4, 2)
     ours = ff.make_model(vocab, vocab, N, D_MODEL, D_FF, HEADS, P).to(device, dtype)
@@ -279,19 +279,8 @@ def test_epoch(measure, device, dtype, batch, length, provider):
             progress=False, cuda_graph=provider == "cuda_graph",
         )  # fmt: skip
 
-    _measure_step(
-        measure,
-        provider,
-        device,
-        models,
-        step,
-        inputs,
-        group=f"Transformer N={N} S={length}, {updates} updates",
-        batch=batch,
-        length=length,
-        vocab=vocab,
-        layers=N,
-    )
+    group = f"Transformer N={N} S={length}, {updates} updates"
+    measure_step(models, step, inputs, group=group, batch=batch, vocab=vocab, layers=N)
 
 
 PACKED = ["torch", "auto", "packed"]

@@ -160,9 +160,13 @@ def require_choice(name: str, x: str, choices: Iterable[str]) -> str:
 def draw_seeds(
     n: int, device: torch.device | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return n seeds of torch's generator; on a CPU they are those of n calls for one."""
-    range_ = -(2**63), 2**63 - 1
-    return torch.randint(*range_, (n,), dtype=torch.int64, device=device, generator=generator)
+    """Return n seeds [n] of torch's generator; on a CPU they are those of n calls for one. On a GPU
+    they lie 16 bytes apart: a kernel is compiled for the alignment of its pointers.
+    """
+    spaced = n > 1 and device is not None and device.type != "cpu"
+    sizes, range_ = (n, 2) if spaced else (n,), (-(2**63), 2**63 - 1)
+    seeds = torch.randint(*range_, sizes, dtype=torch.int64, device=device, generator=generator)
+    return seeds[:, 0] if spaced else seeds
 
 
 def seed_tensor(

@@ -170,6 +170,7 @@ class MultiHeadedAttention(AliasedModule):
         cache: KVCache | PagedKVCache | LayerCache | MemoryCache | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         query_packing: Packing | None = None,
+        dropout_seed: int | Tensor | None = None,
     ) -> Tensor:
         """Return the output [B, T, d_model], or [tokens, d_model] of a packed batch.
 
@@ -193,6 +194,7 @@ class MultiHeadedAttention(AliasedModule):
                 cache are rotated already.
             query_packing: the `Packing` of the queries, if `mask` is that of other keys, such as
                 the memory's.
+            dropout_seed: as in `scaled_dot_product_attention`; not with a cache.
 
         A query that sees no key gives `linears[3].bias`.
         """
@@ -213,8 +215,11 @@ class MultiHeadedAttention(AliasedModule):
                 "expected the Packing of the keys as mask"
             )
         if cache is not None:
+            if dropout_seed is not None:
+                raise ValueError("dropout_seed is given together with a cache; expected None")
             return self._forward_cached(inputs, mask, options, cache, rotary)
         if isinstance(mask, Packing):
+            options["dropout_seed"] = dropout_seed
             return self._forward_packed(inputs, (query_packing, mask), options, rotary)
         for name, x in inputs.items():
             require_features(name, x, self.h * self.d_k)
@@ -232,7 +237,7 @@ class MultiHeadedAttention(AliasedModule):
         p = dropout_probability(self.dropout)
         grouped = self.kv_heads != self.h
         out = functional.scaled_dot_product_attention(
-            q, k, v, mask, p, enable_gqa=grouped, **options
+            q, k, v, mask, p, enable_gqa=grouped, dropout_seed=dropout_seed, **options
         )
         self._keep_weights(q, k, mask, options)
         return linears[3](out.transpose(1, 2).flatten(2))
@@ -323,6 +328,7 @@ class MultiHeadedAttention(AliasedModule):
             positions = torch.arange(own.length, device=q.device)
             real = positions.view(-1, 1) < own.lengths.view(-1, 1, 1, 1)
             options |= dict(key_lengths=packing.lengths, causal_alignment="top_left")
+            del options["dropout_seed"]
             if options["bias"] is not None:
                 options["bias"] = pad(options["bias"].detach(), packing)[:, None, None]
             self._keep_weights(q, k, real, options)

@@ -35,6 +35,7 @@ from fastformer.nn.embeddings import (
 )
 from fastformer.nn.feed_forward import PositionwiseFeedForward
 from fastformer.nn.padding import Packing, require_tokens
+from fastformer.nn.seeds import Seeds, runs_forward_of
 from fastformer.nn.stacks import (
     Decoder,
     DecoderLayer,
@@ -256,12 +257,32 @@ class EncoderDecoder(nn.Module):
         tgt_mask: Tensor | Packing | None,
     ) -> Tensor:
         require_packings(src_mask, tgt_mask)
-        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+        first, second = self._seeds()
+        memory = self.encode(src, src_mask, **first)
+        return self.decode(memory, src_mask, tgt, tgt_mask, **second)
 
-    def encode(self, src: Tensor, src_mask: Tensor | Packing | None) -> Tensor:
+    def _seeds(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the seeds of a whole forward as keyword arguments of `encode` and `decode`; none,
+        if a subclass has its own of these methods.
+        """
+        if (type(self).encode, type(self).decode) != (EncoderDecoder.encode, EncoderDecoder.decode):
+            return {}, {}
+        sites = _sites(self.encoder)
+        seeds = Seeds(sites + _sites(self.decoder))
+        return {"_seeds": seeds}, {"_seeds": seeds.after(sites)}
+
+    def encode(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Packing | None,
+        *,
+        _seeds: Seeds | None = None,
+    ) -> Tensor:
         """Return the memory [B, S, d_model] of src [B, S], [tokens, d_model] of a packed batch."""
         checks.require_tensor("src", src)
-        return self.encoder(_embedded(self.src_embed, "src", src, src_mask), src_mask)
+        seeds = _seeds or Seeds(_sites(self.encoder))
+        x = _embedded(self.src_embed, "src", src, src_mask, seeds=seeds)
+        return self.encoder(x, src_mask, **_after_embedding(self.encoder, seeds))
 
     def decode(
         self,
@@ -270,6 +291,8 @@ class EncoderDecoder(nn.Module):
         tgt: Tensor,
         tgt_mask: Tensor | Packing | None,
         cache: DecoderCache | None = None,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         """Return the decoder's output [B, T, d_model] for memory [B, S, d_model] and tgt [B, T], or
         [tokens, d_model] of a packed batch.
@@ -280,8 +303,10 @@ class EncoderDecoder(nn.Module):
         """
         checks.require_tensor("tgt", tgt)
         require_cache(cache)
-        x = _embedded(self.tgt_embed, "tgt", tgt, tgt_mask, cache)
-        return self.decoder(x, memory, src_mask, tgt_mask, cache)
+        seeds = _seeds or Seeds(_sites(self.decoder))
+        x = _embedded(self.tgt_embed, "tgt", tgt, tgt_mask, cache, seeds=seeds)
+        own = _after_embedding(self.decoder, seeds)
+        return self.decoder(x, memory, src_mask, tgt_mask, cache, **own)
 
 
 class LanguageModel(nn.Module):
@@ -315,7 +340,19 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         checks.require_tensor("tokens", tokens)
         require_cache(cache)
-        return self.decoder(_embedded(self.embed, "tokens", tokens, mask, cache), mask, cache)
+        seeds = Seeds(_sites(self.decoder))
+        x = _embedded(self.embed, "tokens", tokens, mask, cache, seeds=seeds)
+        return self.decoder(x, mask, cache, **_after_embedding(self.decoder, seeds))
+
+
+def _sites(stack: nn.Module) -> int:
+    """Return how many dropout seeds a stack takes, and the embedding before it."""
+    return 1 + getattr(stack, "_sites", 0)
+
+
+def _after_embedding(stack: nn.Module, seeds: Seeds) -> dict[str, Any]:
+    """Return the seeds of a stack as keyword argument, if it takes them."""
+    return {"_seeds": seeds.after(1)} if runs_forward_of(stack, Encoder, Decoder) else {}
 
 
 def _embedded(
@@ -324,6 +361,8 @@ def _embedded(
     tokens: Tensor,
     mask: Tensor | Packing | None,
     cache: DecoderCache | None = None,
+    *,
+    seeds: Seeds,
 ) -> Tensor:
     """Return embed(tokens) for tokens [B, S] after those in the cache, or for the [tokens] of a
     packed batch at their positions, whose `Packing` is the mask.
@@ -332,7 +371,7 @@ def _embedded(
         if tokens.dim() < 2:
             raise checks.wrong_shape(name, tokens, "[B, S], or a Packing as its mask")
         held, start = (0, None) if cache is None else (cache.longest, cache.start())
-        return _embedded_from(embed, tokens, start, held)
+        return _embedded_from(embed, tokens, start, held, seeds)
     if cache is not None:
         raise ValueError("cache is given together with a Packing; expected None")
     if backends.sequences_are_sharded():
@@ -344,14 +383,19 @@ def _embedded(
         if isinstance(part, PositionalEncoding):
             require_longest(name, mask, part.pe.shape[1])
     rows = tokens.unsqueeze(1)  # of one token, which begin at their positions
-    return _embedded_from(embed, rows, mask.positions, max(0, mask.length - 1)).squeeze(1)
+    longest = max(0, mask.length - 1)
+    return _embedded_from(embed, rows, mask.positions, longest, seeds).squeeze(1)
 
 
 def _embedded_from(
-    embed: nn.Module, tokens: Tensor, start: int | Tensor | None, held: int
+    embed: nn.Module,
+    tokens: Tensor,
+    start: int | Tensor | None,
+    held: int,
+    seeds: Seeds,
 ) -> Tensor:
     """Return embed(tokens) for tokens [B, S] that begin at the positions `start`, at most `held`,
-    by one kernel if it can.
+    by one kernel if it can. seeds: those of the model, from the embedding's on.
     """
     parts: list[Any] = list(embed) if type(embed) is nn.Sequential else []
     rotary = _is_without_positions(embed)
@@ -372,11 +416,13 @@ def _embedded_from(
         pe = rows.flatten(0, 1)
         if len(rows) != 1:  # each row has its own positions: make it one long row
             tokens = tokens.reshape(1, -1)
+    p = dropout_probability(dropout)
     out = functional.embed(
         tokens,
         lut.weight,
         None if pe is None else pe.to(lut.weight.dtype),
-        dropout_probability(dropout),
+        p,
+        dropout_seed=seeds.of(0, lut.weight.device) if p else None,
         scale=math.sqrt(embeddings.d_model),
         padding_idx=lut.padding_idx,
     )

@@ -234,10 +234,12 @@ class _OfShards(EncoderDecoder):
     def forward(self, src: Tensor, tgt: Tensor, src_mask: Any, tgt_mask: Any) -> Tensor:
         context = self._context
         src_mask, tgt_mask = (context.pad(x, 2, False) for x in (src_mask, tgt_mask))
+        first, second = self._seeds()
         with context.of_length(src.shape[1]):
-            memory = self.encode(self._part(src, PAD), src_mask)
+            memory = self.encode(self._part(src, PAD), src_mask, **first)
         with context.of_length(tgt.shape[1]):
-            return self.decode(memory, src_mask, self._part(tgt, PAD), self._part(tgt_mask, False))
+            tgt, tgt_mask = self._part(tgt, PAD), self._part(tgt_mask, False)
+            return self.decode(memory, src_mask, tgt, tgt_mask, **second)
 
     def _part(self, x: Tensor, padding: float) -> Tensor:
         return self._context.shard(self._context.pad(x, 1, padding), 1)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastformer as ff
 from fastformer import checks, use_backend
 from fastformer.nn import stacks
+from fastformer.nn.seeds import Seeds
 from fastformer.ops import dropout
 from fastformer.ops.dropout import drawn_ahead, dropped, dropped_hidden, dropped_rows
 
@@ -21,6 +22,7 @@ try:
 except ImportError:
     triton = None
 
+CPU = torch.device("cpu")
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -299,41 +301,33 @@ def test_probabilities_are_multiples(device):
     assert abs((~high).sum() - 16) < 5 * 4
 
 
-def drawn_masks(between=lambda: None):
-    """Draw masks of three sizes, with the seeds that torch draws."""
+def drawn_masks(seeds, rows=10):
+    """Draw masks of three sizes, three of each."""
     torch.manual_seed(3)
-    masks = []
-    for _ in range(3):
-        for draw, sizes in (
-            (dropped, (4, 10, 9)),
-            (dropped_rows, (20, 6)),
-            (dropped_hidden, (9, 40)),
-        ):
-            masks.append(draw(checks.draw_seeds(1), *sizes, 0.3))
-            between()
-    return masks
+    sizes = {dropped: (4, rows, 9), dropped_rows: (20, 6), dropped_hidden: (9, 40)}
+    draws = [*sizes.items()] * 3
+    return [draw(seeds.of(i, CPU), *own, 0.3) for i, (draw, own) in enumerate(draws)]
 
 
 def test_masks_drawn_ahead_are_those_of_one_draw_each(monkeypatch):
-    want, draws = drawn_masks(), []
+    want, draws = drawn_masks(Seeds(9)), []
     for name in ("_dropped_by_numpy", "_dropped_rows_by_numpy"):
         draw = getattr(dropout, name)
         monkeypatch.setattr(dropout, name, lambda *x, draw=draw: draws.append(x) or draw(*x))
     for expected in (9, 3, 3):
         draws.clear()
-        torch.manual_seed(3)  # it is what the context reads
-        with drawn_ahead("test"):
-            assert all(map(torch.equal, drawn_masks(), want))
+        seeds = Seeds(9)
+        with drawn_ahead("test", seeds):
+            assert all(map(torch.equal, drawn_masks(seeds), want))
         assert len(draws) == expected
 
 
 def test_masks_that_were_expected_wrongly_are_not_used():
-    between = lambda: torch.rand(1)  # noqa: E731
-    want, plans = drawn_masks(between), []
-    for _ in range(3):
-        torch.manual_seed(3)  # it is what the context reads
-        with drawn_ahead("wrong"):
-            assert all(map(torch.equal, drawn_masks(between), want))
+    plans = []
+    for rows in (10, 20, 20):
+        want, seeds = drawn_masks(Seeds(9), rows), Seeds(9)
+        with drawn_ahead("wrong", seeds):
+            assert all(map(torch.equal, drawn_masks(seeds, rows), want))
         plans.append(dropout._ahead.plans["wrong"])
     assert len(plans[0]) == 9 and plans[1:] == [None, None]
 
@@ -350,5 +344,5 @@ def test_a_stack_draws_its_masks_ahead(monkeypatch):
     dropout._ahead.plans.clear()
     found = outputs()
     assert [len(plan) for plan in dropout._ahead.plans.values()] == [8, 12]
-    monkeypatch.setattr(stacks, "drawn_ahead", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(stacks, "drawn_ahead", lambda *_: contextlib.nullcontext())
     assert all(map(torch.equal, found, outputs()))

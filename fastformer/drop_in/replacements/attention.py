@@ -66,9 +66,16 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if query.dim() == 3 else weights.squeeze(0)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Visibility) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Visibility,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         """Return the output [N, L, E], [L, N, E] or [L, E], in the layout of the query. In a packed
-        batch, query, key, value and output are [tokens, E].
+        batch, query, key, value and output are [tokens, E]. seed: that of dropout; drawn, if None.
         """
         p = self.dropout if self.training else 0.0
         if seen.cache is not None:
@@ -78,14 +85,14 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         q, k, v = self._projected(query, key, value)  # [.., S, H, D]
         if seen.packing is not None:
             offsets, longest = seen.packing.cu_seqlens, seen.packing.longest
+            sizes = offsets, offsets, longest, longest
             out = functional.packed_attention(
-                q, k, v, offsets, offsets, longest, longest, dropout_p=p, is_causal=seen.is_causal
+                q, k, v, *sizes, dropout_p=p, is_causal=seen.is_causal, dropout_seed=seed
             ).flatten(-2)
         else:
             k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
-            out = functional.scaled_dot_product_attention(
-                self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal, bias=seen.bias
-            )
+            given = self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal
+            out = functional.scaled_dot_product_attention(*given, bias=seen.bias, dropout_seed=seed)
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 

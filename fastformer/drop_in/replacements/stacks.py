@@ -42,6 +42,7 @@ from fastformer.drop_in.replacements.layers import (
 from fastformer.eager import eager
 from fastformer.nn.base import require_linear_input
 from fastformer.nn.padding import Packing, packing_of, pad, unpad
+from fastformer.nn.seeds import Seeds
 from fastformer.nn.stream import ResidualStream, is_unmodified
 
 # An encoder drops its padding only if it is at least this share of the batch and this many tokens:
@@ -73,9 +74,14 @@ class Stack(OnStream):
                     return f"layers.{i} has another form of {name} than layers.0"
         return None if self.norm is None else unsupported_parameter(self.norm)
 
+    @property
+    def _sites(self) -> int:
+        return sum(layer._sites for layer in self.layers)
+
     def _through(self, stream: ResidualStream, *context: object) -> None:
         for layer in self.layers:
             layer._through(stream, *context)
+            stream.seeds = stream.seeds.after(layer._sites)
 
     def _stream_output(self, stream: ResidualStream, x: Tensor) -> Tensor:
         with ops_of(self):
@@ -121,8 +127,11 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
         is_causal: bool | None = None,
         *,
         _unseen: bool = False,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
-        """Run the layers on one stream. _unseen: nothing reads the output at the padding."""
+        """Run the layers on one stream. _unseen: nothing reads the output at the padding. _seeds:
+        those of the model, from this stack's on.
+        """
         padding = src_key_padding_mask
         reason = unsupported_tensor(src, mask, padding) or self._unsupported_reason()
         # [N, S], True at the padding, if the output there has to be zeros or nothing reads it.
@@ -143,24 +152,28 @@ class FusedTransformerEncoder(Stack, nn.TransformerEncoder):
             if _unseen or self._converts_to_nested(src, mask, masked):
                 hidden = masked
         appends = attention_of(first, "self_attn")._appends_keys()
+        seeds = _seeds or Seeds(self._sites)
         if hidden is not None and (mask is None or seen.is_causal) and not appends:
             packing = None if backends.is_dtensor(src) else _packing_worth_it(hidden)
             if packing is not None:
-                return self._forward_packed(src, packing, seen.is_causal)
-        stream = ResidualStream(src)
+                return self._forward_packed(src, packing, seen.is_causal, seeds)
+        stream = ResidualStream(src, seeds)
         self._through(stream, seen)
         if hidden is not None and not _unseen:
             hidden = self._batch_as_given(hidden).unsqueeze(-1)
-            stream = ResidualStream(stream.value().masked_fill(hidden, 0.0))
+            stream.x = stream.value().masked_fill(hidden, 0.0)
         return self._stream_output(stream, src)
 
-    def _forward_packed(self, src: Tensor, packing: Packing, is_causal: bool) -> Tensor:
+    def _forward_packed(
+        self, src: Tensor, packing: Packing, is_causal: bool, seeds: Seeds
+    ) -> Tensor:
         """Run the layers on the tokens of src [N, S, E] or [S, N, E] that are not padding."""
         tokens, _ = unpad(self._batch_as_given(src), packing)  # [tokens, E]
-        stream = ResidualStream(tokens)
+        stream = ResidualStream(tokens, seeds)
         self._through(stream, Visibility(is_causal=is_causal, packing=packing))
         x = pad(stream.value(), packing)  # [N, S, E], zeros at the padding
-        return self._stream_output(ResidualStream(self._batch_as_given(x)), src)
+        stream.x = self._batch_as_given(x)
+        return self._stream_output(stream, src)
 
     def _batch_as_given(self, x: Tensor) -> Tensor:
         """Convert between [N, S, ..] and the caller's order: transpose unless batch_first."""
@@ -222,6 +235,8 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
+        *,
+        _seeds: Seeds | None = None,
     ) -> Tensor:
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
 
@@ -230,7 +245,7 @@ class FusedTransformerDecoder(Stack, nn.TransformerDecoder):
             return decoder_context(self.layers[0], tgt, memory, masks, hints)
 
         hints = (tgt_is_causal, memory_is_causal)
-        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks)
+        return self._forward_on_stream((tgt, memory, *masks), hints, read_masks, _seeds)
 
 
 def decode_step(
@@ -293,7 +308,7 @@ def decode_step(
         raise TypeError("memory is None at the first step; expected a tensor")
     masks = (None, memory_mask, None, memory_key_padding_mask)
     _, memory, seen = decoder_context(layers[0], tgt, memory, masks, (False, False))
-    stream = ResidualStream(tgt)
+    stream = ResidualStream(tgt, Seeds(decoder._sites))
     for i, layer in enumerate(layers):
         own = cache.layer(i)
         layer._through(stream, Visibility(cache=own), memory, seen._replace(cache=own.memory))
@@ -337,14 +352,32 @@ class FusedTransformer(Accelerated, nn.Transformer):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Call the original forward, or let the encoder drop padding that the decoder masks out."""
+        """Call the original forward, or the two stacks with one draw of dropout seeds; the encoder
+        drops padding that the decoder masks out.
+        """
         masks = (src_mask, tgt_mask, memory_mask)
         paddings = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
         hints = (src_is_causal, tgt_is_causal, memory_is_causal)
-        if not self._hides_padding(src, paddings[0], paddings[2]):
+        encoder, decoder = self.encoder, self.decoder
+        if not self._joins(encoder, decoder, src, tgt):
             return self._original.forward(self, src, tgt, *masks, *paddings, *hints)
-        memory = self.encoder(src, src_mask, paddings[0], src_is_causal, _unseen=True)
-        return self.decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:])
+        seeds = Seeds(encoder._sites + decoder._sites)
+        own = dict(_unseen=self._hides_padding(src, paddings[0], paddings[2]), _seeds=seeds)
+        memory = encoder(src, src_mask, paddings[0], src_is_causal, **own)
+        rest = seeds.after(encoder._sites)
+        return decoder(tgt, memory, *masks[1:], *paddings[1:], *hints[1:], _seeds=rest)
+
+    def _joins(self, encoder: nn.Module, decoder: nn.Module, src: Tensor, tgt: Tensor) -> bool:
+        """Return whether both stacks are replaced, and the original forward calls them alone."""
+        if not isinstance(encoder, FusedTransformerEncoder) or not is_unmodified(encoder, decoder):
+            return False
+        if not isinstance(decoder, FusedTransformerDecoder):
+            return False
+        if encoder._unsupported_reason() or decoder._unsupported_reason():
+            return False
+        batch = 0 if self.batch_first else 1
+        same = src.dim() != 3 or (tgt.dim() == 3 and src.shape[batch] == tgt.shape[batch])
+        return same and src.shape[-1] == tgt.shape[-1] == self.d_model
 
     def _hides_padding(
         self, src: Tensor, padding: Tensor | None, from_decoder: Tensor | None
@@ -357,12 +390,7 @@ class FusedTransformer(Accelerated, nn.Transformer):
             return False
         if padding.dtype != torch.bool or from_decoder.dtype != torch.bool:
             return False
-        encoder, decoder = self.encoder, self.decoder
-        if not (isinstance(encoder, FusedTransformerEncoder) and _may_decide(padding)):
-            return False
-        if not isinstance(decoder, FusedTransformerDecoder) or not is_unmodified(encoder, decoder):
-            return False
-        if decoder._unsupported_reason() is not None:
+        if not _may_decide(padding):
             return False
         if padding is from_decoder:
             return True

@@ -66,10 +66,11 @@ def feed_forward(
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3; GELU: Hendrycks and
     Gimpel 2016; SiLU: Elfwing et al. 2017.
     """
-    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and dropout_seed is shard is None
-    if usual and backends.runs_directly():
+    usual = type(dropout_p) is float and 0.0 <= dropout_p <= 1.0 and shard is None
+    drawn = dropout_seed is None or type(dropout_seed) is Tensor
+    if usual and drawn and backends.runs_directly():
         p = require_dropout("dropout_p", dropout_p)
-        out = usual_feed_forward(input, (w_1, b_1, w_2, b_2), activation, p)
+        out = usual_feed_forward(input, (w_1, b_1, w_2, b_2), activation, p, dropout_seed)
         if out is not None:
             return out
     input, w_1, b_1, w_2, b_2 = autocast(input, w_1, b_1, w_2, b_2)

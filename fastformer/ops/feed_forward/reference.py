@@ -61,9 +61,13 @@ _PARAMETERS = frozenset({Tensor, Parameter})
 
 
 def usual_feed_forward(
-    input: Tensor, parameters: tuple[Any, ...], activation: str, dropout_p: float
+    input: Tensor,
+    parameters: tuple[Any, ...],
+    activation: str,
+    dropout_p: float,
+    dropout_seed: Any,
 ) -> Tensor | None:
-    """Compute a usual call with a new seed: tensors of one dtype on a CPU, both biases given.
+    """Compute a usual call: tensors of one dtype on a CPU, both biases given.
 
     Return None if the call may be another one, or wrong: this looks at little, so that a small call
     is fast. `feed_forward` computes the same.
@@ -84,7 +88,7 @@ def usual_feed_forward(
     if input.shape[-1:] != w_1.shape[1:] or w_2.shape[1:] != b_1.shape:
         return None
     try:
-        seed = seed_tensor(None, dropout_p, input.device)
+        seed = seed_tensor(dropout_seed, dropout_p, input.device)
         given: Any = input, *parameters, activation, dropout_p
         return feed_forward(*given, dropout_seed=seed)
     except RuntimeError:  # a wrong shape, or no dense tensors

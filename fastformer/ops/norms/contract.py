@@ -158,13 +158,14 @@ def dropout_add_layer_norm(
     """
     if (
         unbiased is False
-        and dropout_seed is shard is None
+        and (dropout_seed is None or type(dropout_seed) is Tensor)
+        and shard is None
         and type(dropout_p) is type(eps) is float
         and 0.0 <= dropout_p <= 1.0
         and backends.runs_directly()
     ):
         p = require_dropout("dropout_p", dropout_p)
-        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps)
+        found = usual_sum_and_layer_norm(input, residual, weight, bias, p, eps, dropout_seed)
         if found is not None:
             return found
     input, residual, shape = _require_sum(input, residual, weight, bias)

@@ -187,7 +187,8 @@ class Tests:
         self._data = CoverageData(str(COVERAGE / "lines.sqlite"))
         self._data.read()
         self._all = (COVERAGE / "all.txt").read_text().splitlines()
-        self._run = {c.partition("|")[0].partition("[")[0] for c in self._data.measured_contexts()}
+        self._default = {c.partition("|")[0] for c in self._data.measured_contexts() if "::" in c}
+        self._run = {test.partition("[")[0] for test in self._default}
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the default tests and the other tests, one of each function first."""
@@ -197,6 +198,7 @@ class Tests:
                 by_line = self._data.contexts_by_lineno(measured)
                 for line in range(mutant.first, mutant.last + 1):
                     default |= {c.partition("|")[0] for c in by_line.get(line, ()) if "::" in c}
+        default = default or self._default  # the line runs at import: all tests depend on it
         functions = {test.partition("[")[0] for test in default}
         files = {test.partition("::")[0] for test in default}
         more = []

@@ -569,25 +569,3 @@ def test_planted_faults(bug, request):
         *edit, call = FAULTS[bug]
         found = (what_is_found(call, tuple(edit), stages=slots, seed=seed) for slots in (2, 3))
         assert any(found) != (bug in HARMLESS)
-
-
-def test_what_the_simulator_says():
-    """In words that name the memory and the line."""
-    for bug, words in {
-        "no wait for the values": ("race: the wgmma of consumer", "reads v_tiles[", "TMA load"),
-        "no turn": ("deadlock: consumer", "waits for turn["),
-        "one release of the keys": ("race: ", "k_tiles["),
-        "no fence before the store": ("TMA store of consumer", "without a fence"),
-        "no wait for the store": ("a TMA store may still read",),
-        "no wait for the output of the last tile": (
-            "uses the result of the wgmma",
-            "before a wait",
-        ),
-    }.items():
-        *edit, call = FAULTS[bug]
-        said = what_is_found(call, tuple(edit), stages=2, seed=0)
-        assert all(word in said for word in words), said
-    with pytest.raises(ValueError, match="has 'no such text' 0 times"):
-        what_is_found("plain", ("_copy_block", "no such text", ""), stages=2, seed=0)
-    with pytest.raises(ValueError, match="no function of the kernel is named _nobody"):
-        what_is_found("plain", ("_nobody", "a", "b"), stages=2, seed=0)

@@ -207,7 +207,7 @@ def test_a_kernel_that_ends_the_process_is_tried_in_no_other_class():
 # ------------------------------------------------------------------------------------- comparing
 
 
-def test_the_policy():
+def test_first_disagreement():
     disagreement = numerics.first_disagreement
     exact = [torch.linspace(-1, 1, 100, dtype=torch.float64)]
     half = [exact[0].half()]

@@ -12,6 +12,7 @@ from fastformer.description import Attention, beyond_torch, dims, unpack
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention.joint import joint_reference
 
 _aten = torch.ops.aten
 
@@ -114,6 +115,7 @@ backends.register(
         signature=_signature,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
+        joint=joint_reference,
     ),
     Operation(
         kernel="attention",
@@ -121,6 +123,7 @@ backends.register(
         reference=reference.packed_attention,
         sharding=_SHARDING,
         tuned=_TUNED,
+        joint=joint_reference,
     ),
     Operation(
         kernel="attention",

@@ -14,7 +14,6 @@ from fastformer.dispatch import backends
 from fastformer.nn.attention import MultiHeadedAttention
 
 B, S, D, H = 2, 9, 32, 4
-JOINT = "_KernelBackward"
 # By name: how the module is made, what it attends to, and the options of its call.
 CASES = {
     "self": ({}, "x", {}),
@@ -58,8 +57,7 @@ def made(name, device, dtype=torch.float64):
         given["bias"] = torch.randn(given["bias"], device=device, dtype=dtype, requires_grad=True)
         leaves.append(given["bias"])
     if to == "packed":
-        valid = torch.arange(S, device=device) < lengths[:, None]
-        given["mask"] = ff.unpad(torch.zeros(4, S, 1, device=device), valid)[1]
+        given["mask"] = ff.unpad(torch.zeros(4, S, 1, device=device), lengths)[1]
     if "rotary" in given:
         tables = ff.rotary_frequencies(D // H, len(x) if to == "packed" else S, device=device)
         given["rotary"] = tuple(t.to(dtype) for t in tables)
@@ -242,14 +240,18 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, size, parameters):
         super().__init__()
+        parameters = list(parameters)
         self.size, self.known = size, {p.data_ptr() for p in parameters}
-        self.found, self.of_parameters = collections.Counter(), 0
+        self.shapes = {p.shape for p in parameters}
+        self.found, self.of_parameters, self.of_their_gradients = collections.Counter(), 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if name == "cat" and all(x.data_ptr() in self.known for x in args[0]):
             self.of_parameters += 1
+        elif name == "cat" and out.shape in self.shapes:
+            self.of_their_gradients += 1
         elif name == "cat" or (
             name in ("clone", "copy_", "_to_copy", "contiguous") and out.numel() >= self.size
         ):
@@ -290,5 +292,7 @@ def test_nothing_is_concatenated(name, joined, monkeypatch):
     attentions = 2 if "decoder" in name else 1
     assert copies.found["cat"] == (0 if joined else attentions), copies.found
     assert sum(copies.found.values()) == copies.found["cat"], copies.found
-    # a weight and a bias for each attention of ours
+    # A weight and a bias for each attention of ours; in nn.MultiheadAttention, with its one weight,
+    # their gradients if query and memory are projected apart.
     assert copies.of_parameters == (0 if "torch" in name else 2 * attentions)
+    assert copies.of_their_gradients == (2 if name == "torch decoder" else 0)

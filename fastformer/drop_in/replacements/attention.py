@@ -248,6 +248,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         weights: Sequence[Tensor]
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif len(sizes) == 1:  # a split would concatenate its gradient
+            return [self.in_proj_weight], [bias]
         else:
             weights = self.in_proj_weight.split(sizes)
         return weights, [None] * len(sizes) if bias is None else bias.split(sizes)

@@ -349,9 +349,10 @@ def instead(one_row, monkeypatch):
     def instead(**forwards):
         backends._load(OP)
         others = {name: Alternative(one) for name, one in forwards.items()}
-        monkeypatch.setitem(OPERATIONS, OP, OPERATIONS[OP]._replace(alternatives=others))
+        record = OPERATIONS[OP]._replace(alternatives=others)
+        monkeypatch.setitem(OPERATIONS, OP, record)
         monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
-        autograd.pair(OP, others)
+        autograd.pair(OP, record)
 
     return instead
 

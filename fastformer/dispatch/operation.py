@@ -67,6 +67,7 @@ class Operation(NamedTuple):
         names of those that the backward of this call does not read, and takes as None.
     block: `backends.attention_block` by the reference.
     block_gradients: `backends.attention_gradients` by the reference.
+    joint: the reference of the registered op `joint_<op>`, which `backends.run_joint` runs.
     """
 
     kernel: str
@@ -80,6 +81,7 @@ class Operation(NamedTuple):
     unsaved: Callable[[Arguments], tuple[str, ...]] | None = None
     block: Function | None = None
     block_gradients: Function | None = None
+    joint: Function | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}  # by the name of the public function

@@ -51,7 +51,7 @@ class Counting(nn.Module):
         return (x + 0.01).log()
 
 
-def test_each_row_follows_its_own_source():
+def test_greedy_decode_of_several_sources():
     src = torch.tensor([[1, 9], [3, 9], [0, 9]])
     decoded = greedy_decode(Counting(), src, None, 6, 2)
     assert decoded.tolist() == [[2, 3, 4, 5, 6, 7], [2, 5, 8, 1, 4, 7], [2] * 6]
@@ -74,7 +74,7 @@ def test_max_len_past_the_positions_is_refused_before_the_first_step(monkeypatch
 
 
 @pytest.mark.parametrize("model", [nn.Transformer(8, 2, 1, 1, 8), None])
-def test_it_needs_a_model_that_decodes(model):
+def test_models_without_encode_are_refused(model):
     with pytest.raises(TypeError, match=f"model is a {type(model).__name__} without encode"):
         greedy_decode(model, torch.ones(1, 3, dtype=torch.int64), None, 3, 1)
 
@@ -89,7 +89,7 @@ def test_both_backends_decode_alike(device):
     assert torch.equal(*decoded)
 
 
-def test_the_mode_is_the_callers():
+def test_decoding_keeps_the_mode_of_the_model():
     model = make_model(11, 11, 1, 16, 16, 2, 0.1)
     model.encoder.eval()
     modes = [m.training for m in model.modules()]
@@ -428,7 +428,7 @@ def test_a_step_that_waits_for_the_device_is_not_captured(recorded, monkeypatch)
     assert cache.longest == 11 and cache.lengths.tolist() == [11] * 3
 
 
-def test_what_is_captured():
+def test_models_that_are_captured():
     """Modules of this package and of torch on a GPU, as they are."""
     model = translator()
     tokens = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda"))
@@ -653,7 +653,7 @@ def test_beams_go_on_where_the_likeliest_tokens_all_end():
     assert found.scores.isfinite().all() and (found.lengths == 5).all()
 
 
-def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
+def test_stream_tokens_runs_a_step_when_asked(monkeypatch):
     model, cache = language_model(), DecoderCache(9)
     stream = ff.stream_tokens(model, PROMPTS[:, :2].int(), None, 9, cache=cache)
     assert cache.longest == 0 and torch.is_grad_enabled()
@@ -679,7 +679,7 @@ def test_a_stream_runs_a_step_when_it_is_asked_for(monkeypatch):
         (dict(max_len=3), ValueError, "max_len is 3 and src has 4 tokens"),
     ],
 )
-def test_a_stream_is_refused_at_the_call(options, error, message):
+def test_stream_tokens_refuses_at_the_call(options, error, message):
     with pytest.raises(error, match=message):
         ff.stream_tokens(
             **dict(model=language_model(), src=PROMPTS, src_mask=None, max_len=8) | options
@@ -715,7 +715,7 @@ def exhaustive(model, src, mask, new, end, alpha):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
 @pytest.mark.parametrize("cache", [True, False])
-def test_enough_beams_find_the_best_of_all_sequences(alpha, cache):
+def test_beam_search_finds_the_best_of_all_sequences(alpha, cache):
     model, end, new = translator(4, 1, seed=2), 3, 4
     with torch.no_grad():
         model.generator.proj.weight *= 3  # far from uniform
@@ -756,7 +756,7 @@ def beams_in_lists(model, src, mask, new, end, alpha, beams, penalty=1.0):
     ("beams", "alpha", "penalty"),
     [(1, 0.6, 1.0), (2, 1.0, 1.0), (3, 0.0, 1.0), (5, 0.6, 1.0), (3, 0.6, 1.8), (4, 1.0, 0.4)],
 )
-def test_few_beams_are_the_search_written_out(beams, alpha, penalty):
+def test_beam_search_against_one_written_out(beams, alpha, penalty):
     model, (src, mask) = translator(seed=4), sources()
     with torch.no_grad():
         model.generator.proj.weight *= 2
@@ -791,7 +791,7 @@ def test_one_beam_with_a_penalty_is_greedy_over_prompts_with_padding():
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
+def test_length_penalty_prefers_a_longer_sequence(beams):
     """The end has probability 0.6, and the length penalty lets eight tokens beat it alone."""
     model = Loaded([0.6, 0.4])
     found = beam_search(
@@ -802,7 +802,7 @@ def test_a_long_sequence_can_outdo_one_that_has_ended(beams):
     assert math.isclose(found.scores.item(), want, rel_tol=1e-5)
 
 
-def test_the_search_is_over_when_all_sources_are():
+def test_beam_search_stops_when_all_sources_end():
     """Those that count in steps of two reach the end before those that count in steps of one."""
     src = torch.tensor([[1], [2]])
     want = greedy_decode(Counting(), src, None, 12, 1, end_symbol=7)
@@ -824,7 +824,7 @@ def test_scores_are_summed_in_float32_or_in_their_own_dtype(dtype):
     assert math.isclose(found.scores, 8 * model.scores[1].item(), rel_tol=1e-6)
 
 
-def test_one_mask_serves_all_sources():
+def test_beam_search_with_one_mask_for_all():
     model, (src, mask) = translator(), sources()
     for cache in (True, False):
         found, want = (
@@ -898,7 +898,7 @@ DISTRIBUTIONS = [
 
 
 @pytest.mark.parametrize(("options", "want"), DISTRIBUTIONS)
-def test_tokens_are_drawn_from_the_distribution(options, want):
+def test_sample_draws_from_the_distribution(options, want):
     """Within five standard deviations of the counts; what is left out is never drawn."""
     n = 40000
     src = torch.zeros(n // 4, 1, dtype=torch.long)
@@ -914,7 +914,7 @@ def test_top_p_keeps_no_token_past_the_sum():
     assert tokens[:, 1:].unique().tolist() == [0, 1]
 
 
-def test_a_seed_draws_the_same_tokens():
+def test_sample_with_a_seed():
     src = torch.zeros(50, 1, dtype=torch.long)
     one, same, other = (sample(Loaded(P), src, None, 9, 1, seed=s) for s in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
@@ -951,7 +951,7 @@ def test_bad_options_are_named(function, options, error, message):
         function(make_model(10, 10, 1, 8, 8, 2), **given | options)
 
 
-def test_of_tokens_of_one_score_the_first_are_kept():
+def test_top_k_keeps_the_first_of_equal_scores():
     vocabulary = 100  # of few, torch's sort leaves equal ones in their order by itself
     src = torch.zeros(20, 1, dtype=torch.long)
     tokens = sample(Loaded([1 / vocabulary] * vocabulary), src, None, 9, 1, top_k=2, seed=0)

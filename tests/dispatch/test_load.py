@@ -139,7 +139,7 @@ NOTHING = {  # calls without rows
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_nothing_is_launched_for_nothing(case, work):
+def test_calls_without_rows_launch_nothing(case, work):
     def call():
         NOTHING[case](torch.zeros(0, 8, requires_grad=True)).sum().backward()
 
@@ -156,7 +156,7 @@ def idle(monkeypatch):
 
 
 @pytest.mark.with_all
-def test_many_calls(backend, device, plans, idle, monkeypatch):
+def test_memory_of_many_calls(backend, device, plans, idle, monkeypatch):
     """Neither memory nor what Python holds grows with the calls; plans, which may, are few."""
     launch = pytest.importorskip("fastformer.kernels.launch")
     monkeypatch.setattr(launch, "MOST_PLANS", 2)
@@ -199,7 +199,7 @@ def test_many_plans(device, plans, idle):
     assert memory() - before < launch.MOST_PLANS * (8 << 10)
 
 
-def test_many_reasons(monkeypatch):
+def test_reasons_of_many_calls_are_forgotten(monkeypatch):
     """Why calls did not take the kernels is told once each, and not remembered for ever."""
 
     def choose(op, arguments, backend):

@@ -569,7 +569,7 @@ def bytes_sent(folder):
     """No way sends more than it has to: see bench_parallel, which says what each has to send."""
     n, settings = torch.distributed.get_world_size(), measured.Settings()
     device, dtype = torch.device("cpu"), torch.float32
-    for way in measured.METHODS:
+    for way in measured.WAYS:
         call = measured.Steps(way, settings, device, dtype)
         sent, least = measured.sent_by(call), call.least
         if way == "tensor":  # gathers over gloo what NCCL exchanges

@@ -68,7 +68,7 @@ def test_a_broken_rule_fails(tmp_path, request):
 
 
 @pytest.mark.with_all
-def test_models(tmp_path):
+def test_parallelize_models(tmp_path):
     """parallelize, with FSDP2 and checkpointing; layouts of a checkpoint; what is refused."""
     run(tmp_path, 4, "tensor_parallel", "torch_transformer", "composed", "layouts", "refusals")
 

@@ -290,7 +290,7 @@ def test_a_model_that_is_built_in_inference_mode(skip):
         torch.testing.assert_close(model.eval()(**GIVEN).logits, plain.eval()(**GIVEN).logits)
 
 
-def test_transforms_of_functions():
+def test_torch_func():
     for skip in (False, True):
         plain, model = pair(skip)
         found = []

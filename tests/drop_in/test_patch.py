@@ -155,9 +155,6 @@ def masks(device):
     }
 
 
-MASKS = list(masks("cpu"))
-
-
 @pytest.mark.sample
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_multihead_attention(variant, backend, device):
@@ -220,7 +217,7 @@ def test_causal_hint(options, backend, device):
         module(x, x, x, is_causal=True)
 
 
-def test_arguments_that_torch_takes_and_the_op_does_not(device):
+def test_fallback_for_arguments_that_torch_alone_takes(device):
     """Its own path, counted: a mask of another shape beside is_causal, which torch does not read;
     at inference a hint without its mask.
     """
@@ -269,7 +266,7 @@ def test_memory_order_of_outputs(batch_first, backend, device):
                 assert have == want, (type(module).__name__, norm_first, mode, grad)
 
 
-def test_weights_that_are_thrown_away(backend, device):
+def test_need_weights_option(backend, device):
     """The report says at once what need_weights=True takes; accelerate(need_weights=False) ends
     it.
     """
@@ -392,7 +389,7 @@ def test_low_precision(dtype, backend, device):
     assert error <= 2 * peer, f"{error:.1e}, torch {peer:.1e}"
 
 
-def test_what_the_op_cannot_do_is_torchs(backend, device):
+def test_fallback_of_attention_to_torch(backend, device):
     """Call by call, under an explicit triton too, and counted."""
     wide = nn.MultiheadAttention(600, 2, batch_first=True).to(device)  # a head dim of 300
     x = torch.randn(1, 3, 600, device=device)
@@ -527,7 +524,7 @@ def test_drop_padding(where, backend, device):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_drop_padding_is_a_choice(batch_first, backend, device):
+def test_drop_padding_option(batch_first, backend, device):
     """By default what torch computes there comes out; in training, and at inference with
     gradients.
     """
@@ -610,7 +607,7 @@ def test_padding_at_inference_is_as_torch_has_it(name, device):
         torch.backends.mha.set_fastpath_enabled(True)
 
 
-def test_little_padding_is_zeros_too(backend, device):
+def test_drop_padding_with_little_padding(backend, device):
     """Where dropping does not pay, what comes out is the same."""
     model = encoder(device, norm=False)
     ff.accelerate(model, drop_padding=True)
@@ -624,7 +621,7 @@ def test_little_padding_is_zeros_too(backend, device):
             assert (model.train(mode)(x, src_key_padding_mask=padding)[1, -1] == 0).all()
 
 
-def test_padding_is_zeros_where_torch_runs(device):
+def test_drop_padding_beside_a_hook(device):
     """A hook on a layer: its own forward, and the same at the padding."""
     model = encoder(device)
     ff.accelerate(model, drop_padding=True)
@@ -740,7 +737,7 @@ def test_transformer_computes_padding_that_somebody_sees(device):
     assert not packed(model, **given)
 
 
-def test_inference_on_a_cpu_is_as_before():
+def test_inference_on_a_cpu_runs_torchs_layer():
     """One op of torch's a layer, where it computes the same; no NaN for a row without keys."""
     x = torch.randn(N, S, E)
     for options in ({}, {"norm_first": True}, {"activation": "gelu"}):
@@ -771,7 +768,7 @@ class Halved(nn.Dropout):
         return x / 2
 
 
-def test_inference_runs_every_part(device):
+def test_inference_runs_hooks_and_other_dropouts(device):
     """A dropout of another class, or that draws in evaluation, or with hooks."""
     x = torch.randn(N, S, E, device=device)
     for name in ("dropout", "dropout1", "dropout2"):
@@ -1017,7 +1014,7 @@ def test_layers_with_other_heads_do_not_share_their_masks(device):
     assert "layers.1 has another form of self_attn than layers.0" in str(report)
 
 
-def test_names_that_collide():
+def test_skipped_for_names_that_collide():
     """An attribute of the user's that is called like one of ours; a class that forbids deriving."""
 
     class Own(nn.TransformerEncoderLayer):
@@ -1058,7 +1055,7 @@ def test_layers_compiled_by_themselves(device):
     assert frames
 
 
-def test_nothing_half_replaced(monkeypatch):
+def test_accelerate_is_undone_after_an_error(monkeypatch):
     """An error in the middle of the swap takes back what was done."""
     model = nn.Transformer(E, H, 1, 1, 24)
     before = attributes(model)
@@ -1176,7 +1173,7 @@ def test_fx_keeps_the_modules_whole(device):
     assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1"]
 
 
-def test_transforms_of_functions(backend, device):
+def test_torch_func(backend, device):
     """vmap of grad: torch's own forward."""
     norm = nn.LayerNorm(E).to(device)
     x = torch.randn(N, S, E, device=device)
@@ -1373,7 +1370,7 @@ def test_a_trial_run_leaves_no_trace(annotated):
     copy.deepcopy(model)  # no weights with a graph are kept
 
 
-def test_our_own_modules_are_left():
+def test_accelerate_leaves_the_modules_of_fastformer():
     model = ff.make_model(11, 11, N=1, d_model=E, d_ff=24, h=H)
     before = attributes(model)
     report = ff.accelerate(model)

@@ -74,7 +74,7 @@ def test_a_cache_computes_what_the_whole_sequence_does(case, side, backend, devi
         model(tokens[:, :1], None, cache)
 
 
-def test_a_token_sees_none_that_follows(backend, device):
+def test_language_model_is_causal(backend, device):
     model = small_model(device).eval()
     tokens, _ = padded(device)
     before = model(tokens)
@@ -94,7 +94,7 @@ def test_packed(backend, device):
     assert pad(have, packing).shape == x.shape
 
 
-def test_the_model_and_its_names():
+def test_make_decoder_and_its_state_dict():
     model = make_decoder(V, 2, 16, 24, 2)
     assert type(model) is LanguageModel and type(model.decoder.norm) is LayerNorm
     encoder = make_model(V, V, 2, 16, 24, 2).encoder

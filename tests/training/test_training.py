@@ -379,7 +379,7 @@ def joined(batches):
     return Batch(torch.cat([b.src for b in batches]), torch.cat([b.src for b in batches]))
 
 
-def test_accumulated_gradients_are_those_of_one_batch(capsys):
+def test_accumulation_steps_are_one_batch(capsys):
     """Of batches with different numbers of tokens, and of the group that is left."""
     model, batches, reported = Echo(7), list(some_batches(5)), []
     twin, alone = copy.deepcopy(model), copy.deepcopy(model)
@@ -409,7 +409,7 @@ def test_a_batch_of_padding_alone_adds_nothing():
     torch.testing.assert_close(model.state_dict(), before)
 
 
-def test_the_processes_exchange_the_gradients_of_the_last_batch_alone():
+def test_no_sync_but_for_the_last_of_the_accumulation_steps():
     """As DistributedDataParallel does, whose no_sync surrounds forward and backward."""
     model, calls, batches = Echo(7), [], list(some_batches(3))
 
@@ -425,7 +425,7 @@ def test_the_processes_exchange_the_gradients_of_the_last_batch_alone():
     assert calls == ["begin", "backward", "end", "backward", "backward"]
 
 
-def test_the_norm_of_the_gradients_is_clipped():
+def test_max_grad_norm_clips_the_gradients():
     model = Echo(7)
     twin, loose = copy.deepcopy(model), copy.deepcopy(model)
     compute, batch = echo_loss(twin), next(some_batches())

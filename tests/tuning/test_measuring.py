@@ -207,7 +207,7 @@ def test_a_kernel_that_ends_the_process_is_tried_in_no_other_class():
 # ------------------------------------------------------------------------------------- comparing
 
 
-def test_the_policy():
+def test_first_disagreement():
     disagreement = numerics.first_disagreement
     exact = [torch.linspace(-1, 1, 100, dtype=torch.float64)]
     half = [exact[0].half()]
@@ -349,9 +349,10 @@ def instead(one_row, monkeypatch):
     def instead(**forwards):
         backends._load(OP)
         others = {name: Alternative(one) for name, one in forwards.items()}
-        monkeypatch.setitem(OPERATIONS, OP, OPERATIONS[OP]._replace(alternatives=others))
+        record = OPERATIONS[OP]._replace(alternatives=others)
+        monkeypatch.setitem(OPERATIONS, OP, record)
         monkeypatch.setattr(autograd, "_pairs", dict(autograd._pairs))
-        autograd.pair(OP, others)
+        autograd.pair(OP, record)
 
     return instead
 

@@ -559,7 +559,7 @@ def test_the_name_of_a_class():
     )
 
 
-def test_what_tells_classes_apart():
+def test_class_of_tells_calls_apart():
     base = dict(zip(("query", "key", "value"), plain()))
     same = [{}, dict(scale=0.5), dict(return_lse=True)]
     same += [dict(zip(base, plain(S=n))) for n in (33, 64)]

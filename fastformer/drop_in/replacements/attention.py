@@ -26,6 +26,7 @@ from fastformer.drop_in.replacements.base import (
 )
 from fastformer.nn.padding import Packing
 from fastformer.ops import functional
+from fastformer.ops.attention.joint import Projected, joint_attention
 
 NEEDS_WEIGHTS = (
     "need_weights=True, the default, runs in plain PyTorch; if the weights are discarded, "
@@ -82,17 +83,20 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
             out = self._attend_cached(query, key, value, seen, p)
             out = self._heads_last(out, query.dim() == 3)
             return F.linear(out, self.out_proj.weight, self.out_proj.bias)
-        q, k, v = self._projected(query, key, value)  # [.., S, H, D]
+        projected = self._projected(query, key, value, seen.packing is not None)
+        q, k, v = projected.parts()
         if seen.packing is not None:
             offsets, longest = seen.packing.cu_seqlens, seen.packing.longest
-            sizes = offsets, offsets, longest, longest
-            out = functional.packed_attention(
-                q, k, v, *sizes, dropout_p=p, is_causal=seen.is_causal, dropout_seed=seed
-            ).flatten(-2)
+            packed = q, k, v, offsets, offsets, longest, longest
+            options = dict(dropout_p=p, is_causal=seen.is_causal, dropout_seed=seed)
+            out = joint_attention("packed_attention", projected, {}, *packed, **options)
+            out = out.flatten(-2)
         else:
-            k, v, seen = self._with_appended_keys(self._heads_first(k), self._heads_first(v), seen)
-            given = self._heads_first(q), k, v, seen.attn_mask, p, seen.is_causal
-            out = functional.scaled_dot_product_attention(*given, bias=seen.bias, dropout_seed=seed)
+            rotation: dict[str, Any] | None = None if self._appends_keys() else {}
+            k, v, seen = self._with_appended_keys(k, v, seen)
+            given = q, k, v, seen.attn_mask, p, seen.is_causal
+            op, options = "scaled_dot_product_attention", dict(bias=seen.bias, dropout_seed=seed)
+            out = joint_attention(op, projected, rotation, *given, **options)
             out = self._heads_last(out, query.dim() == 3)
         return F.linear(out, self.out_proj.weight, self.out_proj.bias)
 
@@ -124,7 +128,7 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return the output, and the weights [N, H, L, S] after dropout, as torch does."""
         record_fallback(self, "MultiheadAttention", NEEDS_WEIGHTS)
-        q, k, v = (self._heads_first(x) for x in self._projected(query, key, value))
+        q, k, v = self._projected(query, key, value).parts()
         k, v, seen = self._with_appended_keys(k, v, seen)
         weights = functional.attention_weights(q, k, seen.attn_mask, seen.is_causal, bias=seen.bias)
         weights = F.dropout(weights, self.dropout, self.training)
@@ -206,24 +210,32 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
 
     # ---------------------------------------------------------------------- queries, keys, values
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Project query, key and value [.., E] to [.., H, D].
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: bool = False
+    ) -> Projected:
+        """Project query, key and value. The parts are [N, H, L or S, D]; [tokens, H, D] if packed.
 
         If in_proj_weight holds all weights, key and value share one GEMM if they are the same
         tensor, and query shares it too if it is that tensor.
         """
-        packed = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
-        if backends.is_dtensor(packed):
-            return self._projected_by_heads((query, key, value))
-        groups = [(query, 1), (key, 1), (value, 1)]
-        if key is value and self.in_proj_weight is not None:
-            groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
-        weights, biases = self._projections([n for _, n in groups])
-        out: list[Tensor] = []
-        for (x, n), w, b in zip(groups, weights, biases):
-            heads = F.linear(x, w, b).unflatten(-1, (n, self.num_heads, self.head_dim))
-            out += heads.unbind(-3)
-        return out
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        if backends.is_dtensor(weight):
+            found = self._projected_by_heads((query, key, value))
+        else:
+            groups = [(query, 1), (key, 1), (value, 1)]
+            if key is value and self.in_proj_weight is not None:
+                groups = [(query, 3)] if query is key else [(query, 1), (key, 2)]
+            weights, biases = self._projections([n for _, n in groups])
+            found = [
+                F.linear(x, w, b).unflatten(-1, (n * self.num_heads, self.head_dim))
+                for (x, n), w, b in zip(groups, weights, biases)
+            ]
+        if packed:
+            return Projected(found, self.num_heads, (0, 1, 2))
+        if query.dim() == 2:
+            return Projected([x.unsqueeze(0) for x in found], self.num_heads, (0, 2, 1, 3))
+        order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        return Projected(found, self.num_heads, order)
 
     def _projected_by_heads(self, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
         """Project as `_projected` does, with weights that `parallelize` has sharded by heads."""
@@ -246,6 +258,8 @@ class FusedMultiheadAttention(Accelerated, nn.MultiheadAttention):
         weights: Sequence[Tensor]
         if self.in_proj_weight is None:
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        elif len(sizes) == 1:  # a split would concatenate its gradient
+            return [self.in_proj_weight], [bias]
         else:
             weights = self.in_proj_weight.split(sizes)
         return weights, [None] * len(sizes) if bias is None else bias.split(sizes)

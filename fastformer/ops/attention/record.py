@@ -12,6 +12,7 @@ from fastformer.description import Attention, beyond_torch, dims, unpack
 from fastformer.dispatch import backends, operation
 from fastformer.dispatch.operation import Alternative, Arguments, Operation
 from fastformer.ops.attention import contract, reference
+from fastformer.ops.attention.joint import joint_reference
 
 _aten = torch.ops.aten
 
@@ -101,7 +102,14 @@ backends.register(
         signature=_signature,
         block=reference.attention_block,
         block_gradients=reference.attention_gradients,
+        joint=joint_reference,
     ),
-    Operation("attention", contract.packed_attention, reference.packed_attention, _SHARDING),
+    Operation(
+        "attention",
+        contract.packed_attention,
+        reference.packed_attention,
+        _SHARDING,
+        joint=joint_reference,
+    ),
     Operation("attention", contract.paged_attention, reference.paged_attention, _SHARDING),
 )
